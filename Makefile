@@ -1,0 +1,52 @@
+# One verb a chore, the same here and in CI. `make` alone lists them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+RUN ?= reverse_text
+export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help setup demo test check fmt render bench lock clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: .venv/.ready ## make .venv from the lock; does nothing when it is already so
+
+.venv/.ready: locks/install.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version $(wildcard packages/*/pyproject.toml)
+	@bash locks/install.sh
+	@touch $@
+
+demo: export ORRERY_RESUME := make demo$(if $(filter-out reverse_text,$(RUN)), RUN=$(RUN))
+demo: setup ## run the experiment reverse_text (RUN=... for another) and print its result
+	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
+	@snakemake --profile local $(RUN)
+	@orrery report $(RUN) --summary
+
+test: setup ## all tests, end to end ones too
+	@pytest $(ARGS)
+
+check: setup ## lint, formats, types, import contracts, and that manifests/ is up to date
+	@ruff check .
+	@ruff format --check .
+	@snakefmt --check Snakefile
+	@mypy
+	@lint-imports
+	@orrery check
+
+fmt: setup ## format, and mend what can be mended
+	@ruff check --fix .
+	@ruff format .
+	@snakefmt Snakefile
+
+render: setup ## write manifests/ from jsonnet/
+	@orrery render
+
+bench: setup ## measure every figure under benchmarks/ again (slow)
+	@for figure in benchmarks/*/*.py; do echo "bench: $$figure"; python "$$figure"; done
+
+lock: ## write the locks anew (newest versions that locks/*.in allow)
+	@bash locks/lock.sh
+
+clean: ## remove what make and tests leave behind (not runs/)
+	@rm -rf .venv .tools .snakemake .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,88 @@
+# The pipeline init → sft → rl → evaluate → report of every checked-in run; one job a stage, one target a run or a group of runs:
+#     snakemake --profile local reverse_text          snakemake --profile local reverse_text_seeds          snakemake -n reverse_text
+# A stage is done when its DONE is there. Folders are named by the manifest's hash: an edited spec makes a new run beside the old one.
+import sys
+
+from orrery.launcher.pipeline import checked_in
+from orrery.manifest.errors import OrreryError
+
+try:
+    PIPELINE = checked_in()
+except OrreryError as error:
+    sys.exit(f"error: {error}")
+
+
+wildcard_constraints:
+    run=r"[a-z0-9_]+-[0-9a-f]{12}",
+
+
+for target, folders in PIPELINE.folders.items():
+
+    rule:
+        name:
+            target
+        input:
+            expand("runs/{run}/stages/report/DONE", run=folders),
+
+
+rule init:
+    output:
+        "runs/{run}/stages/init/DONE",
+    log:
+        "runs/{run}/logs/launcher.0.log",
+    resources:
+        machine=1,
+    shell:
+        "orrery run {wildcards.run} init"
+
+
+rule sft:
+    input:
+        lambda wildcards: PIPELINE.before(wildcards.run, "sft"),
+    output:
+        "runs/{run}/stages/sft/DONE",
+    log:
+        "runs/{run}/logs/launcher.0.log",
+    resources:
+        machine=1,
+    shell:
+        "orrery run {wildcards.run} sft"
+
+
+rule rl:
+    input:
+        lambda wildcards: PIPELINE.before(wildcards.run, "rl"),
+    output:
+        "runs/{run}/stages/rl/DONE",
+    log:
+        "runs/{run}/logs/launcher.0.log",
+    resources:
+        machine=1,
+    shell:
+        "orrery run {wildcards.run} rl"
+
+
+rule evaluate:
+    input:
+        lambda wildcards: PIPELINE.before(wildcards.run, "evaluate"),
+    output:
+        "runs/{run}/stages/evaluate/DONE",
+    log:
+        "runs/{run}/logs/launcher.0.log",
+    resources:
+        machine=1,
+    shell:
+        "orrery run {wildcards.run} evaluate"
+
+
+rule report:
+    input:
+        lambda wildcards: PIPELINE.before(wildcards.run, "report"),
+    output:
+        "runs/{run}/stages/report/DONE",
+    log:
+        "runs/{run}/logs/launcher.0.log",
+    resources:
+        machine=1,
+    shell:
+        "orrery run {wildcards.run} report"

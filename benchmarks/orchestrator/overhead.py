@@ -1,0 +1,241 @@
+"""What the orchestrator and the router cost: rollout tokens/s through both, against the same engine driven directly.
+
+- Directly: a minimal client keeps the same number of requests in flight, with the same prompts and sampling, and only counts tokens.
+- Through both: the orchestrator's own loop (tasks, groups, judges, advantages, packing, files) behind vllm-router. Its trainer takes
+  every batch at once, reads its bytes and never publishes, so that generation never waits for training.
+- One meter for both: the engine's own count of generated tokens over the same stretch of time. Rounds alternate; the figure is the
+  median of the ratios of neighbouring rounds.
+
+    python benchmarks/orchestrator/overhead.py            # on a quiet machine; about 4 minutes
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.identity import canonical_json
+from orrery.manifest.schema import Manifest
+from orrery.observe.process import RoleProcess, parse_role
+from orrery.orchestrator import assemble
+from orrery.orchestrator.__main__ import event_loop
+from orrery.orchestrator.loop import Loop
+from orrery.orchestrator.state import State
+from orrery.tasks import make
+from orrery.tasks.chat import Renderer, write_tokenizer
+from orrery.transport.engine import EngineFleet
+from orrery.transport.rollout_wire import Batch
+from orrery.transport.weight_wire import WeightPublisher, WeightWatch, read_weights, remove_weight_dir, weight_dir
+from record import record
+
+ROOT = Path(__file__).parents[2]
+GOAL = 0.9
+NEVER = 1_000_000  # steps
+
+
+def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
+    """The checked-in run `name` with one engine behind a router, no end, and no evaluation to speak of."""
+    content = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
+    content["inference"] |= {"num_replicas": 1, "max_num_sequences": concurrency}
+    content["inference"]["router"] = {
+        "kind": "vllm_router",
+        "policy": "round_robin",
+        "balance_abs_threshold": 2,
+        "balance_rel_threshold": 1.1,
+    }
+    content["trainer"]["checkpoint"]["interval_steps"] = NEVER
+    content["stages"] |= {"sft": None}
+    content["stages"]["rl"] = {"num_steps": NEVER}
+    settings = content["orchestrator"]
+    settings |= {"max_off_policy_steps": NEVER, "drop_zero_advantage_groups": False, "max_batches_ahead": 4}
+    settings["admission"] = {"kind": "fixed", "max_in_flight": concurrency}
+    settings["sampling"]["max_tokens_per_turn"] = max_tokens
+    settings["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1}
+    return Manifest.model_validate(content)
+
+
+class InstantTrainer:
+    """Wants every batch, reads it as the wire would, and is done."""
+
+    url = "none"
+
+    def __init__(self) -> None:
+        self.num_batches, self.num_bytes = 0, 0
+
+    async def wanted(self, at_least: int = -1) -> int:
+        return self.num_batches + 1
+
+    async def send(self, batch: Batch) -> None:
+        self.num_batches += 1
+        for rank in batch.micro_batches:
+            for micro_batch in rank:
+                for part in micro_batch:
+                    self.num_bytes += sum(column.nbytes for column in (*part.token.values(), *part.sample.values()))
+
+
+@contextmanager
+def servers(run_dir: Path) -> Any:
+    """The engine and the router as the launcher starts them."""
+    processes = []
+    try:
+        for role, module in (("inference", "orrery.inference"), ("router", "orrery.inference.router")):
+            arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", str(free_port())]
+            log = open(run_dir / f"{role}.log", "wb")  # noqa: SIM115 (it lives as long as the process)
+            processes.append(subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log))
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+    """Tokens/s that the engine generates over `seconds`, after `warm_up_s`."""
+    await asyncio.sleep(warm_up_s)
+    first, start = (await fleet.metrics())[0].generation_tokens_total, time.perf_counter()
+    await asyncio.sleep(seconds)
+    return ((await fleet.metrics())[0].generation_tokens_total - first) / (time.perf_counter() - start)
+
+
+async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+    """A minimal client: no router, no task but for its prompts, nothing kept."""
+    import aiohttp
+
+    settings, use = me.manifest.orchestrator, me.manifest.tasks.train[0]
+    task, renderer = make(use), Renderer(assemble.policy_dir(me, "init"))
+    group_size = settings.algorithm.group_size
+    sampling = {
+        "max_tokens": settings.sampling.max_tokens_per_turn, "temperature": settings.sampling.temperature, "logprobs": 0,
+        "detokenize": False, "skip_special_tokens": False, "stop_token_ids": renderer.stop_token_ids,
+    }  # fmt: skip
+    numbers = itertools.count()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def worker() -> None:
+            while True:
+                problem = task.problem(next(numbers) // group_size)
+                body = {"token_ids": renderer.prompt(problem.messages, problem.tools), "cache_salt": "direct", "sampling_params": sampling}
+                async with session.post(f"{fleet.engines[0].url}/inference/v1/generate", json=body) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
+
+        workers = [asyncio.create_task(worker()) for _ in range(settings.admission.max_in_flight)]
+        try:
+            meter = asyncio.create_task(metered(fleet, warm_up_s, seconds))
+            await asyncio.wait([meter, *workers], return_when=asyncio.FIRST_COMPLETED)
+            for each in workers:
+                if each.done():
+                    each.result()
+            return await meter
+        finally:
+            for each in workers:
+                each.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def orchestrated(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+    """The orchestrator's loop through the router."""
+    renderer = Renderer(assemble.policy_dir(me, "init"))
+    watch = WeightWatch(weight_dir(me.run_dir, me.attempt))
+    loop = Loop(me, State(me.manifest), assemble.tasks(me.manifest), renderer, fleet, watch, InstantTrainer())
+    running = asyncio.create_task(loop.run())
+    meter = asyncio.create_task(metered(fleet, warm_up_s, seconds))
+    await asyncio.wait([running, meter], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        meter.cancel()
+        running.result()
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    return await meter
+
+
+async def measure(me: RoleProcess, rounds: int, warm_up_s: float, seconds: float) -> list[dict[str, float]]:
+    rows = []
+    async with await assemble.fleet(me) as fleet:
+        for number in range(rounds):
+            row = {"direct": await direct(me, fleet, warm_up_s, seconds), "orchestrated": await orchestrated(me, fleet, warm_up_s, seconds)}
+            rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
+            print(
+                f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both", flush=True
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", default="reverse_text", help="which checked-in run's model and task")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up-s", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the record")
+    args = parser.parse_args()
+
+    import torch
+
+    from orrery.models import build, weights
+
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="orrery-overhead-") as folder:
+        run_dir = Path(folder)
+        spec = manifest(args.run, args.concurrency, args.max_tokens)
+        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
+        init = run_dir / "weights" / "init"
+        network = build(spec.model, torch.float32, torch.device("cpu"))
+        weights.initialize(network, spec.model)
+        init.mkdir(parents=True)
+        weights.save(network, spec.model, init)
+        write_tokenizer(spec.model, init)
+        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        try:
+            publisher = WeightPublisher(weight_dir(me.run_dir, me.attempt))
+            publisher.publish(0, read_weights(init))
+            with servers(run_dir), asyncio.Runner(loop_factory=event_loop) as runner:
+                rows = runner.run(measure(me, args.rounds, args.warm_up_s, args.seconds))
+        finally:
+            remove_weight_dir(me.run_dir, me.attempt)
+            me.metrics.close()
+    value = statistics.median(row["ratio"] for row in rows)
+    print(f"{value:.3f} of the engine's own rate (goal {GOAL})")
+    if not args.dry_run:
+        record(
+            Path(__file__).with_suffix(".json"),
+            figure="rollout tokens/s through orchestrator and router, as a share of the same engine's driven directly",
+            value=value,
+            unit="share",
+            goal=GOAL,
+            better="higher",
+            details={
+                "rounds": rows,
+                "load_average_before": load_before,
+                **{key: value for key, value in vars(args).items() if key != "dry_run"},
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

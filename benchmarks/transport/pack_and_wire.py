@@ -1,0 +1,168 @@
+"""How fast packed rollouts reach the trainer: pack + send + receive, both processes on one core.
+
+256 rollouts of 131,072 tokens with the usual columns and an opaque one of 624 bytes a token (21 GB), packed into micro-batches
+of 131,072 tokens and sent over the wire over loopback to a receiver in another process. Rollouts are made when the wire asks
+for them; their columns are windows into one random buffer, so making them costs nothing and the figure is the wire's.
+The same bytes as micro-batches of sixteen documents, which the receiver gathers, and over the files wire (which puts the
+whole batch on disk; a sixteenth of it here), stand beside it.
+
+    python benchmarks/transport/pack_and_wire.py
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.transport.columns import Columns
+from orrery.transport.packing import LazyMicroBatches, micro_batches, pack
+from orrery.transport.rollout_wire import Batch, make_receiver, make_sender
+from record import record
+
+ROLLOUT_TOKENS = 131_072
+OPAQUE_SHAPE = (78, 8)  # layers, experts a token: uint8, 624 bytes
+
+
+class Rollouts:
+    """`num` documents of `tokens` tokens, made when looked at; the opaque column is a window into one random buffer."""
+
+    def __init__(self, num: int, tokens: int) -> None:
+        self.num, self.tokens = num, tokens
+        rng = np.random.default_rng(0)
+        self.opaque = rng.integers(0, 256, (tokens + 256, *OPAQUE_SHAPE), dtype=np.uint8)
+        self.token_id = rng.integers(0, 150_000, tokens, dtype=np.int32)
+        self.logprob = rng.standard_normal(tokens).astype(np.float32)
+        self.trained = np.ones(tokens, bool)
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Columns:
+        if not 0 <= index < self.num:
+            raise IndexError(index)
+        start = index % 256
+        return Columns(
+            np.array([0, self.tokens]),
+            {
+                "token_id": self.token_id,
+                "trained": self.trained,
+                "logprob": self.logprob,
+                "version": self.token_id,
+                "advantage": self.logprob,
+                "routed_experts": self.opaque[start : start + self.tokens],
+            },
+            {"temperature": np.ones(1, np.float32), "reward": np.full(1, index, np.float32), "group_id": np.array([index])},
+        )
+
+
+def usage() -> dict[str, float]:
+    """Peak resident bytes of this program (`ru_maxrss` would count the parent it was started from) and its CPU seconds."""
+    [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return {"peak_rss_bytes": int(peak.split()[1]) * 1024, "cpu_s": time.process_time()}
+
+
+def used_since(before: dict[str, float]) -> dict[str, float]:
+    after = usage()
+    return {
+        "peak_rss_bytes": after["peak_rss_bytes"],
+        "peak_rss_before_bytes": before["peak_rss_bytes"],
+        "cpu_s": after["cpu_s"] - before["cpu_s"],
+    }
+
+
+def ends_of(columns: Columns) -> int:
+    """A sum over the opaque rows at both ends of every document: right only if all documents are whole and in their place."""
+    routed = columns.token["routed_experts"]
+    return int(routed[columns.offsets[:-1]].sum(dtype=np.int64) + routed[columns.offsets[1:] - 1].sum(dtype=np.int64))
+
+
+def receive(kind: str, run_dir: str, url: str) -> None:
+    """The trainer's side; prints what it saw as JSON."""
+    before = usage()
+    receiver = make_receiver(kind, Path(run_dir), url, 0)
+    received = receiver.receive(1, deadline_s=120)
+    num_bytes = num_tokens = num_samples = 0
+    checksum = 0
+    for columns in received:
+        num_tokens += columns.num_tokens
+        num_samples += columns.num_samples
+        num_bytes += sum(column.nbytes for column in (*columns.token.values(), *columns.sample.values(), columns.offsets))
+        checksum += ends_of(columns)
+    seen = {"bytes": num_bytes, "tokens": num_tokens, "samples": num_samples, "checksum": checksum, "used": used_since(before)}
+    receiver.close()
+    print(json.dumps(seen))
+
+
+async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, Any]:
+    rollouts = Rollouts(num_rollouts * num_documents, ROLLOUT_TOKENS // num_documents)
+    before = usage()
+    with tempfile.TemporaryDirectory() as run_dir:
+        sender = make_sender(kind, Path(run_dir), 0, 1)
+        argv = [sys.executable, __file__, "--receive", kind, run_dir, sender.url]
+        receiver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+        await sender.wanted(at_least=1)  # the receiver has started: its imports are not the wire's
+        start = time.perf_counter()
+        plan = pack(np.full(len(rollouts), rollouts.tokens), 1, ROLLOUT_TOKENS, quadratic=1e-5)
+        pack_s = time.perf_counter() - start
+        [lazy] = micro_batches(rollouts, plan)
+        await sender.send(Batch(1, [LazyMicroBatches(len(lazy), lazy.__getitem__)], {"num_samples": len(rollouts)}))
+        await sender.drained(600)
+        wall_s = time.perf_counter() - start
+        seen = json.loads((await receiver.communicate())[0])
+        sender.close()
+    assert seen["samples"] == len(rollouts) and seen["tokens"] == len(rollouts) * rollouts.tokens, seen
+    assert seen["checksum"] == sum(ends_of(rollouts[index]) for index in range(len(rollouts))), "what arrived is not what was sent"
+    return {
+        "kind": kind,
+        "documents_a_micro_batch": num_documents,
+        "bytes": seen["bytes"],
+        "tokens": seen["tokens"],
+        "wall_s": wall_s,
+        "pack_s": pack_s,
+        "gigabytes_per_s": seen["bytes"] / wall_s / 1e9,
+        "tokens_per_s": seen["tokens"] / wall_s,
+        "sender": used_since(before),
+        "receiver": seen["used"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--receive", nargs=3, metavar=("KIND", "RUN_DIR", "URL"), help=argparse.SUPPRESS)
+    parser.add_argument("--num-rollouts", type=int, default=256, help="fewer for a quick look; only the full size is recorded")
+    args = parser.parse_args()
+    if args.receive:
+        receive(*args.receive)
+        return
+    load_before = os.getloadavg()[0]
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited by the receiver
+    variants = [("zmq", args.num_rollouts, 1), ("zmq", args.num_rollouts, 16), ("files", max(1, args.num_rollouts // 16), 1)]
+    rows = [asyncio.run(send(kind, num, documents)) for kind, num, documents in variants]
+    for row in rows:
+        print(
+            f"{row['kind']}, {row['documents_a_micro_batch']} documents a micro-batch: {row['gigabytes_per_s']:.2f} GB/s, "
+            f"peak {row['sender']['peak_rss_bytes'] / 1e6:.0f} MB sender, {row['receiver']['peak_rss_bytes'] / 1e6:.0f} MB receiver"
+        )
+    if args.num_rollouts == 256:
+        record(
+            Path(__file__).with_suffix(".json"),
+            figure="pack, send and receive of 256 rollouts of 131,072 tokens (21 GB) over loopback on one core",
+            value=rows[0]["gigabytes_per_s"],
+            unit="GB/s",
+            goal=1.0,
+            better="higher",
+            details={"load_average_before": load_before, "variants": rows},
+        )
+
+
+if __name__ == "__main__":
+    main()

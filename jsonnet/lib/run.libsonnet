@@ -1,0 +1,86 @@
+// A run: what every axis must say, and what follows from several axes, written once and late-bound.
+// A run file adds one axis of each kind and then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
+// Hidden fields (::) are settings from which visible fields follow; lib/laws.libsonnet knows their names.
+local python_lock_sha256 = std.sha256(importstr 'locks/cpu.txt');
+
+(import 'lib/laws.libsonnet') + {
+  local run = self,
+
+  schema_version: 1,
+  name: error 'name: a run takes its name from lib/named.libsonnet',
+  seed: error 'seed: say it in the run file, for example seed: 1',
+  python_lock_sha256: python_lock_sha256,
+
+  // Settings: how many processes of each role (hardware), and what the problems need (tasks).
+  layout:: error 'layout: no hardware axis; add (import "hardware/cpu.libsonnet")',
+  problems:: error 'problems: no task axis; add (import "tasks/reverse_text.libsonnet")',
+  context_tokens:: error 'context_tokens: no task axis; add (import "tasks/reverse_text.libsonnet")',
+
+  model: {
+    family: error 'model: no model axis; add (import "models/qwen3_tiny.libsonnet")',
+    init: { kind: 'random', seed: run.seed },
+    // the chat format has 8 special tokens before the alphabet
+    vocab_size: 8 + std.length(self.tokenizer.alphabet),
+  },
+
+  hardware: { accelerator: error 'hardware: no hardware axis; add (import "hardware/cpu.libsonnet")' },
+
+  trainer: {
+    mesh: {
+      dp_replicate: 1,
+      dp_shard: run.layout.trainer_ranks / (self.dp_replicate * self.cp),
+      cp: 1,
+      ep: 1,
+    },
+    optimizer: { kind: error 'trainer.optimizer: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
+    memory: { activation_checkpointing: error 'trainer.memory: no memory axis; add (import "memory/plain.libsonnet")' },
+    checkpoint: { interval_steps: error 'trainer.checkpoint.interval_steps: say it in the run file', keep: 2 },
+  },
+
+  inference: {
+    num_replicas: run.layout.engines,
+    devices_per_replica: 1,
+    max_model_len_tokens: run.context_tokens,
+    // any one engine can take every rollout in flight, whatever the router does
+    max_num_sequences: run.orchestrator.admission.max_in_flight,
+    router: if run.layout.engines == 1 then { kind: 'none' } else {
+      kind: 'vllm_router',
+      policy: 'cache_aware',
+      // vllm-router's own thresholds keep all requests of a small pool on one engine
+      balance_abs_threshold: 2,
+      balance_rel_threshold: 1.1,
+    },
+  },
+
+  orchestrator: {
+    algorithm: { kind: error 'orchestrator.algorithm: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
+    rollouts_per_batch: error 'orchestrator.rollouts_per_batch: say it in the run file',
+  },
+
+  // Seeds of problems: training follows the run's seed, held-out problems are the same for every seed, and no two streams meet (see laws).
+  seeds:: { training: run.seed, warm_start: 10000 + run.seed, held_out: 20000 },
+  // Tasks whose args have a `split` keep the texts of the two sides apart as well.
+  local side(problem, split) = problem.args + if std.objectHas(problem.args, 'split') then { split: split } else {},
+  tasks: {
+    train: [problem { seed: run.seeds.training, args: side(problem, 'train') } for problem in run.problems],
+    evaluation: [problem { seed: run.seeds.held_out, args: side(problem, 'held_out') } for problem in run.problems],
+  },
+
+  stages: {
+    // `sft: null` in the run file leaves the warm start out.
+    sft: {
+      num_steps: error 'stages.sft.num_steps: say it in the run file, or stages+: { sft: null } to leave the warm start out',
+      examples_per_batch: error 'stages.sft.examples_per_batch: say it in the run file',
+      optimizer: run.trainer.optimizer,
+      schedule: { kind: 'constant', warmup_steps: 0 },
+      max_grad_norm: run.trainer.max_grad_norm,
+      data: {
+        kind: 'demonstrations',
+        task: run.problems[0] { seed: run.seeds.warm_start },
+        num_problems: error 'stages.sft.data.num_problems: say it in the run file',
+      },
+    },
+    rl: { num_steps: error 'stages.rl.num_steps: say it in the run file' },
+    evaluate: { num_problems: error 'stages.evaluate.num_problems: say it in the run file', rollouts_per_problem: 1 },
+  },
+}

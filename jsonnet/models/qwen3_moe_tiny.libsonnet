@@ -1,0 +1,19 @@
+// Qwen3-MoE, 2.5 M parameters (1 M active), 8 experts of which 2 serve a token.
+{
+  model+: {
+    family: 'qwen3_moe',
+    init+: { std: 0.02 },
+    tokenizer: { kind: 'characters', alphabet: import 'lib/alphabet.libsonnet' },
+    hidden_size: 128,
+    intermediate_size: 256,
+    num_layers: 4,
+    num_heads: 4,
+    num_kv_heads: 2,
+    head_dim: 32,
+    max_positions: 1024,
+    rope_theta: 10000,
+    rms_norm_eps: 1e-6,
+    tie_embeddings: true,
+    moe: { num_experts: 8, num_experts_per_token: 2, expert_intermediate_size: 192, normalize_top_k: true },
+  },
+}

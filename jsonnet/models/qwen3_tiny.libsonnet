@@ -1,0 +1,19 @@
+// Qwen3 dense, 1.6 M parameters, one token a character: learns on a laptop CPU.
+{
+  model+: {
+    family: 'qwen3',
+    init+: { std: 0.02 },
+    tokenizer: { kind: 'characters', alphabet: import 'lib/alphabet.libsonnet' },
+    hidden_size: 256,
+    intermediate_size: 512,
+    num_layers: 2,
+    num_heads: 8,
+    num_kv_heads: 4,
+    head_dim: 64,
+    max_positions: 1024,
+    rope_theta: 20,  // positions of a word a few letters long; a large base would leave most dimensions unturned
+    rms_norm_eps: 1e-6,
+    tie_embeddings: true,
+    moe: null,
+  },
+}

@@ -1,0 +1,28 @@
+// A procedural task of reasoning-gym, by its family's name, on two CPU cores.
+(import 'lib/named.libsonnet')({
+  reasoning_gym:
+    (import 'lib/run.libsonnet') +
+    (import 'models/qwen3_tiny.libsonnet') +
+    (import 'hardware/cpu.libsonnet') +
+    (import 'algorithms/grpo.libsonnet') +
+    (import 'tasks/reasoning_gym.libsonnet') +
+    (import 'memory/plain.libsonnet') + {
+      seed: 1,
+      trainer+: { checkpoint+: { interval_steps: 10 } },
+      orchestrator+: {
+        rollouts_per_batch: 128,
+        evaluation: { interval_steps: 10, num_problems: 64, rollouts_per_problem: 1 },
+      },
+      stages+: {
+        sft+: {
+          num_steps: 200,
+          examples_per_batch: 16,
+          optimizer+: { lr: 2e-3 },
+          schedule: { kind: 'constant', warmup_steps: 10 },
+          data+: { num_problems: 4096 },
+        },
+        rl+: { num_steps: 60 },
+        evaluate+: { num_problems: 128 },
+      },
+    },
+})

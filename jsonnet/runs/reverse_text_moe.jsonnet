@@ -1,0 +1,28 @@
+// The demo's task with a mixture-of-experts policy.
+(import 'lib/named.libsonnet')({
+  reverse_text_moe:
+    (import 'lib/run.libsonnet') +
+    (import 'models/qwen3_moe_tiny.libsonnet') +
+    (import 'hardware/cpu.libsonnet') +
+    (import 'algorithms/grpo.libsonnet') +
+    (import 'tasks/reverse_text.libsonnet') +
+    (import 'memory/plain.libsonnet') + {
+      seed: 1,
+      trainer+: { checkpoint+: { interval_steps: 10 } },
+      orchestrator+: {
+        rollouts_per_batch: 128,
+        evaluation: { interval_steps: 5, num_problems: 64, rollouts_per_problem: 1 },
+      },
+      stages+: {
+        sft+: {
+          num_steps: 45,
+          examples_per_batch: 32,
+          optimizer+: { lr: 2e-3 },
+          schedule: { kind: 'constant', warmup_steps: 10 },
+          data+: { num_problems: 4096 },
+        },
+        rl+: { num_steps: 30 },
+        evaluate+: { num_problems: 128 },
+      },
+    },
+})

@@ -1,0 +1,14 @@
+// A family of reasoning-gym by its name: `spell_backward` with short words.
+{
+  problems:: [
+    {
+      name: 'spell_backward',
+      kind: 'reasoning_gym',
+      args: { family: 'spell_backward', config: { min_word_len: 3, max_word_len: 6 } },
+      weight: 1,
+      max_turns: 1,
+    },
+  ],
+  context_tokens:: 128,
+  orchestrator+: { sampling+: { max_tokens_per_turn: 16 }, rollout_timeout_s: 60 },
+}

@@ -1,0 +1,22 @@
+"""`python -m orrery.inference`: one vLLM server, replica `index` of the stage."""
+
+import gc
+
+from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
+from orrery.observe.process import role_process
+
+
+def main() -> None:
+    gc.disable()  # importing torch and vLLM makes millions of objects that all stay; `serve` collects again once it is up
+    with role_process("inference") as me:
+        me.health.doing("loading vLLM")
+        manifest = me.manifest
+        engine_environment(manifest)
+        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.port)
+        from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
+
+        serve(me, arguments, fork_engine=manifest.hardware.accelerator == "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""From the manifest to vLLM's own words: its command line and its environment. Imports no vLLM.
+
+- The flags that shape results come from `manifest.inference`; the rest is fixed here, with the reason beside it.
+- Servers listen on loopback only, and to this run's roles only.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+HOST = "127.0.0.1"
+PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
+BACKEND = "orrery_files"  # name of our receiver among vLLM's weight-transfer backends
+KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
+
+
+def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
+    """What RL starts from, and the policy "before" of the evaluate stage. Raises OrreryError where the stage that makes it has not run."""
+    stage = "init" if manifest.stages.sft is None else "sft"
+    path = run_dir / "weights" / stage
+    if not (path / "config.json").is_file():
+        raise OrreryError(f"{path}: no config.json; the {stage} stage makes these weights, run it first")
+    return path
+
+
+def server_arguments(manifest: Manifest, weights: Path, index: int, port: int) -> list[str]:
+    """The command line of `vllm serve` for replica `index`."""
+    inference = manifest.inference
+    arguments = {
+        "--model": str(weights),
+        "--served-model-name": "policy",
+        "--host": HOST,
+        "--port": str(port),
+        "--seed": str(manifest.seed + index),
+        "--dtype": inference.dtype,
+        "--max-model-len": str(inference.max_model_len_tokens),
+        "--block-size": str(inference.kv_block_tokens),
+        "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
+        "--max-num-seqs": str(inference.max_num_sequences),
+        "--max-num-batched-tokens": str(inference.max_batched_tokens),
+        "--logprobs-mode": "processed_logprobs",  # of the distribution sampled from, which the importance ratio needs
+        "--generation-config": "vllm",  # none: sampling is what the request says, not what a file beside the weights says
+        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
+        "--middleware": "orrery.inference.token.RequireToken",
+        "--uvicorn-log-level": "warning",
+    }
+    flags = [
+        "--tokens-only",  # /inference/v1/generate without a tokenizer; chat templates are the orchestrator's
+        "--enable-prompt-tokens-details",  # cached_tokens in answers
+        "--enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
+    if inference.enforce_eager:
+        flags.append("--enforce-eager")
+    if manifest.hardware.accelerator == "cpu":
+        if inference.devices_per_replica != 1:
+            raise OrreryError(f"inference.devices_per_replica {inference.devices_per_replica}: one CPU engine is one process; set it to 1")
+        # Worker and engine core in one process. The class by its path, because vLLM on CPU turns the name "uni" into "mp": it binds OpenMP
+        # threads in the worker's environment, which `nobind` and OMP_NUM_THREADS leave nothing of.
+        arguments["--distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    else:
+        arguments["--tensor-parallel-size"] = str(inference.devices_per_replica)
+    return [*(part for pair in arguments.items() for part in pair), *flags]
+
+
+def engine_environment(manifest: Manifest) -> None:
+    """Set the variables that vLLM and torch read when they are imported; what is set already as a matter of placement stays."""
+    os.environ.update(
+        VLLM_SERVER_DEV_MODE="1",  # /pause, /resume, weight updates, /collective_rpc
+        VLLM_PLUGINS=PLUGIN,  # ours and no other that happens to be installed
+        VLLM_HOST_IP=HOST,
+        VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(KEEP_ALIVE_S),
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if manifest.hardware.accelerator == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB; would win over --kv-cache-memory-bytes

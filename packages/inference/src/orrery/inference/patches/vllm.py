@@ -1,0 +1,69 @@
+"""Corrections to vLLM 0.32 on CPU. None touches vLLM's files; each is one call, made where the comment says.
+
+1. `forget_moe_kernels`. Upstream: `UnquantizedFusedMoEMethod._setup_kernel` calls the experts' `process_weights_after_loading` (on CPU: the
+   prepack into the grouped-GEMM layout) only while `moe_kernel is None`, so a layerwise reload leaves CPU experts computing with the old
+   packed weights against new routers: log-probs are silently wrong. Versions: 0.32 (seen). Remove when `_setup_kernel`
+   prepacks on weight updates too (the skip came with vllm-project/vllm#40390, for ROCm): `test_inference_router.py` (its model is a
+   mixture) passes without the call.
+2. `repack_tied_heads`. Upstream: a tied output head shares the embedding's parameter, so a layerwise reload loads nothing into the head
+   itself and never processes it again; on CPU the head multiplies with its own prepacked copy, which stays that of the first load.
+   Log-probs are silently those of old head × new body. Versions: 0.32 (seen; no upstream issue found). Remove when a
+   reload processes tied heads: `test_inference_engine.py` passes without the call.
+3. `fork_engine_core`. Upstream: `CpuPlatform.check_and_update_config` sets VLLM_WORKER_MULTIPROC_METHOD to "spawn", which makes the
+   engine core import torch and vLLM a second time (half of what start-up then takes). Nothing on CPU is lost in a fork: no device context,
+   no OpenMP team before the fork at OMP_NUM_THREADS=1. Versions: 0.32. Remove when the platform respects a value that is set already.
+4. `inspect_models_here`. Upstream: the model registry looks at a model class in a subprocess, "to avoid initialising CUDA in the parent",
+   and caches the answer in the home directory; on a fresh machine that is one more import of torch and vLLM. On CPU there is
+   nothing to initialise. Versions: 0.32. Remove when the registry skips the subprocess on CPU.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+
+def forget_moe_kernels(model: torch.nn.Module) -> None:
+    """Before each layerwise reload on CPU: have every MoE layer set its kernel up afresh from the new weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """After each layerwise reload on CPU of a model with tied embeddings: have the output head pack the new weights."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def fork_engine_core() -> None:
+    """Before the engine client is built."""
+    import vllm.v1.engine.utils as engine_utils
+
+    def forking() -> BaseContext:
+        return multiprocessing.get_context("fork")
+
+    _replace(engine_utils, "get_mp_context", forking)
+
+
+def inspect_models_here() -> None:
+    """Before the model config is made."""
+    import vllm.model_executor.models.registry as registry
+
+    def call(inspect: Callable[[], Any]) -> Any:
+        return inspect()
+
+    _replace(registry, "_run_in_subprocess", call)
+
+
+def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
+    """Set an attribute that must exist: a vLLM that has moved it needs this file read again."""
+    if not hasattr(module, name):
+        raise RuntimeError(f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py")
+    setattr(module, name, by)

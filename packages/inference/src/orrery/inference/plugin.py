@@ -1,0 +1,34 @@
+"""What vLLM loads in each of its processes (entry point `orrery` of `vllm.general_plugins`). Cheap, and safe to call again.
+
+- Registers the weight receiver, by name, so that it is imported only where a worker lives.
+- Ties every vLLM process to the one that started it: none outlives a killed server.
+"""
+
+import os
+
+from orrery.inference.assemble import BACKEND
+from orrery.observe.lifeline import die_with_parent
+
+_registered = False
+
+
+def register() -> None:
+    """Called by vLLM in each process that it spawns, and by `server` before it starts anything."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "FilesReceiver")
+    # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
+    os.register_at_fork(after_in_child=die_with_parent)
+    # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.
+    if _is_multiprocessing_child():
+        die_with_parent()
+
+
+def _is_multiprocessing_child() -> bool:
+    import multiprocessing
+
+    return multiprocessing.parent_process() is not None

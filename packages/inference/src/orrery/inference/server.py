@@ -1,0 +1,169 @@
+"""One vLLM server in this process: start, say where it listens, end with everything it started.
+
+- In: vLLM's own arguments. Out: the rendezvous endpoint, published once /health answers and the weight receiver is set up.
+- The engine core is a child process; it dies with this one (`plugin`), and this one ends within WATCH_S of its death, with a sentence.
+- SIGTERM ends both; whatever is not gone after STOP_S is killed.
+- Composed from the pieces of vLLM's `run_server`, to hold the engine client between "engine is up" and "serving".
+"""
+
+import asyncio
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+
+import psutil
+import uvloop
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client, setup_server
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from orrery.inference import plugin
+from orrery.inference.patches import vllm as patches
+from orrery.manifest.errors import RunFailed
+from orrery.observe.process import RoleProcess
+from orrery.transport import rendezvous
+
+WATCH_S = 0.25
+STOP_S = 2.0  # after SIGTERM, until what is left is killed
+HANG_UP_S = 0.3  # for answers on their way out, once the engine has stopped
+START_DEADLINE_S = 300.0
+
+
+def serve(me: RoleProcess, arguments: Sequence[str], fork_engine: bool) -> None:
+    """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
+    plugin.register()
+    if fork_engine:
+        patches.fork_engine_core()
+        patches.inspect_models_here()
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
+    validate_parsed_serve_args(args)
+    signal.signal(signal.SIGTERM, _stop_early)
+    scratch = _scratch_folder()
+    try:
+        uvloop.run(_serve(me, args))
+    except RuntimeError as error:  # vLLM's word for an engine core that died while starting; its own log has the cause
+        raise RunFailed(f"inference {me.index}: vLLM did not start ({error}); read logs/{me.name}.log") from error
+    finally:
+        _kill_children()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch_folder() -> str:
+    """A folder for the sockets and rendezvous files that vLLM makes under TMPDIR and leaves there; ours goes when the server ends.
+
+    Directly under the system's: a socket's path may have 107 characters.
+    """
+    tempfile.tempdir = None
+    folder = tempfile.mkdtemp(prefix=f"orrery-inference-{os.getpid()}-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return folder
+
+
+def _stop_early(_signal: int, _frame: object) -> None:
+    """SIGTERM before vLLM's own handler is in place: nothing is in flight, so nothing needs winding down."""
+    _exit_now()
+
+
+def _exit_now() -> None:
+    _kill_children()
+    if os.path.basename(tempfile.gettempdir()).startswith(f"orrery-inference-{os.getpid()}-"):
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    os._exit(128 + signal.SIGTERM)
+
+
+async def _serve(me: RoleProcess, args: Namespace) -> None:
+    address, socket = setup_server(args, reuse_port=False)
+    me.health.doing("starting the engine")
+    async with build_async_engine_client(args) as engine:
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        stopping = _announce_stop(engine)
+        serving = asyncio.ensure_future(build_and_serve(engine, address, socket, args))
+        announcing = asyncio.ensure_future(_announce(me, args.port))
+        watching = asyncio.ensure_future(_engine_death(engine, stopping))
+        done, _ = await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if serving in done and announcing.done() and not announcing.cancelled():
+            announcing.result()  # a failed announcement is why we end
+        announcing.cancel()
+        watching.cancel()
+        if not stopping.is_set():
+            raise RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
+        winding_down = serving.result()
+    try:
+        await asyncio.wait_for(winding_down, HANG_UP_S)
+    except TimeoutError:
+        me.log.info("hanging up on requests that were in flight")
+    finally:
+        socket.close()
+
+
+def _announce_stop(engine: EngineClient) -> threading.Event:
+    """An event that is set when vLLM's SIGTERM handler begins to stop the engine: afterwards a dead engine core is no failure.
+
+    From then on the end is also certain: a timer kills what hangs.
+    """
+    stopping = threading.Event()
+    shutdown = engine.shutdown
+
+    def announced(*args: object, **kwargs: object) -> None:
+        if not stopping.is_set():
+            stopping.set()
+            threading.Thread(target=_end_by_force, name="end-by-force", daemon=True).start()
+        shutdown(*args, **kwargs)
+
+    engine.shutdown = announced  # type: ignore[method-assign]
+    return stopping
+
+
+def _end_by_force() -> None:
+    time.sleep(STOP_S)
+    _exit_now()
+
+
+def _kill_children() -> None:
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None:
+    """Return when the engine core has died of itself."""
+    while stopping.is_set() or not engine.errored:
+        await asyncio.sleep(WATCH_S)
+
+
+async def _announce(me: RoleProcess, port: int) -> None:
+    """Publish this server's address as soon as /health answers 200."""
+    end = time.monotonic() + START_DEADLINE_S
+    while not await _healthy(port):
+        if time.monotonic() > end:
+            raise RunFailed(f"inference {me.index}: /health did not answer within {START_DEADLINE_S:g} s of the engine being up")
+        await asyncio.sleep(0.02)
+    gc.collect()
+    gc.freeze()  # what start-up made stays; later collections need not look at it again
+    gc.enable()
+    rendezvous.publish(me, f"http://127.0.0.1:{port}")
+    me.health.doing("serving")
+
+
+async def _healthy(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()

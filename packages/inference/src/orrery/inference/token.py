@@ -1,0 +1,25 @@
+"""The run's token at an engine's door: on a machine with other users, loopback alone keeps nobody from driving an engine."""
+
+import hmac
+import os
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing
+
+
+class RequireToken:
+    """ASGI middleware: 401 for every request without `Authorization: Bearer <ORRERY_TOKEN>`; where none is set, nothing is required."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, token = app, os.environ.get("ORRERY_TOKEN")
+        self.wanted = f"Bearer {token}".encode() if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if self.wanted and scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                app = PlainTextResponse("this engine serves one run's roles only: ORRERY_TOKEN is missing or another's\n", 401)
+        await app(scope, receive, send)

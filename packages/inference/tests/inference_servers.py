@@ -1,0 +1,164 @@
+"""Real servers for the tests: run directories with tiny random models, and role processes as the launcher starts them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from orrery.manifest.identity import load
+from orrery.manifest.schema import Manifest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+STAGE = "rl"
+START_S = 120.0
+
+DENSE = {
+    "family": "qwen3",
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "max_positions": 1024,
+    "tie_embeddings": True,
+    "moe": None,
+    "init": {"kind": "random", "seed": 7, "std": 0.3},
+}
+MIXTURE = DENSE | {
+    "family": "qwen3_moe",
+    "tie_embeddings": False,
+    "moe": {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 64, "normalize_top_k": True},
+}
+
+
+def make_run(folder: Path, model: dict[str, object], num_replicas: int = 1) -> Path:
+    """A run directory with a manifest and `weights/init`, as the init stage leaves it."""
+    from orrery.models.weights import save
+
+    manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
+    manifest["model"] |= model
+    manifest["stages"]["sft"] = None
+    manifest["inference"] |= {
+        "num_replicas": num_replicas,
+        "dtype": "float32",
+        "max_model_len_tokens": 512,
+        "kv_block_tokens": 32,
+        "kv_cache_bytes": 1 << 25,
+        "max_num_sequences": 32,
+        "max_batched_tokens": 1024,
+        "enforce_eager": True,
+        "router": {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+    }
+    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = 512
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checked = load(folder / "manifest.json")
+    save(make_module(checked, seed=7), checked.model, folder / "weights" / "init")
+    return folder
+
+
+def make_module(manifest: Manifest, seed: int):  # type: ignore[no-untyped-def]
+    """The model with random weights of another seed: another policy version."""
+    import torch
+
+    from orrery.models import build
+    from orrery.models.weights import initialize
+
+    module = build(manifest.model, torch.float32, "cpu")
+    init = manifest.model.init.model_copy(update={"seed": seed})
+    initialize(module, manifest.model.model_copy(update={"init": init}))
+    return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_role(module: str, run_dir: Path, index: int, port: int, token: str = "") -> "subprocess.Popen[bytes]":
+    """A role process in a process group of its own, writing to `logs/`."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(path) for path in sorted(REPOSITORY.glob("packages/*/src"))),
+        "OMP_NUM_THREADS": "1",
+        "ORRERY_TOKEN": token,
+    }
+    logs = run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    with (logs / f"{module}.{index}.log").open("wb") as log:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                module,
+                "--run-dir",
+                run_dir,
+                "--stage",
+                STAGE,
+                "--index",
+                str(index),
+                "--attempt",
+                "1",
+                "--port",
+                str(port),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def await_published(run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]") -> str:
+    """The address that the role published; fails with the end of its log if it ends before."""
+    path = run_dir / "stages" / STAGE / "endpoints" / f"{role}.{index}.json"
+    end = time.monotonic() + START_S
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            logs = "\n".join(log.read_text(errors="replace")[-3000:] for log in (run_dir / "logs").glob(f"*.{index}.log"))
+            raise AssertionError(f"{role} {index} did not start (exit {process.poll()}):\n{logs}")
+        time.sleep(0.05)
+    return str(json.loads(path.read_text())["url"])
+
+
+@contextmanager
+def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A server (its process and its address), ended at the end."""
+    process = start_role("orrery.inference", run_dir, index, free_port())
+    try:
+        yield process, await_published(run_dir, "inference", index, process)
+    finally:
+        stop(process)
+
+
+def stop(process: "subprocess.Popen[bytes]") -> float:
+    """SIGTERM and wait; returns the seconds it took, SIGKILL after 10."""
+    begin = time.monotonic()
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return time.monotonic() - begin
+
+
+def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """The process and everything below it."""
+    top = psutil.Process(process.pid)
+    return [top, *top.children(recursive=True)]
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read()

@@ -1,0 +1,120 @@
+"""What the manifest becomes on vLLM's and the router's command lines."""
+
+import json
+import os
+import tomllib
+
+import pytest
+from inference_servers import REPOSITORY
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from orrery.inference.assemble import PLUGIN, engine_environment, server_arguments, weights_dir
+from orrery.inference.router import router_arguments
+from orrery.inference.token import RequireToken
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+
+
+@pytest.fixture
+def make_manifest():
+    def make(**inference):
+        manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
+        manifest["inference"] |= inference
+        return check(manifest, "test")
+
+    return make
+
+
+def flags(arguments):
+    """{"--flag": value or None}."""
+    pairs = {}
+    for i, word in enumerate(arguments):
+        if word.startswith("--"):
+            after = arguments[i + 1] if i + 1 < len(arguments) else "--"
+            pairs[word] = None if after.startswith("--") else after
+    return pairs
+
+
+def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manifest, tmp_path):
+    manifest = make_manifest(
+        max_model_len_tokens=96, kv_block_tokens=32, kv_cache_bytes=12345678, max_num_sequences=17, max_batched_tokens=640
+    )
+    said = flags(server_arguments(manifest, tmp_path, index=3, port=4567))
+    assert said["--model"] == str(tmp_path)
+    assert said["--max-model-len"] == "96"
+    assert said["--block-size"] == "32"
+    assert said["--kv-cache-memory-bytes"] == "12345678"
+    assert said["--max-num-seqs"] == "17"
+    assert said["--max-num-batched-tokens"] == "640"
+    assert said["--dtype"] == "float32"
+    assert said["--seed"] == str(manifest.seed + 3)
+    assert (said["--host"], said["--port"]) == ("127.0.0.1", "4567")
+    assert "--enforce-eager" in said
+    assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, 1))
+
+
+def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
+    with pytest.raises(OrreryError, match=r"devices_per_replica 2"):
+        server_arguments(make_manifest(devices_per_replica=2), tmp_path, 0, 1)
+
+
+def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
+    manifest = make_manifest()
+    with pytest.raises(OrreryError, match=r"weights/sft.*the sft stage makes these weights"):
+        weights_dir(tmp_path, manifest)
+    (tmp_path / "weights/sft").mkdir(parents=True)
+    (tmp_path / "weights/sft/config.json").write_text("{}")
+    assert weights_dir(tmp_path, manifest) == tmp_path / "weights/sft"
+
+
+def test_the_environment_keeps_what_placement_has_set(make_manifest, monkeypatch):
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ.update(OMP_NUM_THREADS="5", VLLM_CPU_KVCACHE_SPACE="9")
+    engine_environment(make_manifest())
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts_it(make_manifest):
+    router = {"kind": "vllm_router", "policy": "power_of_two", "balance_abs_threshold": 3, "balance_rel_threshold": 1.25}
+    arguments = router_arguments(make_manifest(router=router), ["http://a", "http://b"], 10, 11)
+    said = flags(arguments)
+    assert arguments[arguments.index("--worker-urls") + 1 :][:2] == ["http://a", "http://b"]
+    assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == ("power_of_two", "3", "1.25")
+    assert said["--host"] == said["--prometheus-host"] == "127.0.0.1"
+    with pytest.raises(OrreryError, match="has no router"):
+        router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], 10, 11)
+
+
+def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
+    project = tomllib.loads((REPOSITORY / "packages/inference/pyproject.toml").read_text())
+    module, _, function = project["project"]["entry-points"]["vllm.general_plugins"][PLUGIN].partition(":")
+    assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+@pytest.mark.parametrize(
+    ("token", "path", "given", "status"),
+    [
+        ("ours", "/pause", "Bearer ours", 200),
+        ("ours", "/pause", "Bearer theirs", 401),
+        ("ours", "/pause", None, 401),
+        ("ours", "/inference/v1/generate", None, 401),
+        ("ours", "/health", None, 200),
+        ("ours", "/metrics", None, 200),
+        (None, "/pause", None, 200),
+    ],
+)
+def test_the_door_opens_to_the_runs_token_only(monkeypatch, token, path, given, status):
+    monkeypatch.delenv("ORRERY_TOKEN", raising=False)
+    if token:
+        monkeypatch.setenv("ORRERY_TOKEN", token)
+    client = TestClient(RequireToken(PlainTextResponse("in")))
+    assert client.post(path, headers={"Authorization": given} if given else {}).status_code == status
+
+
+def test_every_engine_has_the_door(make_manifest, tmp_path):
+    assert flags(server_arguments(make_manifest(), tmp_path, 0, 1))["--middleware"] == f"{RequireToken.__module__}.{RequireToken.__name__}"

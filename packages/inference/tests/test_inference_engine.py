@@ -1,0 +1,325 @@
+"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once, driven through `EngineFleet`."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop
+
+from orrery.manifest.identity import load
+from orrery.models.weights import named_hf_tensors
+from orrery.transport.engine import START_VERSION, EngineClient, EngineFleet, EngineGone, GenerationFailed, UpdateFailed
+from orrery.transport.weight_wire import Published, WeightPublisher
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
+torch.set_num_threads(1)
+
+PROMPT = [3, 4, 5, 6, 7, 8]
+# fp32 in both; the engine packs weights and orders sums differently. Runs of the same weights differ by about 1e-5 at these large random
+# logits.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("engine") / "run", DENSE)
+
+
+@pytest.fixture(scope="module")
+def server(run_dir):
+    with engine(run_dir) as (process, url):
+        yield process, url
+
+
+@pytest.fixture(scope="module")
+def publisher(run_dir):
+    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}"))
+    yield publisher
+    publisher.close()
+
+
+class Policies:
+    """Versions in the order they are made; each has other random weights."""
+
+    def __init__(self, run_dir, publisher):
+        self.manifest = load(run_dir / "manifest.json")
+        self.publisher = publisher
+        self.newest = 0
+
+    def start(self):
+        return make_module(self.manifest, seed=7)
+
+    def publish(self) -> tuple[Published, torch.nn.Module]:
+        self.newest += 1
+        module = make_module(self.manifest, seed=100 + self.newest)
+        return self.publisher.publish(self.newest, named_hf_tensors(module)), module
+
+
+@pytest.fixture(scope="module")
+def policies(run_dir, publisher):
+    return Policies(run_dir, publisher)
+
+
+def our_logprobs(module, prompt, generation, temperature):
+    """log p of the generated tokens under our own model."""
+    ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
+    hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+    logits = (hidden @ module.lm_head_weight.T).float() / temperature
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return rows.gather(1, ids[len(prompt) :, None]).squeeze(1).detach().numpy()
+
+
+def drive(url, scenario):
+    """Run an async scenario with a fleet of the one engine."""
+
+    async def main():
+        async with EngineFleet([url]) as fleet:
+            return await scenario(fleet)
+
+    return asyncio.run(main())
+
+
+async def sample(fleet, request_id, prompt=PROMPT, max_tokens=24, temperature=0.7, cache_salt="x", **options):
+    return await fleet.generate(
+        prompt, max_tokens=max_tokens, temperature=temperature, cache_salt=cache_salt, request_id=request_id, **options
+    )
+
+
+def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_carry_the_start_version(server, policies):
+    generation = drive(server[1], lambda fleet: sample(fleet, "first"))
+    assert generation.token_ids.dtype == np.int32 and generation.logprobs.dtype == np.float32
+    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 24
+    assert generation.finish_reason == "length"
+    assert (generation.versions == START_VERSION).all()
+    assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+
+
+def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tensor(server, policies):
+    published, module = policies.publish()
+
+    async def scenario(fleet):
+        report = await fleet.update(published)
+        return report, await fleet.fingerprints(), await sample(fleet, "after-update")
+
+    report, (held,), generation = drive(server[1], scenario)
+    assert report.version == published.version and report.digest == published.digest
+    assert sum(report.attested.values()) == len(published.fingerprints)
+    assert {name: each.fingerprint for name, each in held.items()} == published.fingerprints
+    assert held["model.embed_tokens.weight"].how == held["model.norm.weight"].how == "resident"
+    assert held["model.layers.0.self_attn.q_proj.weight"].how == "as_consumed"
+    assert (generation.versions == published.version).all()
+    assert np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+
+
+def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_version(server, policies):
+    before = policies.newest or START_VERSION
+    published, _ = policies.publish()
+
+    async def scenario(fleet):
+        running = [
+            asyncio.create_task(sample(fleet, f"flight-{i}", [*PROMPT, i], max_tokens=450, temperature=1.0, ignore_eos=True))
+            for i in range(6)
+        ]
+        while (await fleet.metrics())[0].running < 6:
+            await asyncio.sleep(0.005)
+        await fleet.update(published)
+        return await asyncio.gather(*running)
+
+    for generation in drive(server[1], scenario):
+        assert len(generation.token_ids) == 450 and generation.finish_reason == "length"
+        assert set(generation.versions.tolist()) == {before, published.version}
+        assert (np.diff(generation.versions) >= 0).all()
+
+
+def test_the_prefix_cache_is_shared_within_a_salt_and_never_across_salts(server):
+    prompt = [(7 * i) % 48 for i in range(200)]
+
+    async def scenario(fleet):
+        salts = ["v1", "v1", "v2"]
+        return [await sample(fleet, f"salt-{i}", prompt, max_tokens=2, cache_salt=salt) for i, salt in enumerate(salts)]
+
+    cold, warm, other = drive(server[1], scenario)
+    assert cold.cached_tokens == 0 and other.cached_tokens == 0
+    assert warm.cached_tokens == 192  # whole blocks of 32
+
+
+def test_a_stop_token_ends_a_request_and_is_part_of_it(server):
+    async def scenario(fleet):
+        free = await sample(fleet, "free", max_tokens=8, temperature=0.0)
+        stop = int(free.token_ids[3])
+        return free, stop, await sample(fleet, "stopped", max_tokens=8, temperature=0.0, stop_token_ids=[stop])
+
+    free, stop, stopped = drive(server[1], scenario)
+    first = free.token_ids.tolist().index(stop)
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert stopped.finish_reason == "stop"
+
+
+def test_an_aborted_request_returns_what_there_is(server):
+    async def scenario(fleet):
+        running = asyncio.create_task(sample(fleet, "abandoned", max_tokens=490, ignore_eos=True))
+        while (await fleet.metrics())[0].running < 1:
+            await asyncio.sleep(0.005)
+        await fleet.abort(["abandoned", "never-existed"])
+        return await running
+
+    generation = drive(server[1], scenario)
+    assert generation.finish_reason == "abort"
+    assert len(generation.token_ids) == len(generation.versions) == len(generation.logprobs) < 490
+
+
+def test_a_request_that_the_engine_refuses_fails_alone_and_says_why(server):
+    async def scenario(fleet):
+        with pytest.raises(GenerationFailed, match=r"too-long.*600 prompt tokens"):
+            await sample(fleet, "too-long", [1] * 600)
+        return await sample(fleet, "fine")
+
+    assert len(drive(server[1], scenario).token_ids) == 24
+
+
+def test_one_flipped_byte_in_a_published_file_is_caught_and_its_tensor_named(server, policies):
+    published, _ = policies.publish()
+    flip_byte(published, "model.layers.1.mlp.down_proj.weight")
+
+    async def scenario(fleet):
+        with pytest.raises(UpdateFailed, match=r"engine 0: tensor 'model\.layers\.1\.mlp\.down_proj\.weight' .* differs"):
+            await fleet.update(published)
+        return await fleet.health()
+
+    assert drive(server[1], scenario) == [True]
+
+
+def test_a_truncated_file_fails_the_update_by_name_and_a_whole_one_heals_the_engine(server, policies):
+    damaged, _ = policies.publish()
+    (file,) = Path(damaged.path).glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 5)
+    published, module = policies.publish()
+
+    async def scenario(fleet):
+        with pytest.raises(UpdateFailed, match=r"tensor '[\w.]+' is cut off in .*safetensors"):
+            await fleet.update(damaged)
+        assert await fleet.health() == [True]
+        assert await fleet.fingerprints() == [{}]
+        await fleet.update(published)
+        return await sample(fleet, "healed")
+
+    generation = drive(server[1], scenario)
+    assert (generation.versions == published.version).all()
+    assert np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+
+
+def test_a_version_that_lacks_a_tensor_fails_the_update_by_name(server, policies):
+    missing = "model.layers.0.self_attn.k_proj.weight"
+    module = make_module(policies.manifest, seed=1)
+    policies.newest += 1
+    tensors = ((name, tensor) for name, tensor in named_hf_tensors(module) if name != missing)
+    incomplete = policies.publisher.publish(policies.newest, tensors)
+
+    async def scenario(fleet):
+        with pytest.raises(UpdateFailed, match=rf"tensor '{missing}' is missing"):
+            await fleet.update(incomplete)
+        await fleet.resume()
+
+    drive(server[1], scenario)
+
+
+def test_an_engine_that_nobody_started_is_gone():
+    async def scenario(fleet):
+        assert await fleet.health() == [False]
+        with pytest.raises(EngineGone, match=r"engine 0 is gone"):
+            await sample(fleet, "nobody")
+
+    drive(f"http://127.0.0.1:{free_port()}", scenario)
+
+
+def test_servers_listen_on_loopback_only(server):
+    for process in family(server[0]):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip == "127.0.0.1"
+
+
+# The tests below end servers; the shared one goes first, then one is started whose parts are killed.
+
+
+def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server):
+    process, url = server
+    members = family(process)
+    assert len(members) == 2  # the server and its engine core: no worker process
+    assert list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
+
+    async def scenario(fleet):
+        running = asyncio.create_task(sample(fleet, "cut-off", max_tokens=490, ignore_eos=True))
+        while (await fleet.metrics())[0].running < 1:
+            await asyncio.sleep(0.005)
+        took_s = await asyncio.to_thread(stop, process)
+        await asyncio.gather(running, return_exceptions=True)
+        return took_s
+
+    took_s = drive(url, scenario)
+    assert took_s < 3
+    assert not [member for member in members if alive(member)]
+    assert not list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
+    assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and owned_by(path, members)]
+
+
+def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(run_dir, tmp_path):
+    first = start_role("orrery.inference", run_dir, 1, free_port())
+    second = start_role("orrery.inference", run_dir, 2, free_port())
+    try:
+        for index, process in ((1, first), (2, second)):
+            await_published(run_dir, "inference", index, process)
+        core = family(first)[1]
+        core.kill()
+        assert first.wait(5) == 1
+        assert "error: inference 1: the engine core died" in (run_dir / "logs/orrery.inference.1.log").read_text()
+
+        orphans = family(second)[1:]
+        os.kill(second.pid, signal.SIGKILL)
+        second.wait(5)
+        end = time.monotonic() + 5
+        while any(alive(orphan) for orphan in orphans) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not [orphan for orphan in orphans if alive(orphan)]
+    finally:
+        for process in (first, second):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def owned_by(path: Path, members: list[psutil.Process]) -> bool:
+    """vLLM and torch name their shared memory by process id."""
+    return any(str(member.pid) in path.name for member in members)
+
+
+def flip_byte(published: Published, name: str) -> None:
+    """Change one bit of one element of `name` in the published file, in place."""
+    import json
+
+    (file,) = Path(published.path).glob("*.safetensors")
+    with file.open("r+b") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        start, _ = json.loads(opened.read(header_bytes))[name]["data_offsets"]
+        opened.seek(8 + header_bytes + start + 17)
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 1]))
+
+
+def test_an_engine_client_closes_cleanly_without_having_been_used():
+    asyncio.run(EngineClient("http://127.0.0.1:1").close())

@@ -1,0 +1,87 @@
+"""Benchmarks: one script a figure in `benchmarks/<area>/<figure>.py`, its last result beside it as JSON."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from orrery.manifest.check import nearest
+from orrery.manifest.errors import OrreryError
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number and what it should be; `goal` may be missing."""
+
+    name: str
+    variant: str
+    value: float
+    unit: str
+    goal: float | None
+    better: str
+    hardware: str
+    measured_at: str
+
+    @property
+    def holds(self) -> bool | None:
+        """None where there is no goal."""
+        if self.goal is None:
+            return None
+        return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+
+
+def figures(root: Path) -> list[Figure]:
+    """Every recorded figure, by area and name; a file that is not one is named in an `OrreryError`."""
+    found = []
+    for path in sorted(root.glob("**/*.json")):
+        try:
+            record = json.loads(path.read_text())
+            for row in record.get("rows") or [record]:
+                row = {**record, **row}
+                variant = str(row.get("variant") or row.get("name") or "")
+                hardware = row.get("hardware", "")
+                found.append(
+                    Figure(
+                        name=str(path.relative_to(root).with_suffix("")),
+                        variant=variant,
+                        value=float(row["value"]),
+                        unit=row["unit"],
+                        goal=row.get("goal"),
+                        better=row.get("better", "higher"),
+                        hardware=hardware if isinstance(hardware, str) else hardware.get("name", json.dumps(hardware)),
+                        measured_at=str(row.get("measured_at", "")),
+                    )
+                )
+        except (ValueError, KeyError, AttributeError) as error:
+            raise OrreryError(f"{path}: not a benchmark's record ({error!r}); run its script again: `orrery bench {path.stem}`") from None
+    return found
+
+
+def print_table(root: Path) -> bool:
+    """Print all figures against their goals; False when one misses its goal."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("figure", "variant", "value", "unit", "goal", "holds", "hardware", "measured"):
+        table.add_column(column, justify="right" if column in ("value", "goal") else "left")
+    every = figures(root)
+    for one in every:
+        goal = "" if one.goal is None else f"{'≥' if one.better == 'higher' else '≤'} {one.goal:g}"
+        holds = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[one.holds]
+        table.add_row(one.name, one.variant, f"{one.value:.4g}", one.unit, goal, holds, one.hardware, one.measured_at[:10])
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return all(one.holds is not False for one in every)
+
+
+def run(root: Path, figure: str) -> int:
+    """Run one figure's script; its exit code."""
+    script = root / f"{figure}.py"
+    scripts = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.py"))
+    if figure not in scripts:
+        near = nearest(figure, scripts)
+        raise OrreryError(
+            f"benchmark {figure!r}: there is no such script; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(scripts)}")
+        )
+    return subprocess.run([sys.executable, str(script)], cwd=root.parent).returncode

@@ -1,0 +1,178 @@
+"""`orrery`: one command line for specs (from the manifest room) and for runs.
+
+- Results go to stdout, everything else to stderr; an `OrreryError`, or the system's refusal (`OSError`), is one line `error: …` and an exit
+  code, never a traceback.
+- Imports stand inside the commands: `orrery show` must not wait for what only `orrery run` needs.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from orrery.manifest import cli as manifest_cli
+from orrery.manifest.errors import OrreryError
+from orrery.observe.system_error import explain
+
+app = typer.Typer(
+    name="orrery",
+    help="Declarative, reproducible reinforcement learning on language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.registered_commands += manifest_cli.app.registered_commands
+
+RunWord = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name (reverse_text) or its folder in runs/ (reverse_text-0123456789ab).")
+]
+
+
+@app.command()
+def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", help="init, sft, rl, evaluate or report.")]) -> None:
+    """Run one stage here: start its processes, watch them, end them together. `snakemake` calls this for every stage in order."""
+    from orrery.launcher.runs import job
+    from orrery.launcher.stage import run_stage
+
+    outcome = run_stage(job(word, stage))
+    print(outcome.message if outcome.state == "done" else f"error: {outcome.message}", file=sys.stderr, flush=True)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def status(
+    word: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Without it: the newest run, and a line for each of the others.")
+    ] = None,
+) -> None:
+    """Say where a run stands: its stages, its processes, what each does or waits for."""
+    from orrery.launcher.describe import describe, overview
+    from orrery.launcher.runs import all_runs, find, members, newest
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    if word is not None:
+        for run in members(word, workspace):
+            print("\n".join(describe(run)))
+        return
+    shown = newest(workspace)
+    if shown is None:
+        raise OrreryError("no run has started here; type `make demo`, or `snakemake --profile local RUN` (`orrery check` lists the runs)")
+    print("\n".join(describe(find(shown.name, workspace))))
+    for path in all_runs(workspace):
+        if path != shown:
+            print(overview(path))
+
+
+@app.command()
+def logs(
+    word: RunWord,
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="trainer, or one process: trainer.0. Without it: all.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
+    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many last lines of each.")] = 50,
+) -> None:
+    """Print what a run's processes wrote."""
+    from orrery.launcher.describe import log_lines, log_paths
+    from orrery.launcher.runs import find
+
+    try:
+        for line in log_lines(log_paths(find(word).path, role), num_lines, follow):
+            print(line, flush=follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def stop(word: RunWord) -> None:
+    """End a run that is going; it stays resumable."""
+    from orrery.launcher.runs import find
+    from orrery.launcher.stop import stop_run
+
+    print(stop_run(find(word).path))
+
+
+@app.command()
+def report(
+    word: RunWord,
+    summary: Annotated[bool, typer.Option("--summary", help="Print the last line of the run, or of each run of a group, instead.")] = False,
+) -> None:
+    """Draw a run's report anew, finished or not, and print its path."""
+    import subprocess
+
+    from orrery.launcher import status as statuses
+    from orrery.launcher.runs import find, members, resume_command
+
+    if summary:
+        for run in members(word):
+            text = run.path / "report" / "summary.txt"
+            if not text.exists():
+                raise OrreryError(f"{run.path.name}: it has no report yet; type `{resume_command(run, 'report')}`")
+            print(text.read_text().strip())
+        return
+    found = find(word)
+    last = statuses.read(found.path)
+    if last is None:
+        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+    argv = [
+        sys.executable,
+        "-m",
+        "orrery.observe.report",
+        "--run-dir",
+        str(found.path),
+        "--stage",
+        "report",
+        "--attempt",
+        str(last.attempt),
+    ]
+    code = subprocess.run(argv).returncode
+    if code:
+        raise typer.Exit(code)
+    print(found.path / "report" / "index.html")
+
+
+@app.command()
+def bench(
+    figure: Annotated[str | None, typer.Argument(metavar="[AREA/FIGURE]", help="Measure this figure anew.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print every recorded figure against its goal.")] = False,
+) -> None:
+    """Measure a figure, or print all that are recorded."""
+    from orrery.launcher import bench as benchmarks
+    from orrery.manifest.workspace import find_workspace
+
+    root = find_workspace().root / "benchmarks"
+    if figure is not None:
+        raise typer.Exit(benchmarks.run(root, figure))
+    if not table:
+        raise OrreryError("bench: say what; type `orrery bench --table`, or `orrery bench AREA/FIGURE`")
+    benchmarks.print_table(root)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: what a local run needs, what is there, what mends it."""
+    from orrery.launcher.doctor import examine
+    from orrery.manifest.workspace import find_workspace
+
+    findings = examine(find_workspace())
+    for one in findings:
+        mark = "ok  " if not one.mend else "FAIL" if one.must else "note"
+        print(f"{mark} {one.what:<16} {one.found}" + (f": {one.mend}" if one.mend else ""))
+    raise typer.Exit(1 if any(one.mend and one.must for one in findings) else 0)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        raise SystemExit(141) from None  # the reader of our stdout has left (`orrery logs … | head`)
+    except OSError as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

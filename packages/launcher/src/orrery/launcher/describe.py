@@ -1,0 +1,95 @@
+"""What `orrery status` and `orrery logs` print: read from files only, so they work on a run that is going, ended or dead."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from orrery.launcher import status as statuses
+from orrery.launcher.runs import Run, resume_command
+from orrery.launcher.stage import newest_checkpoint
+from orrery.manifest.errors import OrreryError
+from orrery.observe.duration import duration
+from orrery.observe.health import read_health
+
+FOLLOW_S = 0.3
+
+
+def overview(path: Path) -> str:
+    """One line for a list of runs."""
+    try:
+        status = statuses.read(path)
+    except OrreryError as error:
+        return str(error)
+    if status is None:
+        return f"{path.name}: not started"
+    state = "launcher died" if statuses.launcher_died(path, status) else status.state
+    return f"{path.name}: {status.stage} {state} (attempt {status.attempt})"
+
+
+def describe(run: Run, now_s: float | None = None) -> list[str]:
+    """Stages, processes with what each does or waits for, and what to type when nobody works on the run."""
+    now_s = time.time() if now_s is None else now_s
+    try:
+        status = statuses.read(run.path)
+    except OrreryError as error:
+        return [str(error)]
+    if status is None:
+        return [f"{run.path.name}: not started; type `{resume_command(run, 'init')}`"]
+    died = statuses.launcher_died(run.path, status)
+    working = status.state in ("running", "stopping") and not died
+    state = "its launcher died" if died else status.state
+    since = f" for {duration(now_s - status.started_s)}" if working else ""
+    lines = [f"{run.path.name}: {status.stage} {state}{since}, attempt {status.attempt}"]
+    finished = run.finished()
+    marks = [f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}" for stage in run.stages]
+    lines.append("  " + "   ".join(marks))
+    health = read_health(run.path, status.stage, status.attempt)
+    for role in status.roles:
+        one = health.get(role.name)
+        if working and role.state == "running":
+            does = one.sentence(now_s) if one else "starting"
+            step = f"step {one.step}" if one and one.step is not None else ""
+        else:
+            does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
+        lines.append(f"  {role.name:<16} pid {role.pid:<8} {step:<9} {does}")
+    if (checkpoint := newest_checkpoint(run.path)) is not None:
+        lines.append(f"  newest checkpoint: step {checkpoint}")
+    if died:
+        lines.append(f"  the launcher (pid {status.launcher_pid}) died without a word; type `{resume_command(run, status.stage)}` to go on")
+    elif status.message:
+        lines.append(f"  {status.message}")
+        if status.state == "done" and len(finished) < len(run.stages):
+            lines.append(f"  type `{resume_command(run, run.stages[len(finished)])}` to go on")
+    return lines
+
+
+def log_paths(path: Path, role: str | None) -> list[Path]:
+    """The logs of a role (`trainer`), of one process (`trainer.0`), or all; raises `OrreryError` naming those there are."""
+    every = sorted((path / "logs").glob("*.log"))
+    chosen = [log for log in every if role is None or log.stem == role or log.stem.split(".")[0] == role]
+    if not chosen:
+        names = ", ".join(log.stem for log in every) or "none yet"
+        raise OrreryError(f"logs of {role or path.name}: there are none in {path / 'logs'}; the processes with a log are {names}")
+    return chosen
+
+
+def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
+    """The last lines of each log, then, when following, what is added; prefixed by the process where there are several."""
+    offsets: dict[Path, int] = {}
+    for path in paths:
+        data = path.read_bytes()
+        offsets[path] = len(data)
+        yield from _prefixed(path, data.decode(errors="replace").splitlines()[-num_lines:], len(paths) > 1)
+    while follow:
+        time.sleep(FOLLOW_S)
+        for path in paths:
+            with open(path, "rb") as log:
+                log.seek(offsets[path])
+                data = log.read()
+            data = data[: data.rfind(b"\n") + 1]
+            offsets[path] += len(data)
+            yield from _prefixed(path, data.decode(errors="replace").splitlines(), len(paths) > 1)
+
+
+def _prefixed(path: Path, lines: list[str], prefix: bool) -> Iterator[str]:
+    yield from (f"{path.stem} | {line}" for line in lines) if prefix else lines

@@ -1,0 +1,78 @@
+"""Placement: which cores, devices and loopback port each process of a stage gets. Pure, but for asking the kernel for free ports.
+
+Cores, the rule (`share_cores`):
+- Trainers and engines compute and are pinned; orchestrator, router and report are not, they fill the gaps.
+- Where a stage has both trainers and engines, each kind gets a half of the cores (the trainers the odd one), so that neither can stall the
+  other; within a kind every process gets an equal run of neighbouring cores, and shares when there are fewer cores than processes.
+- Where only one kind computes beside an orchestrator and cores are left over, one core stays free for it.
+"""
+
+import random
+import socket
+from collections.abc import Sequence
+
+from orrery.manifest.plan import ProcessPlan
+
+KINDS = ("trainer", "inference")
+PORTS = range(20_000, 32_768)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
+
+
+def share_cores(cores: Sequence[int], processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], frozenset[int]]:
+    """The cores of every pinned process, by (role, index); the others may run anywhere."""
+    cores = sorted(cores)
+    kinds = [kind for kind in KINDS if any(process.role == kind for process in processes)]
+    if not kinds:
+        return {}
+    if len(kinds) == 2 and len(cores) > 1:
+        half = (len(cores) + 1) // 2
+        pools = {"trainer": cores[:half], "inference": cores[half:]}
+    else:
+        pinned = [process for process in processes if process.role in kinds]
+        spare = len(kinds) == 1 and len(cores) > len(pinned) and any(process.role == "orchestrator" for process in processes)
+        pools = {kind: cores[:-1] if spare else cores for kind in kinds}
+    shares: dict[tuple[str, int], frozenset[int]] = {}
+    for kind in kinds:
+        members = [process for process in processes if process.role == kind]
+        for position, process in enumerate(members):
+            shares[process.role, process.index] = frozenset(_run(pools[kind], position, len(members)))
+    return shares
+
+
+def _run(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
+    if len(pool) < num_members:
+        return [pool[position * len(pool) // num_members]]
+    each = len(pool) // num_members
+    return pool[position * each : (position + 1) * each]
+
+
+def share_devices(num_devices: int, processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Accelerators in plan order, none shared. Raises ValueError when they do not suffice."""
+    shares: dict[tuple[str, int], tuple[int, ...]] = {}
+    following = 0
+    for process in processes:
+        shares[process.role, process.index] = tuple(range(following, following + process.num_devices))
+        following += process.num_devices
+    if following > num_devices:
+        raise ValueError(f"the stage needs {following} devices, this machine offers {num_devices}")
+    return shares
+
+
+def free_ports(count: int, seed: int | None = None) -> list[int]:
+    """Distinct ports on 127.0.0.1 that nobody listens on now."""
+    draw = random.Random(seed)
+    held: list[socket.socket] = []
+    try:
+        for port in draw.sample(PORTS, k=len(PORTS)):
+            if len(held) == count:
+                break
+            listener = socket.socket()
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                listener.close()
+                continue
+            held.append(listener)
+        return [listener.getsockname()[1] for listener in held]
+    finally:
+        for listener in held:
+            listener.close()

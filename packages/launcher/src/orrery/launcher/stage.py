@@ -1,0 +1,333 @@
+"""One stage, from its first process to its `DONE`.
+
+- In: a `Job`: a run directory with its manifest, and the stage's plan.
+- Out: an `Outcome`, `status.json`, and on success `stages/<stage>/DONE`.
+- Holds the run's lock throughout: two launchers never share a run directory.
+- The first process that fails (a server that ends early counts) ends all others within seconds; the outcome's sentence names it.
+- Whatever happens, no process and no shared memory of the run is left. If this process itself is killed, lifelines end the roles, and the
+  next start clears what they left.
+- Never: retries. A stage ends; whoever wants it goes on by starting it again.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from orrery.launcher import lock
+from orrery.launcher import status as statuses
+from orrery.launcher.environment import environment
+from orrery.launcher.observer import Observer
+from orrery.launcher.placement import free_ports, share_cores, share_devices
+from orrery.launcher.process import Process
+from orrery.launcher.status import RoleStatus, State, Status
+from orrery.launcher.usage import UsageSampler
+from orrery.launcher.view import View
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.plan import StagePlan
+from orrery.manifest.publish import write_atomic
+from orrery.observe import shared_memory, watchdog
+from orrery.observe.duration import duration
+from orrery.observe.health import FAILED, Health, health_dir, read_health
+from orrery.observe.lifeline import adopt_orphans
+from orrery.observe.metrics import MetricsFile
+from orrery.observe.progress import Progress
+from orrery.observe.system_error import explain
+
+POLL_S, LOOK_S, USAGE_S = 0.1, 0.5, 2.0
+SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
+HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
+STACKS_S = 1.0  # for the stacks to reach the logs
+SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run. `num_devices` is None on a CPU; `resume` is what a person types to go on; `num_steps` is for the view."""
+
+    run_dir: Path
+    plan: StagePlan
+    stages: tuple[str, ...]
+    num_devices: int | None
+    num_steps: int | None
+    resume: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    message: str
+    exit_code: int
+
+
+def run_stage(job: Job) -> Outcome:
+    """Run the stage to its end; raises `OrreryError` where it cannot start."""
+    with ExitStack() as stack:
+        stack.enter_context(lock.hold(job.run_dir))
+        for before in job.plan.after:
+            marker = done_path(job.run_dir, before)
+            if not marker.exists():
+                raise OrreryError(
+                    f"{job.plan.name}: {before} is not done ({marker} is missing); type `{job.resume}` to run the stages in order"
+                )
+        if done_path(job.run_dir, job.plan.name).exists():
+            return Outcome("done", f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again", 0)
+        return _Stage(job, stack.enter_context(_interrupts())).run()
+
+
+def done_path(run_dir: Path, stage: str) -> Path:
+    return run_dir / "stages" / stage / "DONE"
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """The step of the newest checkpoint that is whole (its marker is there)."""
+    steps = [path.parent.name.removeprefix("step_") for path in (run_dir / "checkpoints").glob("step_*/COMPLETE")]
+    return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
+class _Interrupts:
+    """Signals that ask the launcher to end; the first says why, a second means at once."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupts) for number in numbers}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stage:
+    def __init__(self, job: Job, interrupts: _Interrupts):
+        self.job, self.interrupts = job, interrupts
+        self.run_dir, self.stage = job.run_dir, job.plan.name
+        last = statuses.read(self.run_dir)
+        if last is not None:
+            _end_leftovers(self.run_dir, last)
+        shared_memory.remove(self.run_dir)
+        self.attempt = last.attempt + 1 if last else 1
+        self.token = secrets.token_hex(16)
+        self.processes: list[Process] = []
+        self.health: dict[str, Health] = {}
+        self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), time.time())
+
+    def run(self) -> Outcome:
+        for folder in (health_dir(self.run_dir, self.stage), self.run_dir / "stages" / self.stage / "endpoints"):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        finished = [stage for stage in self.job.stages if done_path(self.run_dir, stage).exists()]
+        self.progress = Progress(
+            self.run_dir.name, self.stage, self.attempt, self.job.stages, finished, self.job.num_steps, self.status.started_s
+        )
+        adopt_orphans()
+        self.metrics = MetricsFile(self.run_dir, self.stage, "launcher", 0, self.attempt)
+        observer = Observer(self.run_dir, self.progress)
+        view = View(self.progress)
+        outcome = Outcome("failed", f"{self.stage}: the launcher itself broke", 1)
+        try:
+            self._start()
+            outcome = self._watch(view)
+            self._say_state("stopping", outcome.message)
+        except OSError as error:
+            outcome = Outcome("failed", f"{self.stage}: {explain(error)}; {self._go_on()}", 1)
+        finally:
+            grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
+            self._end_all(grace_s)
+            observer.close()
+            view.close()
+            self.metrics.close()
+            self._end_strays()
+            shared_memory.remove(self.run_dir)
+            self.status.ended_s = time.time()
+            with suppress(OSError):  # on a full disk the sentence still reaches stderr
+                self._say_state(outcome.state, outcome.message)
+                self._log(outcome.message)
+        if outcome.state == "done":
+            wall_s = self.status.ended_s - self.status.started_s
+            row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
+            write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
+        return outcome
+
+    # Starting ---------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        plans = self.job.plan.processes
+        cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
+        try:
+            devices = {} if self.job.num_devices is None else share_devices(self.job.num_devices, plans)
+        except ValueError as error:
+            raise OrreryError(f"{self.stage}: {error}; lower trainer.mesh or inference.num_replicas") from None
+        for plan, port in zip(plans, free_ports(len(plans)), strict=True):
+            key = plan.role, plan.index
+            env = environment(os.environ, self.token, cores.get(key), devices.get(key))
+            process = Process(plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env)
+            self.processes.append(process)
+            self._log(f"{process.name}: pid {process.pid}, port {port}, cores {sorted(process.cores) if process.cores else 'any'}")
+        self._say_state("running", "")
+
+    # Watching ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self, view: View) -> Outcome:
+        usage, look_at_s, usage_at_s = UsageSampler(), 0.0, 0.0
+        while True:
+            if self.interrupts.received:
+                return self._stopped()
+            if any(map(_failed, self.processes)):
+                return self._failure()
+            if all(process.poll() == 0 for process in self.processes if process.plan.ends == "itself"):
+                return Outcome("done", f"{self.stage}: done in {duration(time.time() - self.status.started_s)}", 0)
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + LOOK_S
+                if (outcome := self._look()) is not None:
+                    return outcome
+            if now_s >= usage_at_s:
+                usage_at_s = now_s + USAGE_S
+                pids = {process.name: process.pid for process in self.processes if process.poll() is None}
+                self.metrics.write(event="usage", processes=usage.sample({**pids, "launcher.0": os.getpid()}))
+            view.draw(self.health, {process.name: process.ending or "running" for process in self.processes})
+            time.sleep(POLL_S)
+
+    def _look(self) -> Outcome | None:
+        self.health = read_health(self.run_dir, self.stage, self.attempt)
+        running = {process.name for process in self.processes if process.poll() is None}
+        now_s = time.time()
+        for name, health in self.health.items():
+            if name in running and health.doing == FAILED and now_s - health.time_s > HUNG_S:
+                return self._failure()
+        stall = watchdog.look({name: health for name, health in self.health.items() if name in running}, now_s)
+        if stall is None:
+            return None
+        for process in self.processes:
+            if process.name in self.health:  # it wrote health, so it handles the signal
+                process.signal(signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        logs = self.run_dir / "logs"
+        return Outcome("failed", f"{self.stage}: {stall.sentence}; stacks are in {logs}/*.log; {self._go_on()}", 1)
+
+    def _failure(self) -> Outcome:
+        time.sleep(SETTLE_S)
+        now_s = time.time()
+        self.health = read_health(self.run_dir, self.stage, self.attempt)
+
+        def order(process: Process) -> tuple[bool, float]:
+            health = self.health.get(process.name)
+            return process.poll() != -signal.SIGKILL, health.since_s if health and health.doing == FAILED else now_s
+
+        said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
+        first = min({*filter(_failed, self.processes), *said}, key=order)
+        return Outcome("failed", f"{self._sentence(first)}; its log is {first.log}; {self._go_on()}", 1)
+
+    def _sentence(self, process: Process) -> str:
+        health, code = self.health.get(process.name), process.poll()
+        if code is None:
+            how = "failed and does not end"
+        elif code == 0:
+            how = "ended by itself (exit code 0) while the stage needed it"
+        else:
+            how = f"was killed by {process.ending}" if code < 0 else f"ended with {process.ending}"
+        doing = f" while {health.last}" if health and code != 0 else "" if health else " before it said anything"
+        error = health.error if health else None
+        if error is None and code != -signal.SIGKILL and (words := process.last_words()):
+            error = f"its last line is {words!r}"
+        return f"{self.stage}: {process.name} {how}{doing}" + (f": {error}" if error else "")
+
+    def _stopped(self) -> Outcome:
+        number = self.interrupts.received[0]
+        return Outcome("stopped", f"{self.stage}: stopped by {number.name}; {self._go_on()}", 128 + number)
+
+    def _go_on(self) -> str:
+        step = newest_checkpoint(self.run_dir) if self.stage == "rl" else None
+        return (
+            f"type `{self.job.resume}` to go on from step {step}"
+            if step is not None
+            else f"type `{self.job.resume}` to start {self.stage} again"
+        )
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    def _end_all(self, grace_s: float) -> None:
+        """SIGTERM to all, and after `grace_s` (or at a second Ctrl-C) SIGKILL; then whatever stayed in their groups."""
+        interrupted = len(self.interrupts.received)
+        for process in self.processes:
+            process.signal(signal.SIGTERM)
+        limit_s = time.monotonic() + grace_s
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > limit_s or len(self.interrupts.received) > max(1, interrupted):
+                break
+            time.sleep(0.05)
+        for process in self.processes:
+            process.kill_group()
+        for process in self.processes:
+            process.wait()
+
+    def _end_strays(self) -> None:
+        """Kill what a role started outside its process group: this process adopted it, and it carries the run's token."""
+        mine = [child for child in psutil.Process().children(recursive=True) if _token(child) == self.token]
+        for child in mine:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(mine, timeout=5)
+
+    # Saying -----------------------------------------------------------------------------------------------------------
+
+    def _say_state(self, state: State, message: str) -> None:
+        self.status.state, self.status.message = state, message
+        self.status.roles = [
+            RoleStatus(
+                process.name, process.pid, process.port, sorted(process.cores) if process.cores else None,
+                "running" if process.ending is None else "ended", process.ending,
+            )
+            for process in self.processes
+        ]  # fmt: skip
+        self.status.write(self.run_dir)
+
+    def _log(self, text: str) -> None:
+        with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n")
+
+
+def _failed(process: Process) -> bool:
+    code = process.poll()
+    return code is not None and (code != 0 or process.plan.ends == "with_stage")
+
+
+def _token(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("ORRERY_TOKEN")
+    except psutil.Error:
+        return None
+
+
+def _end_leftovers(run_dir: Path, last: Status) -> None:
+    """Processes of an attempt whose launcher was killed: their lifelines end them; here nothing starts before they are gone."""
+    left = []
+    for role in last.roles:
+        with suppress(psutil.Error):
+            process = psutil.Process(role.pid)
+            if str(run_dir) in process.cmdline():
+                left.append(process)
+    for process in left:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    psutil.wait_procs(left, timeout=10)

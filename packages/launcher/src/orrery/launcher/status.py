@@ -1,0 +1,60 @@
+"""`status.json`: what the launcher last knew of a run, replaced atomically; and what it means now that one reads it.
+
+A status that says `running` while nobody holds the run's lock is a launcher that died: nothing it says of its processes holds any more.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from orrery.launcher import lock
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import write_atomic
+
+State = Literal["running", "stopping", "done", "failed", "stopped"]
+
+
+@dataclass
+class RoleStatus:
+    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL")."""
+
+    name: str
+    pid: int
+    port: int
+    cores: list[int] | None
+    state: Literal["running", "ended"]
+    exit: str | None = None
+
+
+@dataclass
+class Status:
+    """The newest attempt of the newest stage; `attempt` counts every start of any stage of this run."""
+
+    stage: str
+    attempt: int
+    state: State
+    message: str
+    launcher_pid: int
+    started_s: float
+    ended_s: float | None = None
+    roles: list[RoleStatus] = field(default_factory=list)
+
+    def write(self, run_dir: Path) -> None:
+        write_atomic(run_dir / "status.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def read(run_dir: Path) -> Status | None:
+    """None where no launcher has run yet; raises `OrreryError` where the file is not one that a launcher wrote."""
+    path = run_dir / "status.json"
+    try:
+        row = json.loads(path.read_text())
+        return Status(**{**row, "roles": [RoleStatus(**role) for role in row["roles"]]})
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OrreryError(f"{path}: not a launcher's status ({error!r}); remove it and start the run again") from None
+
+
+def launcher_died(run_dir: Path, status: Status) -> bool:
+    return status.state in ("running", "stopping") and lock.holder(run_dir) is None

@@ -1,0 +1,82 @@
+"""Fakes for the launcher's tests: tiny roles as real processes, and a launcher as a real process.
+
+`python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
+`python launcher_fakes.py launch RUN_DIR` is a launcher with the plan in `<run_dir>/plan.json`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from orrery.launcher.stage import Job, run_stage
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.plan import ProcessPlan, StagePlan
+from orrery.observe.process import role_process
+from orrery.observe.shared_memory import prefix
+
+
+def be_a_role() -> None:
+    run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    index = sys.argv[sys.argv.index("--index") + 1]
+    script = json.loads((run_dir / "script.json").read_text())
+    role, acts = script[index]
+    if acts and acts[0] == "break at import":
+        raise ImportError("no module named nowhere")
+    with role_process(role) as me:
+        me.health.doing("acting", step=3)
+        for act in acts:
+            if act == "serve":
+                while True:
+                    time.sleep(0.05)
+            elif act == "fail":
+                raise RunFailed("the moon is in the way")
+            elif act == "wait":
+                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                    while True:
+                        time.sleep(0.05)
+            elif act == "wait and fail":
+                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                    raise RunFailed("nothing came")
+            elif act == "stall":
+                with me.health.waiting("batch 4 from orchestrator", deadline_s=-60):
+                    while True:
+                        time.sleep(0.05)
+            elif act == "child":  # one in the group, one that left it
+                for new_session in (False, True):
+                    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=new_session)
+                    with open(me.run_dir / "children", "a") as file:
+                        file.write(f"{child.pid}\n")
+            elif act == "ignore SIGTERM":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            elif act == "shm":
+                Path(f"/dev/shm/{prefix(me.run_dir)}{me.attempt}").mkdir()
+            elif act == "look":
+                row = {"port": me.port, "attempt": me.attempt, "cores": sorted(os.sched_getaffinity(0))}
+                row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ORRERY_TOKEN")}
+                (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
+            elif act == "ready":
+                (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
+            else:
+                raise AssertionError(act)
+
+
+def launch(run_dir: Path) -> int:
+    processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
+    job = Job(run_dir, StagePlan("rl", (), processes), ("init", "rl", "report"), None, 10, "make demo")
+    try:
+        outcome = run_stage(job)
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(outcome.message, file=sys.stderr)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "launch":
+        raise SystemExit(launch(Path(sys.argv[2])))
+    be_a_role()

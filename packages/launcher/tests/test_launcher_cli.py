@@ -1,0 +1,231 @@
+"""The command line: what a person reads and what they type next."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orrery.launcher import bench, cli
+from orrery.launcher import status as statuses
+from orrery.launcher.doctor import examine
+from orrery.launcher.runs import find, job
+from orrery.launcher.status import RoleStatus, Status
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.workspace import Workspace
+from orrery.observe.health import HealthFile
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    for name in ("manifests", "jsonnet", "locks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ORRERY_RESUME", raising=False)
+    return tmp_path
+
+
+def orrery(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `orrery words…`, run here."""
+    argv, sys.argv = sys.argv, ["orrery", *words]
+    try:
+        with pytest.raises(SystemExit) as leave:
+            cli.main()
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    return leave.value.code or 0, out, err
+
+
+def test_all_commands_are_there(capsys):
+    _, out, _ = orrery(capsys, "--help")
+    for command in ["render", "check", "show", "diff", "explain", "plan", "run", "status", "logs", "stop", "report", "bench", "doctor"]:
+        assert f" {command} " in out
+
+
+def test_a_job_makes_the_run_folder_with_its_manifest_and_says_how_to_go_on(checkout):
+    made = job("reverse_text", "rl")
+    assert (made.run_dir / "manifest.json").read_text() == (checkout / "manifests/reverse_text.json").read_text()
+    assert made.run_dir.parent == checkout / "runs" and made.num_steps == find("reverse_text").manifest.stages.rl.num_steps
+    assert made.resume == "snakemake --profile local reverse_text"
+    assert find(made.run_dir.name).path == made.run_dir
+
+
+def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
+    made = job("reverse_text", "rl")
+    manifest = json.loads((checkout / "manifests/reverse_text.json").read_text())
+    (checkout / "manifests/reverse_text.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
+    assert job(made.run_dir.name, "rl").resume == f"orrery run {made.run_dir.name} rl"
+    assert find("reverse_text").path != made.run_dir
+    shutil.rmtree(made.run_dir)
+    with pytest.raises(OrreryError, match=r"is reverse_text-[0-9a-f]{12} now"):
+        find(made.run_dir.name)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("run", "reverse_tex", "rl"), "did you mean 'reverse_text'?"),
+        (("run", "reverse_text", "rll"), "reverse_text has no such stage; choose from init, sft, rl, evaluate, report"),
+        (("run", "reverse_text", "rl"), "rl: sft is not done"),
+        (("status",), "no run has started here"),
+        (("status", "reverse_tex"), "did you mean 'reverse_text'?"),
+        (("stop", "reverse_text"), "no launcher runs it"),
+        (("logs", "reverse_text", "trainer"), "the processes with a log are none yet"),
+        (("report", "reverse_text"), "not started"),
+        (("report", "--summary", "reverse_text"), "it has no report yet"),
+        (("bench",), "say what"),
+        (("bench", "a/b"), "there is no such script"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
+    code, out, err = orrery(capsys, *words)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+
+
+def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher(checkout, capsys):
+    run_dir = job("reverse_text", "rl").run_dir
+    for stage in ("init", "sft"):
+        (run_dir / "stages" / stage).mkdir(parents=True)
+        (run_dir / "stages" / stage / "DONE").write_text("{}")
+    (run_dir / "checkpoints/step_10").mkdir(parents=True)
+    (run_dir / "checkpoints/step_10/COMPLETE").touch()
+    health = HealthFile(run_dir, "rl", "trainer", 0, 4)
+    health.doing("training", step=12)
+    Status("rl", 4, "running", "", 999_999, time.time() - 70, roles=[RoleStatus("trainer.0", 1, 20_001, [0], "running")]).write(run_dir)
+    with health.waiting("batch 13 from orchestrator"):
+        from orrery.launcher import lock
+
+        with lock.hold(run_dir):
+            code, out, _ = orrery(capsys, "status")
+    assert code == 0
+    assert "rl running for 1 min 10 s, attempt 4" in out and "✓ init   ✓ sft   ▶ rl   · evaluate   · report" in out
+    assert "waiting 0 s for batch 13 from orchestrator" in out and "step 12" in out
+    code, out, _ = orrery(capsys, "status", "reverse_text")
+    assert "rl its launcher died" in out and "lost with its launcher" in out and "newest checkpoint: step 10" in out
+    assert "type `snakemake --profile local reverse_text` to go on" in out
+
+
+def test_stop_ends_a_run_that_is_going(checkout, capsys):
+    run_dir = job("reverse_text", "rl").run_dir
+    (run_dir / "plan.json").write_text(
+        json.dumps([{"role": "trainer", "index": 0, "module": "launcher_fakes", "num_devices": 0, "ends": "itself"}])
+    )
+    (run_dir / "script.json").write_text(json.dumps({"0": ["trainer", ["ready", "wait"]]}))
+    env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    launcher = subprocess.Popen([sys.executable, HERE / "launcher_fakes.py", "launch", run_dir], env=env, stderr=subprocess.DEVNULL)
+    limit = time.monotonic() + 30
+    while not (run_dir / "ready.trainer.0").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    code, out, _ = orrery(capsys, "stop", "reverse_text")
+    assert code == 0 and "rl: stopped by SIGTERM" in out
+    assert launcher.wait(10) == 128 + signal.SIGTERM
+    assert statuses.read(run_dir).state == "stopped"
+
+
+def test_logs_choose_by_role_and_say_which_process_spoke(checkout, capsys):
+    logs = job("reverse_text", "rl").run_dir / "logs"
+    logs.mkdir()
+    for name in ("trainer.0", "trainer.1", "router.0"):
+        (logs / f"{name}.log").write_text(f"old\nof {name}\n")
+    assert orrery(capsys, "logs", "reverse_text", "trainer", "-n", "1")[1] == "trainer.0 | of trainer.0\ntrainer.1 | of trainer.1\n"
+    assert orrery(capsys, "logs", "reverse_text", "router.0")[1] == "old\nof router.0\n"
+
+
+def test_the_table_of_benchmarks_holds_values_against_goals(checkout, capsys):
+    folder = checkout / "benchmarks" / "pipeline"
+    folder.mkdir(parents=True)
+    record = {"figure": "dry_run", "unit": "s", "goal": 5, "better": "lower", "hardware": "2 cores", "measured_at": "2026-01-02T03:04:05"}
+    (folder / "dry_run.json").write_text(json.dumps({**record, "value": 1.25}))
+    (folder / "both.json").write_text(
+        json.dumps({**record, "better": "higher", "rows": [{"variant": "a", "value": 4}, {"variant": "b", "value": 6}]})
+    )
+    held = {(one.name, one.variant): one.holds for one in bench.figures(checkout / "benchmarks")}
+    assert held == {("pipeline/dry_run", ""): True, ("pipeline/both", "a"): False, ("pipeline/both", "b"): True}
+    code, out, _ = orrery(capsys, "bench", "--table")
+    assert code == 0 and "≤ 5" in out and "1.25" in out
+    (folder / "bad.json").write_text("{}")
+    assert "bad.json: not a benchmark's record" in orrery(capsys, "bench", "--table")[2]
+
+
+def test_bench_runs_the_figures_script(checkout, capsys):
+    (checkout / "benchmarks/area").mkdir(parents=True)
+    (checkout / "benchmarks/area/figure.py").write_text("import sys; sys.exit(7)")
+    assert orrery(capsys, "bench", "area/figure")[0] == 7
+
+
+def test_the_doctor_says_what_to_mend(checkout):
+    (checkout / "locks/cpu.txt").write_text("torch==1.0.0 \\\n    --hash=sha256:00\n")
+    found = {one.what: one for one in examine(Workspace(checkout))}
+    assert found["torch"].mend == "cpu.txt pins 1.0.0; type `make setup`"
+    assert "answers" in found["loopback ports"].found and not found["Python"].mend
+
+
+def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder(checkout):
+    made = job("reverse_text", "rl")
+    path = made.run_dir / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
+    for word in ("reverse_text", made.run_dir.name):
+        with pytest.raises(OrreryError, match=r"manifest\.json: is of reverse_text-[0-9a-f]{12} by its hash: it was edited"):
+            job(word, "rl")
+
+
+def test_a_run_does_not_begin_with_another_lock_than_its_manifests(checkout):
+    assert job("reverse_text", "init").plan.name == "init"
+    with open(checkout / "locks/cpu.txt", "a") as lock:
+        lock.write("# newer\n")
+    with pytest.raises(OrreryError, match=r"locks/cpu\.txt is not the lock .* type `orrery render reverse_text`"):
+        job("reverse_text", "init")
+    assert job("reverse_text", "rl").plan.name == "rl", "a run that has begun may go on"
+
+
+def test_what_the_system_refuses_is_one_line(checkout, capsys):
+    (checkout / "runs").touch()
+    code, out, err = orrery(capsys, "run", "reverse_text", "rl")
+    assert code == 1 and out == "" and err.startswith(f"error: {checkout}/runs") and err.count("\n") == 1
+
+
+def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, capsys):
+    good, bad, worse = (job(name, "rl").run_dir for name in ("reverse_text", "calculator", "reasoning_gym"))
+    Status("rl", 4, "failed", "it broke", 1, time.time()).write(good)
+    (bad / "status.json").write_text('{"stage": "rl"')
+    (worse / "status.json").write_text('{"stage": "rl"}')
+    code, out, _ = orrery(capsys, "status")
+    assert code == 0 and f"{good.name}: rl failed" in out
+    for path in (bad, worse):
+        assert f"{path}/status.json: not a launcher's status" in out
+        with pytest.raises(OrreryError, match="remove it and start the run again"):
+            statuses.read(path)
+    assert {bad.name, worse.name} <= {one.what for one in examine(Workspace(checkout)) if one.found == "its status cannot be read"}
+
+
+def test_a_group_shows_every_run(checkout, capsys):
+    names = [f"reverse_text_seed_{seed}" for seed in (1, 2, 3)]
+    assert "seed_1-" in orrery(capsys, "report", "--summary", "reverse_text_seeds")[2]
+    for name in names:
+        text = find(name).path / "report" / "summary.txt"
+        text.parent.mkdir(parents=True)
+        text.write_text(f"{name}: held-out reward 0.9\n")
+    assert orrery(capsys, "report", "--summary", "reverse_text_seeds")[1].splitlines() == [f"{name}: held-out reward 0.9" for name in names]
+    assert orrery(capsys, "status", "reverse_text_seeds")[1].count("not started") == 3
+
+
+def test_hints_name_the_command_that_a_person_typed_and_one_that_goes_on_with_this_very_run(checkout, capsys, monkeypatch):
+    made = job("reverse_text", "rl")
+    manifest = json.loads((checkout / "manifests/reverse_text.json").read_text())
+    (checkout / "manifests/reverse_text.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
+    Status("rl", 1, "running", "", 999_999, time.time()).write(made.run_dir)
+    assert f"type `orrery run {made.run_dir.name} rl` to go on" in orrery(capsys, "status", made.run_dir.name)[1]
+    monkeypatch.setenv("ORRERY_RESUME", "make demo")
+    assert "type `make demo`" in orrery(capsys, "report", "--summary", "reverse_text")[2]

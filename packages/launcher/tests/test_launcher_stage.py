@@ -1,0 +1,248 @@
+"""The launcher with real processes: how a stage ends, in every way that it can."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orrery.launcher import lock, status
+from orrery.launcher.observer import Observer
+from orrery.observe import shared_memory
+from orrery.observe.metrics import MetricsFile
+from orrery.observe.progress import Progress
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / f"fake-{os.urandom(6).hex()}"
+    path.mkdir()
+    yield path
+    for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
+        assert not alive(int(pid)), f"{pid} outlived the launcher"
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(path)}*"))
+
+
+def launch(run_dir: Path, *processes: tuple[str, list[str]]) -> subprocess.Popen:
+    """A launcher over these (role, acts); inference and router end with the stage."""
+    plan, script = [], {}
+    for index, (role, acts) in enumerate(processes):
+        kind = "with_stage" if role in ("inference", "router") else "itself"
+        plan.append({"role": role, "index": index, "module": "launcher_fakes", "num_devices": 0, "ends": kind})
+        script[index] = [role, acts]
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    (run_dir / "script.json").write_text(json.dumps(script))
+    env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    env |= {"WANDB_API_KEY": "a key alone asks for nothing", "WANDB_PROJECT": ""}
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=run_dir.parent,
+    )
+
+
+def end(launcher: subprocess.Popen) -> tuple[int, str]:
+    _, stderr = launcher.communicate(timeout=40)
+    return launcher.returncode, stderr
+
+
+def ready(run_dir: Path, *names: str, within_s: float = 30) -> dict[str, int]:
+    """Pids of the processes, once each has said that it is there."""
+    return {name: int(wait_for(lambda name=name: text(run_dir / f"ready.{name}"), within_s)) for name in names}
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, within_s: float):
+    limit = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < limit, "it did not happen in time"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir):
+    code, stderr = end(launch(run_dir, ("inference", ["child", "shm", "serve"]), ("trainer", ["look"]), ("orchestrator", [])))
+    assert code == 0, stderr
+    done = json.loads((run_dir / "stages/rl/DONE").read_text())
+    assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(done["ended_s"] - done["started_s"])
+    now = status.read(run_dir)
+    assert (now.state, now.stage, now.attempt) == ("done", "rl", 1)
+    assert {role.name: role.exit for role in now.roles} == {
+        "inference.0": "exit code 143", "trainer.1": "exit code 0", "orchestrator.2": "exit code 0"
+    }  # fmt: skip
+    assert "=== rl, attempt 1" in (run_dir / "logs/trainer.1.log").read_text()
+    looked = json.loads((run_dir / "look.trainer.1.json").read_text())
+    assert looked["env"]["CUDA_VISIBLE_DEVICES"] == "" and len(looked["env"]["ORRERY_TOKEN"]) == 32
+    assert looked["port"] == next(role.port for role in now.roles if role.name == "trainer.1")
+    if os.cpu_count() > 1:
+        assert looked["cores"] == next(role.cores for role in now.roles if role.name == "trainer.1")
+    assert list((run_dir / "metrics/tensorboard").rglob("events*"))
+
+
+def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
+    code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait and fail"])))
+    assert code == 1
+    assert "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from orchestrator (step 3): nothing came" in stderr
+    assert f"its log is {run_dir}/logs/trainer.1.log; type `make demo` to start rl again" in stderr
+    assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
+
+
+def test_a_role_that_breaks_before_it_begins_is_quoted(run_dir):
+    code, stderr = end(launch(run_dir, ("trainer", ["break at import"])))
+    assert code == 1
+    assert "trainer.0 ended with exit code 1 before it said anything: its last line is 'ImportError: no module named nowhere'" in stderr
+
+
+def test_a_server_that_leaves_early_is_a_failure(run_dir):
+    code, stderr = end(launch(run_dir, ("inference", []), ("trainer", ["wait"])))
+    assert code == 1 and "inference.0 ended by itself (exit code 0) while the stage needed it" in stderr
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_kill_9_of_any_role_ends_the_stage_soon_and_names_it(run_dir, victim):
+    (run_dir / "checkpoints/step_5").mkdir(parents=True)
+    (run_dir / "checkpoints/step_5/COMPLETE").touch()
+    (run_dir / "checkpoints/step_9").mkdir()
+    acts = ["child", "ready", "wait"]
+    roles = ("inference", "trainer", "orchestrator")
+    launcher = launch(run_dir, *((role, acts) for role in roles))
+    name = f"{roles[victim]}.{victim}"
+    pids = ready(run_dir, *(f"{role}.{index}" for index, role in enumerate(roles)))
+    killed_s = time.monotonic()
+    os.kill(pids[name], signal.SIGKILL)
+    code, stderr = end(launcher)
+    assert time.monotonic() - killed_s < 15
+    assert code == 1
+    assert f"rl: {name} was killed by SIGKILL while waiting for batch 4 from orchestrator (step 3)" in stderr
+    assert "to go on from step 5" in stderr
+    assert not any(map(alive, pids.values()))
+
+
+def test_a_role_that_ignores_sigterm_is_killed(run_dir):
+    code, _ = end(launch(run_dir, ("inference", ["ignore SIGTERM", "child", "ready", "wait"]), ("trainer", ["fail"])))
+    assert code == 1
+    assert status.read(run_dir).roles[0].exit in ("SIGKILL", "exit code 143")  # 143 where it was stopped before it could ignore it
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir, number):
+    launcher = launch(run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    launcher.send_signal(number)
+    code, stderr = end(launcher)
+    assert code == 128 + number and f"rl: stopped by {number.name}" in stderr
+    assert not any(map(alive, pids.values()))
+    assert status.read(run_dir).state == "stopped"
+
+
+def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(run_dir):
+    launcher = launch(run_dir, ("inference", ["shm", "child", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.close()
+    assert status.launcher_died(run_dir, status.read(run_dir))
+    wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(run_dir)}*"))
+    for pid in (run_dir / "children").read_text().split()[1::2]:
+        os.kill(int(pid), signal.SIGKILL)  # it left its group, and nobody of the run is left to know it
+    code, stderr = end(launch(run_dir, ("trainer", [])))
+    assert code == 0, stderr
+    assert json.loads((run_dir / "stages/rl/DONE").read_text())["attempt"] == 2
+
+
+def test_a_second_launcher_of_the_same_run_gets_one_sentence(run_dir):
+    first = launch(run_dir, ("trainer", ["ready", "wait"]))
+    ready(run_dir, "trainer.0")
+    assert lock.holder(run_dir) == first.pid
+    code, stderr = end(launch(run_dir, ("trainer", ["ready", "wait"])))
+    assert code == 2 and stderr.count("\n") == 1
+    assert f"another launcher runs this run (pid {first.pid})" in stderr
+    first.send_signal(signal.SIGTERM)
+    end(first)
+    assert lock.holder(run_dir) is None
+
+
+def test_every_start_is_a_new_attempt_and_appends_to_the_logs(run_dir):
+    for _ in range(2):
+        assert end(launch(run_dir, ("trainer", ["fail"])))[0] == 1
+    assert end(launch(run_dir, ("trainer", ["look"])))[0] == 0
+    assert status.read(run_dir).attempt == 3
+    assert json.loads((run_dir / "look.trainer.0.json").read_text())["attempt"] == 3
+    log = (run_dir / "logs/trainer.0.log").read_text()
+    headers = [line.split(", ")[:2] for line in log.splitlines() if line.startswith("===")]
+    assert headers == [["=== rl", f"attempt {attempt}"] for attempt in (1, 2, 3)]
+
+
+def test_a_stage_that_is_done_is_not_run_again(run_dir):
+    assert end(launch(run_dir, ("trainer", [])))[0] == 0
+    code, stderr = end(launch(run_dir, ("trainer", ["fail"])))
+    assert code == 0 and "rl: done already" in stderr
+
+
+def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_dir):
+    code, stderr = end(launch(run_dir, ("orchestrator", ["ready", "serve"]), ("trainer", ["stall"])))
+    assert code == 1
+    assert "rl: stall: trainer.1 is waiting" in stderr and "for batch 4 from orchestrator" in stderr
+    assert "orchestrator.0 has been at acting (step 3)" in stderr
+    for name in ("orchestrator.0", "trainer.1"):
+        assert "be_a_role" in (run_dir / f"logs/{name}.log").read_text()
+
+
+def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_dir):
+    (run_dir / "metrics").mkdir()
+    (run_dir / "metrics/launcher.0.jsonl").symlink_to("/dev/full")
+    (run_dir / "logs").mkdir()
+    launcher = launch(run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["wait"]))
+    code, stderr = end(launcher)
+    assert code == 1 and "Traceback" not in stderr
+    assert "rl: No space left on device; free some" in stderr and "type `make demo` to start rl again" in stderr
+    (run_dir / "logs/launcher.0.log").unlink()
+    (run_dir / "logs/launcher.0.log").symlink_to("/dev/full")  # now the last words cannot be written either
+    code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait"])))
+    assert code == 1 and "Traceback" not in stderr and "rl: No space left on device" in stderr
+    assert not any(alive(role.pid) for role in status.read(run_dir).roles)
+
+
+def test_someone_who_looks_for_the_holder_keeps_no_launcher_from_starting(run_dir):
+    with lock.hold(run_dir):
+        pass
+    with open(run_dir / ".lock") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        with lock.hold(run_dir):
+            assert lock.holder(run_dir) == os.getpid()
+
+
+def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    progress = Progress("r", "rl", 1, ("rl",), (), None, 0.0)
+    observer = Observer(tmp_path, progress)
+    MetricsFile(tmp_path, "rl", "trainer", 0, 1).write(3, loss=0.5)
+    observer.close()
+    err = capsys.readouterr().err
+    assert err.startswith("warning: WandbSink is dropped: WANDB_PROJECT is set, but wandb is not installed") and err.count("\n") == 1
+    assert progress.step == 3 and list((tmp_path / "metrics/tensorboard").rglob("events*"))

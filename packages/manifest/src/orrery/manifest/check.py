@@ -1,0 +1,113 @@
+"""Check: plain data in, a `Manifest` or one sentence out.
+
+- In: a JSON object, and a name for where it came from.
+- Out: the frozen `Manifest`; otherwise `OrreryError` with one sentence: field path, value, rule, and the nearest name for a misspelt field.
+- Never: fills in a value. What is missing is an error.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+_URGENCY = {"extra_forbidden": 0, "missing": 2}
+
+
+def check(data: Any, where: str) -> Manifest:
+    """The manifest that `data` is; raises `OrreryError` naming `where` and the first wrong field."""
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        raise OrreryError(f"{where}: {sentence(error)}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file; raises `OrreryError` when it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OrreryError(
+            f"{path}: cannot be read ({error.strerror}); give a rendered manifest, such as manifests/reverse_text.json"
+        ) from None
+    except ValueError as error:
+        raise OrreryError(f"{path}: not JSON ({error}); manifests are written by `orrery render`") from None
+
+
+def nearest(name: str, among: list[str]) -> str | None:
+    """The closest spelling of `name`, if any is close."""
+    close = difflib.get_close_matches(name, among, n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def sentence(error: ValidationError) -> str:
+    """One sentence for the most telling of the errors: a misspelt field before a wrong value before a missing field."""
+    errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
+    first = errors[0]
+    path, siblings = _walk(first["loc"])
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1]]
+        close = nearest(name, missing) or nearest(name, siblings)
+        text = f"{path} = {_short(first['input'])}: there is no such field; " + (
+            f"did you mean {close!r}?" if close else f"the fields here are {', '.join(siblings)}"
+        )
+    elif first["type"] == "missing":
+        text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
+    elif first["type"] == "value_error":
+        text = f"{path}: {message}" if path else message
+    else:
+        text = f"{path or 'manifest'} = {_short(first['input'])}: {message}"
+    return text + more
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
+    """A pydantic location as a field path without its union tags, and the field names beside its last element."""
+    kind: Any = Manifest
+    path = ""
+    siblings: list[str] = []
+    for element in loc:
+        members = _members(kind)
+        if len(members) > 1 and (chosen := [m for m in members if _tag(m) == element]):
+            kind = chosen[0]
+            continue
+        kind = members[0] if members else None
+        if isinstance(element, int):
+            path += f"[{element}]"
+            kind = next((a for a in get_args(kind) if a is not Ellipsis), None)
+            siblings = []
+            continue
+        path += f".{element}" if path else element
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            siblings = list(kind.model_fields)
+            field = kind.model_fields.get(element)
+            kind = field.annotation if field else None
+        else:
+            kind, siblings = None, []
+    return path, siblings
+
+
+def _members(kind: Any) -> list[Any]:
+    if get_origin(kind) is Annotated:
+        return _members(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [m for part in get_args(kind) if part is not type(None) for m in _members(part)]
+    return [] if kind is None else [kind]
+
+
+def _tag(member: Any) -> str | None:
+    field: FieldInfo | None = getattr(member, "model_fields", {}).get("kind")
+    return get_args(field.annotation)[0] if field else None

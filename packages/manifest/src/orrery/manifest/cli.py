@@ -1,0 +1,146 @@
+"""The commands about specs: `render | check | show | diff | explain | plan`. The launcher adds them to the one `orrery` command.
+
+A run is named by its name (rendered from Jsonnet) or by the path of a manifest. Mistakes end as one line and exit code 2.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orrery.manifest import fields
+from orrery.manifest.check import nearest
+from orrery.manifest.diff import diff as differences
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.explain import explain as explanations
+from orrery.manifest.identity import id12, load, pretty_json, run_dir, run_id
+from orrery.manifest.plan import plan as stages_of
+from orrery.manifest.render import Rendered, render_all, run_files, write
+from orrery.manifest.render import render as render_run
+from orrery.manifest.schema import Manifest
+from orrery.manifest.task_check import check_tasks
+from orrery.manifest.workspace import find_workspace
+
+app = typer.Typer(help="Specs and manifests.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs by name; all when none is named.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the path of a manifest.")]
+
+
+def manifest_of(run: str) -> Manifest:
+    """A run by name, rendered, or by the path of a manifest (`*.json`, or a run directory)."""
+    path = Path(run)
+    if path.is_dir() and (path / "manifest.json").is_file():
+        return load(path / "manifest.json")
+    if run.endswith(".json") or "/" in run:
+        return load(path)
+    return render_run(find_workspace(), run).manifest
+
+
+def _chosen(names: list[str] | None) -> list[Rendered]:
+    workspace = find_workspace()
+    return [render_run(workspace, name) for name in dict.fromkeys(names)] if names else render_all(workspace)
+
+
+def _spelled(run: Rendered) -> tuple[str, Manifest]:
+    """A run as mistakes in it name it: the file to open, and the run."""
+    return f"{find_workspace().shown(run.file)}: {run.manifest.name}", run.manifest
+
+
+@app.command()
+def render(names: Names = None) -> None:
+    """Render runs to manifests/; nothing is written unless all of them are right."""
+    workspace = find_workspace()
+
+    def wrote(path: Path, changed: bool) -> None:
+        print(f"{'wrote' if changed else 'kept '} {workspace.shown(path)}")
+
+    runs = _chosen(names)
+    check_tasks([_spelled(run) for run in runs])
+    write(workspace, runs, wrote)
+
+
+@app.command()
+def check(names: Names = None) -> None:
+    """Check that runs are right and that manifests/ is what they render to; a path checks that manifest alone."""
+    workspace = find_workspace()
+    given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
+    rest = [n for n in names or [] if not n.endswith(".json")]
+    runs = _chosen(rest) if rest or not names else []
+    check_tasks([*given, *map(_spelled, runs)])
+    for word, manifest in given:
+        print(f"{word}: {manifest.name} is a manifest")
+    for run in runs:
+        name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
+        if not path.is_file():
+            raise OrreryError(f"{workspace.shown(path)}: is missing; run `orrery render {name}` and commit it")
+        if path.read_text(encoding="utf-8") != pretty_json(run.manifest):
+            changed = differences(load(path), run.manifest)
+            what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "") if changed else "its layout was edited"
+            raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it")
+        print(f"{name} {id12(run.manifest)}")
+    if not names:
+        known = run_files(workspace)
+        for path in sorted((workspace.root / "manifests").glob("*.json")):
+            if path.stem not in known:
+                near = nearest(path.stem, list(known))
+                hint = f"did {near!r} take its place? " if near else ""
+                raise OrreryError(f"{workspace.shown(path)}: no run has this name; {hint}remove the file with `git rm`")
+
+
+@app.command()
+def show(run: Run, field: Annotated[str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")] = None) -> None:
+    """Print a run's manifest, or one field of it."""
+    manifest = manifest_of(run)
+    if field is None:
+        print(pretty_json(manifest), end="")
+    else:
+        print(json.dumps(fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run), indent=2, sort_keys=True))
+
+
+@app.command()
+def diff(before: Run, after: Run) -> None:
+    """Print the fields in which two runs differ, before → after."""
+    for difference in differences(manifest_of(before), manifest_of(after)):
+        print(difference)
+
+
+@app.command()
+def explain(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name.")],
+    field: Annotated[str, typer.Argument(help="A field, such as trainer.optimizer.lr, or an object of fields.")],
+) -> None:
+    """Say which file and axis gave a field its value."""
+    for explanation in explanations(find_workspace(), run, field):
+        print(explanation)
+
+
+@app.command()
+def plan(run: Run) -> None:
+    """Print the stages of a run and the processes of each."""
+    manifest = manifest_of(run)
+    print(f"{manifest.name} {run_id(manifest)}\n{run_dir('runs', manifest)}")
+    for stage in stages_of(manifest):
+        counts: dict[tuple[str, str], int] = {}
+        for process in stage.processes:
+            counts[process.role, process.module] = counts.get((process.role, process.module), 0) + 1
+        what = ", ".join(f"{n} × {role} ({module})" for (role, module), n in counts.items())
+        print(f"  {stage.name:<9} after {', '.join(stage.after) or '-':<9} {what}")
+
+
+def run_app(program: Callable[[], object]) -> int:
+    """Run a command line; an `OrreryError` becomes one line on stderr and its exit code."""
+    try:
+        program()
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def main() -> None:
+    """`python -m orrery.manifest`."""
+    sys.exit(run_app(app))

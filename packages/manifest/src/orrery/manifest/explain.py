@@ -1,0 +1,149 @@
+"""Explain: which file, and which axis, gave a field its value.
+
+- An axis that holds the field when evaluated alone set it; a run file that spells the field out overrides it.
+- What no axis and no run file spells out, `lib/run.libsonnet` derives; the axes it follows from are those without which the
+  field has no value or another one (each is swapped for an empty object in turn, with the laws out of the way).
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest import fields
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.render import Evaluator, import_of, quoted, render
+from orrery.manifest.workspace import Workspace
+
+_TOKEN = re.compile(
+    r"(?P<skip>//[^\n]*|\#[^\n]*|/\*.*?\*/)"
+    r"|(?P<key>(?:[A-Za-z_]\w*|'[^'\n]*'|\"[^\"\n]*\"|\[[^\]\n]*\])(?=\+?:{1,3}(?!:)))"
+    r"|(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+    r"|(?P<open>\{)|(?P<close>\})",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file and line; `axis` is its folder under `jsonnet/`, None for run files and the library."""
+
+    file: str
+    line: int | None
+    axis: str | None
+
+    def __str__(self) -> str:
+        return self.file + (f":{self.line}" if self.line else "") + (f" (axis {self.axis})" if self.axis else "")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A leaf of a run. `how` is "axis", "run file" or "derived"; `sources`: what a derived value follows from, or what was overridden."""
+
+    field: str
+    value: Any
+    how: str
+    place: Place
+    sources: tuple[Place, ...]
+    overrides: Any = None
+
+    def __str__(self) -> str:
+        verb = {"axis": "set by", "run file": "set by the run file", "derived": "derived in"}[self.how]
+        tail = ""
+        if self.how == "derived" and self.sources:
+            tail = " from " + ", ".join(map(str, self.sources))
+        elif self.sources:
+            tail = f", over {json.dumps(self.overrides)} of {self.sources[0]}"
+        return f"{self.field} = {json.dumps(self.value)}\n    {verb} {self.place}{tail}"
+
+
+def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
+    """Every leaf at or under a field of a run; raises `OrreryError` with the nearest field for a misspelt one."""
+    run = render(workspace, name)
+    path = fields.parse(field)
+    found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
+    case = _Case(workspace, name, run.file, run.closure)
+    return [case.leaf((*path, *rest), value) for rest, value in fields.leaves(found)]
+
+
+def axes(workspace: Workspace, closure: Iterable[Path]) -> dict[Path, str]:
+    """The axis files of a closure, each with its kind (its folder under `jsonnet/`)."""
+    root = workspace.library[0]
+    inside = {path: path.relative_to(root).parts[0] for path in closure if path.is_relative_to(root)}
+    return {path: kind for path, kind in inside.items() if kind not in ("lib", "runs")}
+
+
+class _Case:
+    """What explaining the leaves of one run shares."""
+
+    def __init__(self, workspace: Workspace, name: str, file: Path, closure: tuple[Path, ...]) -> None:
+        self.workspace, self.name, self.file = workspace, name, file
+        self.axes = axes(workspace, closure)
+        self.alone = {path: Evaluator(workspace)(import_of(workspace, path)) for path in self.axes}
+        self.run_files = [path for path in closure if path.parent.name == "runs"]
+        self.library = workspace.library[0] / "lib" / "run.libsonnet"
+        self.lawless = {workspace.library[0] / "lib" / "laws.libsonnet": b"{}"}
+
+    def leaf(self, path: fields.Path, value: Any) -> Explanation:
+        setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
+        spelled_out = [(file, line) for file in self.run_files if (line := line_of(file, path, under_key=True))]
+        if spelled_out:
+            file, line = spelled_out[0]
+            how, place = "run file", self._place(file, line)
+        elif setters and fields.lookup(self.alone[setters[0]], path, "") == value:
+            return Explanation(fields.spelled(path), value, "axis", self._place(setters[0], line_of(setters[0], path)), ())
+        elif setters:
+            how, place = "run file", self._place(self.file, None)
+        else:
+            return Explanation(
+                fields.spelled(path),
+                value,
+                "derived",
+                self._place(self.library, _nearest_line(self.library, path)),
+                self._follows_from(path, value),
+            )
+        over = setters[0] if setters else None
+        sources = (self._place(over, line_of(over, path)),) if over else ()
+        return Explanation(fields.spelled(path), value, how, place, sources, fields.lookup(self.alone[over], path, "") if over else None)
+
+    def _follows_from(self, path: fields.Path, value: Any) -> tuple[Place, ...]:
+        run = f"{import_of(self.workspace, self.file)}[{quoted(self.name)}]"
+        whole = " + ".join(import_of(self.workspace, p) for p in (self.library, *self.axes))
+        causes = [self._place(axis, None) for axis in self.axes if not self._is(run, path, value, {axis: b"{}"})]
+        return (*causes, *(() if self._is(whole, path, value, {}) else (self._place(self.file, None),)))
+
+    def _is(self, run: str, path: fields.Path, value: Any, instead: dict[Path, bytes]) -> bool:
+        reach = "".join(f"[{json.dumps(element)}]" for element in path)
+        try:
+            return Evaluator(self.workspace, {**self.lawless, **instead})(f"({run}){reach}") == value
+        except OrreryError:
+            return False
+
+    def _place(self, file: Path, line: int | None) -> Place:
+        return Place(self.workspace.shown(file), line, self.axes.get(file))
+
+
+def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
+    """The line where a file spells a field out, by its braces and keys; `under_key`: inside a run's key, too."""
+    stack: list[str | None] = []
+    key: str | None = None
+    text = file.read_text(encoding="utf-8")
+    for token in _TOKEN.finditer(text):
+        if token["key"]:
+            key = token["key"].strip("'\"")
+            at = tuple(k for k in (*stack, key) if k)
+            if at == path or (under_key and at[1:] == path):
+                return text.count("\n", 0, token.start()) + 1
+        elif token["open"]:
+            stack.append(key)
+            key = None
+        elif token["close"] and stack:
+            stack.pop()
+    return None
+
+
+def _nearest_line(file: Path, path: fields.Path) -> int | None:
+    lines = (line_of(file, path[:depth]) for depth in range(len(path), 0, -1))
+    return next((line for line in lines if line), None)

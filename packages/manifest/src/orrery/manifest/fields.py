@@ -1,0 +1,61 @@
+"""Fields: the leaves of plain JSON data under the names that people type, such as `tasks.train[0].args.min_length`."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from orrery.manifest.check import nearest
+from orrery.manifest.errors import OrreryError
+
+Path = tuple[str | int, ...]
+
+_ELEMENT = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+def parse(text: str) -> Path:
+    """`a.b[0].c` as ("a", "b", 0, "c"); `a.b.0.c` means the same."""
+    parts = [int(i or n) if (i or n).isdigit() else n for n, i in _ELEMENT.findall(text)]
+    return tuple(parts)
+
+
+def spelled(path: Path) -> str:
+    """The inverse of `parse`."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
+
+
+def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is not a non-empty object or list, with its path, in order of the data."""
+    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    if not children or not data:
+        yield path, data
+        return
+    for key, value in children:
+        yield from leaves(value, (*path, key))
+
+
+def lookup(data: Any, path: Path, where: str) -> Any:
+    """The value at a path; raises `OrreryError` with the fields that there are."""
+    for depth, element in enumerate(path):
+        if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (isinstance(data, dict) and element in data):
+            data = data[element]  # type: ignore[index]  # the condition says which of the two it is
+        else:
+            names = list(data) if isinstance(data, dict) else [f"[{i}]" for i in range(len(data))] if isinstance(data, list) else []
+            near = nearest(str(element), names)
+            before = spelled(path[:depth])
+            if near:
+                hint = f"did you mean {spelled((*path[:depth], near))!r}?"
+            elif names:
+                hint = f"{before or 'a manifest'} has {', '.join(names)}"
+            else:
+                hint = f"{before} is a plain value"
+            raise OrreryError(f"{where}: there is no field {spelled(path[: depth + 1])!r}; {hint}")
+    return data
+
+
+def has(data: Any, path: Path) -> bool:
+    """Whether a path leads to a value."""
+    try:
+        lookup(data, path, "")
+    except OrreryError:
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""Render: Jsonnet run files in, checked manifests out.
+
+- A run is a file and a key; nothing comes in from outside (no external variables, no top-level arguments).
+- Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`), so a file means the same wherever it is imported from.
+- Jsonnet resolves, the schema only checks; the engine's text is parsed, never kept.
+- `write` writes all or nothing: the first wrong run stops it before any file is touched.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.check import check, nearest
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import pretty_json
+from orrery.manifest.publish import write_atomic
+from orrery.manifest.schema import TARGETS, Manifest
+from orrery.manifest.workspace import Workspace
+
+_FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A run: its manifest, the file and key it stands in, and every file that was read for it (in order of import)."""
+
+    manifest: Manifest
+    file: Path
+    closure: tuple[Path, ...]
+
+
+class Evaluator:
+    """Evaluates Jsonnet against a workspace's library; `instead` swaps the content of imported files, `closure` is what was read."""
+
+    def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
+        self.workspace = workspace
+        self.instead = dict(instead or {})
+        self.closure: list[Path] = []
+        self._lost: str | None = None
+
+    def __call__(self, expression: str) -> Any:
+        """The value of an expression; raises `OrreryError` with Jsonnet's sentence and the file and line of the law or mistake."""
+        import _gojsonnet
+
+        try:
+            value = json.loads(_gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import))
+        except RuntimeError as error:
+            raise OrreryError(self._lost or self._sentence(str(error))) from None
+        if self._lost:  # an import that no field of the value needed
+            raise OrreryError(self._lost)
+        return value
+
+    def _import(self, _directory: str, name: str) -> tuple[str, bytes]:
+        for folder in self.workspace.library:
+            path = folder / name
+            if path.is_file():
+                if path not in self.closure:
+                    self.closure.append(path)
+                return str(path), self.instead[path] if path in self.instead else path.read_bytes()
+        near = nearest(name, [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")])
+        self._lost = f"import {name!r}: no such file under jsonnet/" + (f"; did you mean {near!r}?" if near else "")
+        return name, b"error 'import'"  # the binding's own text for a callback that raises ends in stray bytes
+
+    def _sentence(self, text: str) -> str:
+        head = text.splitlines()[0]
+        message = head.removeprefix("RUNTIME ERROR: ")
+        if message == head and (found := _FRAME.match(head)):  # a syntax error opens with its place
+            return f"{self.workspace.shown(found['file'])}:{found['line']}: {head.split(' ', 1)[-1]}"
+        frames = [f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")]
+        return f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})" if frames else message
+
+
+def quoted(text: str) -> str:
+    """A Jsonnet string literal."""
+    return json.dumps(text)
+
+
+def import_of(workspace: Workspace, path: Path) -> str:
+    """The Jsonnet expression that imports a file under `jsonnet/`."""
+    return f"(import {quoted(str(path.relative_to(workspace.library[0])))})"
+
+
+def run_files(workspace: Workspace) -> dict[str, Path]:
+    """Every run's name and the file that defines it; no run is evaluated."""
+    found: dict[str, Path] = {}
+    for path in workspace.run_files:
+        if path.stem in TARGETS:  # a file's stem is the target of all of its runs
+            raise OrreryError(f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name")
+        for name in Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})"):
+            if name in found:
+                raise OrreryError(f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(found[name])} too; names are unique")
+            found[name] = path
+    return found
+
+
+def locate(workspace: Workspace, name: str) -> Path:
+    """The file that defines a run; raises `OrreryError` with the nearest name."""
+    likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
+    if likely in workspace.run_files and name in Evaluator(workspace)(f"std.objectFields({import_of(workspace, likely)})"):
+        return likely
+    files = run_files(workspace)
+    if name not in files:
+        near = nearest(name, list(files))
+        raise OrreryError(
+            f"run {name!r}: there is no such run; " + (f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}")
+        )
+    return files[name]
+
+
+def render(workspace: Workspace, name: str) -> Rendered:
+    """One run by name, with the exact files it reads."""
+    path = locate(workspace, name)
+    evaluate = Evaluator(workspace)
+    return _rendered(workspace, name, evaluate(f"{import_of(workspace, path)}[{quoted(name)}]"), path, evaluate)
+
+
+def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
+    """Every run of a file in one evaluation; the closure is that of the file."""
+    evaluate = Evaluator(workspace)
+    return [_rendered(workspace, name, data, path, evaluate) for name, data in evaluate(import_of(workspace, path)).items()]
+
+
+def render_all(workspace: Workspace) -> list[Rendered]:
+    """Every run of every file, by name."""
+    names = run_files(workspace)
+    runs = [run for path in dict.fromkeys(names.values()) for run in render_file(workspace, path)]
+    return sorted(runs, key=lambda run: run.manifest.name)
+
+
+def _rendered(workspace: Workspace, name: str, data: Any, path: Path, evaluate: Evaluator) -> Rendered:
+    manifest = check(data, f"{workspace.shown(path)}: {name}")
+    if manifest.name != name:
+        raise OrreryError(f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the runs in lib/named.libsonnet")
+    return Rendered(manifest, path, tuple(evaluate.closure))
+
+
+def write(workspace: Workspace, runs: Iterable[Rendered], wrote: Callable[[Path, bool], None] | None = None) -> list[Path]:
+    """Write the manifests of runs that have all been checked; `wrote(path, changed)` hears of each. Unchanged files are left alone."""
+    paths = []
+    for run in list(runs):
+        path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)
+        changed = not path.is_file() or path.read_text(encoding="utf-8") != text
+        if changed:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text.encode())
+        if wrote:
+            wrote(path, changed)
+        paths.append(path)
+    return paths

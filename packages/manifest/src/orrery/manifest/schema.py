@@ -1,0 +1,437 @@
+"""The manifest: everything that determines a run's result, and nothing else.
+
+- Every field is required and no field has a default: a default here would be a value that nobody reviewed.
+- Frozen, and extra fields are errors: a misspelt field never passes.
+- Laws between fields that Jsonnet also asserts are checked again here, since a manifest may reach us from any hand.
+- Placement (hosts, partitions, mounts, ports, log levels) belongs to a site, not to a manifest.
+
+Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+SCHEMA_VERSION = 1
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+DType = Literal["float32", "bfloat16"]
+
+
+class Record(BaseModel):
+    """A manifest object: frozen, strict about types, closed to unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# Model --------------------------------------------------------------------------------------------------------------
+
+
+class RandomInit(Record):
+    """Weights drawn at `init`: normal with `std`, norms one."""
+
+    kind: Literal["random"]
+    seed: NonNegativeInt
+    std: PositiveFloat
+
+
+class PretrainedInit(Record):
+    """Weights of a Hugging Face checkpoint on disk; `sha256` is the digest of its safetensors index or single file."""
+
+    kind: Literal["pretrained"]
+    path: str
+    revision: str
+    sha256: Sha256
+
+
+class CharacterTokenizer(Record):
+    """One token a character of `alphabet`, after the special tokens of the chat format."""
+
+    kind: Literal["characters"]
+    alphabet: str
+
+
+class PretrainedTokenizer(Record):
+    """The tokenizer files that stand beside the pretrained weights."""
+
+    kind: Literal["pretrained"]
+    path: str
+    sha256: Sha256
+
+
+class MoE(Record):
+    """Mixture-of-experts feed-forward of `qwen3_moe`; every layer is sparse."""
+
+    num_experts: PositiveInt
+    num_experts_per_token: PositiveInt
+    expert_intermediate_size: PositiveInt
+    normalize_top_k: bool
+
+
+class Model(Record):
+    """Architecture in this project's names; `orrery.models` maps it to and from a Hugging Face `config.json`."""
+
+    family: Literal["qwen3", "qwen3_moe"]
+    init: Annotated[RandomInit | PretrainedInit, Field(discriminator="kind")]
+    tokenizer: Annotated[CharacterTokenizer | PretrainedTokenizer, Field(discriminator="kind")]
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    max_positions: PositiveInt
+    rope_theta: PositiveFloat
+    rms_norm_eps: PositiveFloat
+    tie_embeddings: bool
+    moe: MoE | None
+
+    @model_validator(mode="after")
+    def heads_divide(self) -> "Model":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if (self.moe is not None) != (self.family == "qwen3_moe"):
+            raise ValueError(f"family {self.family!r} and moe {'null' if self.moe is None else 'set'} do not go together")
+        return self
+
+
+# Hardware -----------------------------------------------------------------------------------------------------------
+
+
+class Hardware(Record):
+    """The shape of the machine: it changes results (reduction orders), so it is part of the identity."""
+
+    accelerator: Literal["cpu", "h200"]
+    num_nodes: PositiveInt
+    devices_per_node: PositiveInt
+
+
+# Trainer ------------------------------------------------------------------------------------------------------------
+
+
+class Mesh(Record):
+    """Ranks = dp_replicate · dp_shard · cp; expert parallel borrows from dp_shard · cp."""
+
+    dp_replicate: PositiveInt
+    dp_shard: PositiveInt
+    cp: PositiveInt
+    ep: PositiveInt
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp
+
+
+class AdamW(Record):
+    kind: Literal["adamw"]
+    lr: PositiveFloat
+    beta1: Probability
+    beta2: Probability
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+
+
+class ConstantSchedule(Record):
+    kind: Literal["constant"]
+    warmup_steps: NonNegativeInt
+
+
+class LinearSchedule(Record):
+    """Warm-up, then linear to `final_fraction` of the rate at the last step."""
+
+    kind: Literal["linear"]
+    warmup_steps: NonNegativeInt
+    final_fraction: Probability
+
+
+class CosineSchedule(Record):
+    kind: Literal["cosine"]
+    warmup_steps: NonNegativeInt
+    final_fraction: Probability
+
+
+class WsdSchedule(Record):
+    """Warm-up, stable, then linear decay over the last `decay_steps`."""
+
+    kind: Literal["wsd"]
+    warmup_steps: NonNegativeInt
+    decay_steps: NonNegativeInt
+    final_fraction: Probability
+
+
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="kind")]
+
+
+class DppoLoss(Record):
+    """DPPO binary-TV mask with a squared-log-ratio penalty; `orrery.trainer.loss` has the formula."""
+
+    kind: Literal["dppo"]
+    mask_low: Probability
+    mask_high: Probability
+    penalty: NonNegativeFloat
+
+
+class Memory(Record):
+    """What trades compute for device memory in the trainer."""
+
+    activation_checkpointing: Literal["none", "full"]
+    lm_head_chunk_tokens: PositiveInt
+    max_tokens_per_micro_batch: PositiveInt
+
+
+class Checkpoint(Record):
+    """A checkpoint every `interval_steps` and at the end; the newest `keep` stay."""
+
+    interval_steps: PositiveInt
+    keep: PositiveInt
+
+
+class Trainer(Record):
+    """How batches become the next weights in the RL stage; SFT shares mesh, precision and memory."""
+
+    mesh: Mesh
+    param_dtype: DType
+    compute_dtype: DType
+    reduce_dtype: DType
+    compile: bool
+    memory: Memory
+    optimizer: AdamW
+    schedule: Schedule
+    max_grad_norm: PositiveFloat
+    loss: DppoLoss
+    checkpoint: Checkpoint
+
+
+# Inference ----------------------------------------------------------------------------------------------------------
+
+
+class NoRouter(Record):
+    """The orchestrator speaks to the one engine itself."""
+
+    kind: Literal["none"]
+
+
+class VllmRouter(Record):
+    """`vllm-router` before the replicas; thresholds are its cache-aware policy's."""
+
+    kind: Literal["vllm_router"]
+    policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash"]
+    balance_abs_threshold: PositiveInt
+    balance_rel_threshold: PositiveFloat
+
+
+class Inference(Record):
+    """The engines: `num_replicas` independent vLLM servers."""
+
+    num_replicas: PositiveInt
+    devices_per_replica: PositiveInt
+    dtype: DType
+    max_model_len_tokens: PositiveInt
+    kv_block_tokens: PositiveInt
+    kv_cache_bytes: PositiveInt
+    max_num_sequences: PositiveInt
+    max_batched_tokens: PositiveInt
+    enforce_eager: bool
+    router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
+
+    @model_validator(mode="after")
+    def replicas_have_a_router(self) -> "Inference":
+        if self.num_replicas > 1 and self.router.kind == "none":
+            raise ValueError(f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'")
+        return self
+
+
+# Tasks and algorithms -----------------------------------------------------------------------------------------------
+
+
+class TaskUse(Record):
+    """One source of problems: `kind` names a task, `args` are that task's own, `weight` its share of the groups."""
+
+    name: str
+    kind: str
+    args: dict[str, Any]
+    weight: PositiveFloat
+    seed: NonNegativeInt
+    max_turns: PositiveInt
+
+
+class Grpo(Record):
+    """A = R − mean(R) over the group, divided by the group's standard deviation only if asked (Dr. GRPO's choice is not to)."""
+
+    kind: Literal["grpo"]
+    group_size: Annotated[int, Field(ge=2)]
+    normalize_std: bool
+
+
+class MaxRl(Record):
+    """A = (R − mean(R)) / mean(R), zero where the mean is not positive."""
+
+    kind: Literal["max_rl"]
+    group_size: Annotated[int, Field(ge=2)]
+
+
+Algorithm = Annotated[Grpo | MaxRl, Field(discriminator="kind")]
+
+
+class Sampling(Record):
+    temperature: PositiveFloat
+    max_tokens_per_turn: PositiveInt
+
+
+class FixedAdmission(Record):
+    kind: Literal["fixed"]
+    max_in_flight: PositiveInt
+
+
+class Evaluation(Record):
+    """Held-out problems during RL, on one pinned policy version, beside training."""
+
+    interval_steps: PositiveInt
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+
+
+class Orchestrator(Record):
+    """How rollouts are made and which of them may train."""
+
+    algorithm: Algorithm
+    rollouts_per_batch: PositiveInt
+    drop_zero_advantage_groups: bool
+    max_off_policy_steps: NonNegativeInt
+    max_batches_ahead: NonNegativeInt
+    admission: FixedAdmission
+    sampling: Sampling
+    rollout_timeout_s: PositiveFloat
+    evaluation: Evaluation
+
+    @model_validator(mode="after")
+    def batch_is_whole_groups(self) -> "Orchestrator":
+        group, batch = self.algorithm.group_size, self.rollouts_per_batch
+        if batch % group:
+            raise ValueError(
+                f"rollouts_per_batch {batch} is not a multiple of algorithm.group_size {group}; try {batch // group * group or group}"
+            )
+        return self
+
+
+class Tasks(Record):
+    train: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+    evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+
+
+# Wires and stages ---------------------------------------------------------------------------------------------------
+
+
+class Transport(Record):
+    """How batches reach the trainer and weights reach the engines."""
+
+    rollouts: Literal["zmq", "files"]
+    weights: Literal["files"]
+
+
+class Demonstrations(Record):
+    """SFT data from a task's own demonstrations: problems `0..num_problems` of `task`."""
+
+    kind: Literal["demonstrations"]
+    task: TaskUse
+    num_problems: PositiveInt
+
+
+class ChatFile(Record):
+    """SFT data from JSONL: one `{"messages": [...]}` a line."""
+
+    kind: Literal["chat_file"]
+    path: str
+    sha256: Sha256
+
+
+class Sft(Record):
+    """Supervised warm start before RL."""
+
+    num_steps: PositiveInt
+    examples_per_batch: PositiveInt
+    optimizer: AdamW
+    schedule: Schedule
+    max_grad_norm: PositiveFloat
+    data: Annotated[Demonstrations | ChatFile, Field(discriminator="kind")]
+
+
+class Rl(Record):
+    num_steps: PositiveInt
+
+
+class Evaluate(Record):
+    """The last word: held-out problems on the policy before and after RL."""
+
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+
+
+class Stages(Record):
+    """The pipeline init → sft → rl → evaluate → report; `sft: null` leaves the warm start out."""
+
+    sft: Sft | None
+    rl: Rl
+    evaluate: Evaluate
+
+
+class Manifest(Record):
+    """One run, whole. Its id is the sha256 of its canonical JSON (`identity.py`)."""
+
+    schema_version: Literal[1]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+    seed: NonNegativeInt
+    python_lock_sha256: Sha256
+    model: Model
+    hardware: Hardware
+    trainer: Trainer
+    inference: Inference
+    orchestrator: Orchestrator
+    tasks: Tasks
+    transport: Transport
+    stages: Stages
+
+    @model_validator(mode="after")
+    def name_is_free(self) -> "Manifest":
+        if self.name in TARGETS:
+            raise ValueError(f"name: no run is called {self.name!r}, for the pipeline has a rule of that name; try {'my_' + self.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def mesh_fits_hardware(self) -> "Manifest":
+        mesh, model = self.trainer.mesh, self.model
+        if self.hardware.accelerator != "cpu":
+            devices = self.hardware.num_nodes * self.hardware.devices_per_node
+            used = mesh.world_size + self.inference.num_replicas * self.inference.devices_per_replica
+            if used > devices:
+                raise ValueError(f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}")
+        if (mesh.dp_shard * mesh.cp) % mesh.ep:
+            fits = [n for n in range(1, mesh.dp_shard * mesh.cp + 1) if (mesh.dp_shard * mesh.cp) % n == 0]
+            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {mesh.dp_shard * mesh.cp}; choose from {fits}")
+        if model.moe is not None and model.moe.num_experts % mesh.ep:
+            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts")
+        if self.inference.max_model_len_tokens > model.max_positions:
+            raise ValueError(
+                f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
+            )
+        if self.trainer.memory.max_tokens_per_micro_batch < self.inference.max_model_len_tokens:
+            raise ValueError(
+                f"trainer.memory.max_tokens_per_micro_batch {self.trainer.memory.max_tokens_per_micro_batch} cannot hold one rollout of "
+                f"inference.max_model_len_tokens {self.inference.max_model_len_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def asks_for_what_is_built(self) -> "Manifest":
+        for axis, what in (("cp", "context"), ("ep", "expert")):
+            if (size := getattr(self.trainer.mesh, axis)) != 1:
+                raise ValueError(f"trainer.mesh.{axis}: {what} parallel is not built yet ({size}); set trainer.mesh.{axis} to 1")
+        if self.hardware.accelerator == "cpu" and (devices := self.inference.devices_per_replica) != 1:
+            raise ValueError(
+                f"inference.devices_per_replica {devices}: an engine of several processes is not built yet on CPU; "
+                f"set inference.devices_per_replica to 1, and inference.num_replicas to {devices} for as many engines"
+            )
+        return self

@@ -1,0 +1,20 @@
+"""Specs that belong to these tests: small axes and runs under `specs/`, with the repository's own `lib/` and lock.
+
+The runs: `words`, `sums`, `words_sparse` (a mixture of experts), `words_wide` (two engines, two ranks, overrides), `words_seed_1` and `_2`.
+"""
+
+import shutil
+from pathlib import Path
+
+from orrery.manifest.workspace import Workspace, find_workspace
+
+REPOSITORY = find_workspace(Path(__file__).parent)
+
+
+def checkout(folder: Path) -> Workspace:
+    """A checkout with these specs in `folder`, to read and to break."""
+    shutil.copytree(Path(__file__).parent / "specs", folder / "jsonnet")
+    shutil.copytree(REPOSITORY.root / "jsonnet" / "lib", folder / "jsonnet" / "lib")
+    (folder / "locks").mkdir()
+    shutil.copy(REPOSITORY.root / "locks" / "cpu.txt", folder / "locks")
+    return Workspace(folder)

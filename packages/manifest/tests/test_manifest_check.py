@@ -1,0 +1,291 @@
+"""Mistakes: one sentence each, and nothing written."""
+
+import copy
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import manifest_specs
+import pytest
+
+from orrery.manifest.check import check
+from orrery.manifest.cli import app, run_app
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import canonical_json, load
+from orrery.manifest.render import render, render_all
+from orrery.manifest.schema import TARGETS
+from orrery.manifest.workspace import Workspace
+
+with tempfile.TemporaryDirectory() as _folder:
+    GOOD = json.loads(canonical_json(render(manifest_specs.checkout(Path(_folder)), "words").manifest))
+
+
+def broken(path, value, data=None):
+    data = copy.deepcopy(GOOD if data is None else data)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is KeyError:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return data
+
+
+SENTENCES = [
+    (broken(("trainer", "optimizer", "lrr"), 1e-3), "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?"),
+    (broken(("trainer", "optimizer", "lr"), "fast"), 'trainer.optimizer.lr = "fast": should be a valid number'),
+    (broken(("trainer", "optimizer", "lr"), -1), "trainer.optimizer.lr = -1: should be greater than 0"),
+    (broken(("seed",), 1.5), "seed = 1.5: "),
+    (broken(("seed",), True), "seed = true: should be a valid integer"),
+    (broken(("trainer", "loss"), KeyError), "trainer.loss: is missing"),
+    (broken(("trainer", "schedule", "kind"), "cosin"), "trainer.schedule = "),
+    (broken(("trainer", "schedule", "decay"), 3), "trainer.schedule.decay = 3: there is no such field"),
+    (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
+    (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),
+    (broken(("trainer", "mesh", "ep"), 3), "trainer.mesh.ep 3 does not divide dp_shard·cp = 1"),
+    (broken(("trainer", "mesh", "cp"), 2), "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1"),
+    (
+        broken(("trainer", "mesh"), {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "ep": 2}),
+        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
+    ),
+    (
+        broken(("inference", "devices_per_replica"), 2),
+        "inference.devices_per_replica 2: an engine of several processes is not built yet on CPU; set inference.devices_per_replica to 1",
+    ),
+    (
+        broken(("orchestrator", "rollouts_per_batch"), 9),
+        "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
+    ),
+    (broken(("name",), "Reverse Text"), 'name = "Reverse Text": '),
+    *((broken(("name",), name), f"name: no run is called '{name}', for the pipeline has a rule of that name") for name in TARGETS),
+    (broken(("python_lock_sha256",), "abc"), 'python_lock_sha256 = "abc": '),
+    ([], "manifest = []: "),
+]
+
+
+@pytest.mark.parametrize(("data", "sentence"), SENTENCES, ids=[s[:30] for _, s in SENTENCES])
+def test_a_wrong_manifest_gives_one_sentence(data, sentence):
+    with pytest.raises(OrreryError) as caught:
+        check(data, "here")
+    assert str(caught.value).startswith(f"here: {sentence}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
+    data = broken(("trainer", "optimizer", "lr"), KeyError, broken(("trainer", "optimizer", "learning"), 1e-3))
+    with pytest.raises(OrreryError, match=r"trainer\.optimizer\.learning .*\(and 1 more\)"):
+        check(data, "here")
+
+
+def test_not_a_number_is_refused():
+    with pytest.raises(OrreryError, match=r"trainer\.max_grad_norm"):
+        check(broken(("trainer", "max_grad_norm"), float("nan")), "here")
+
+
+def test_a_file_that_is_not_there_or_not_json_is_named(tmp_path):
+    with pytest.raises(OrreryError, match="cannot be read"):
+        load(tmp_path / "none.json")
+    (tmp_path / "half.json").write_text("{")
+    with pytest.raises(OrreryError, match="not JSON"):
+        load(tmp_path / "half.json")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A copy of the specs to break."""
+    manifest_specs.checkout(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def orrery(*argv):
+    return run_app(lambda: app(list(argv), standalone_mode=False))
+
+
+def edited(checkout, file, before, after):
+    path = checkout / "jsonnet" / file
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+MISTAKES = {
+    "a misspelt field": (
+        "algorithms/groups.libsonnet",
+        "beta1:",
+        "bata1:",
+        "trainer.optimizer.bata1 = 0.9: there is no such field; did you mean 'beta1'?",
+    ),
+    "a misspelt setting": ("runs/words_wide.jsonnet", "layout+::", "layuot+::", "there is no setting layuot"),
+    "a misspelt part of a setting": ("runs/words_wide.jsonnet", "engines: 2", "engine: 2", "layout: there is no engine"),
+    "a wrong type": ("algorithms/groups.libsonnet", "lr: 1e-3", "lr: '1e-3'", "trainer.optimizer.lr = "),
+    "a mesh that does not divide": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { ep: 3 },",
+        "trainer.mesh.ep: 3 does not divide dp_shard·cp = 2",
+    ),
+    "ranks that do not divide": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { cp: 4 },",
+        "dp_replicate·cp = 4 does not divide 2 trainer ranks",
+    ),
+    "a batch of broken groups": (
+        "runs/words_wide.jsonnet",
+        "rollouts_per_batch: 12",
+        "rollouts_per_batch: 13",
+        "13 is not a multiple of the group size 4; try 12",
+    ),
+    "a context beyond the model": (
+        "tasks/words.libsonnet",
+        "context_tokens:: 64",
+        "context_tokens:: 512",
+        "context_tokens: 512 exceed model.max_positions = 256",
+    ),
+    "no room for a rollout": ("memory/plain.libsonnet", "micro_batch: 256", "micro_batch: 32", "32 cannot hold one rollout of 64 tokens"),
+    "too little cache": ("hardware/two_cores.libsonnet", "1048576", "1024", "inference.kv_cache_bytes: 1024 cannot hold one rollout"),
+    "a missing axis": ("runs/words.jsonnet", "(import 'hardware/two_cores.libsonnet') +", "", "no hardware axis"),
+    "an import that is not there": (
+        "runs/words.jsonnet",
+        "models/dense",
+        "models/dens.",
+        "did you mean 'models/dense.libsonnet'",
+    ),
+    "a form of parallelism that is not built": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { ep: 2 },",
+        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
+    ),
+    "an engine of several processes on CPU": (
+        "hardware/two_cores.libsonnet",
+        "inference+: {",
+        "inference+: { devices_per_replica: 2,",
+        "jsonnet/runs/sums.jsonnet: sums: inference.devices_per_replica 2: an engine of several processes is not built yet on CPU",
+    ),
+    "a run called like a rule of the pipeline": ("runs/sums.jsonnet", "  sums:\n", "  report:\n", "no run is called 'report'"),
+    "a kind of task that does not exist": (
+        "tasks/words.libsonnet",
+        "kind: 'reverse_text'",
+        "kind: 'revers_text'",
+        "jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'words': kind: there is no 'revers_text'; did you mean 'reverse_text'?",
+    ),
+    "a misspelt arg of a task": (
+        "tasks/words.libsonnet",
+        "min_length",
+        "min_lenght",
+        "words: tasks.train[0]: task 'words': args: there is no 'min_lenght'; did you mean 'min_length'?",
+    ),
+    "a prompt that the tokenizer cannot spell": (
+        "tasks/words.libsonnet",
+        "alphabet: 'abcd'",
+        "alphabet: 'abcdé'",
+        "words: tasks.train[0]: model.tokenizer.alphabet has no 'é'",
+    ),
+    "a prompt beyond the context": (
+        "tasks/words.libsonnet",
+        "max_length: 3",
+        "max_length: 90",
+        "do not fit inference.max_model_len_tokens 64",
+    ),
+    "broken syntax": ("algorithms/groups.libsonnet", "max_grad_norm: 1.0,", "max_grad_norm: 1.0", "jsonnet/algorithms/groups.libsonnet:"),
+    "a key and a name that differ": ("lib/named.libsonnet", "run { name: name }", "run { name: 'other' }", "the key is"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_in_a_spec_is_one_line_and_writes_nothing(what, checkout, capsys):
+    file, before, after, sentence = MISTAKES[what]
+    edited(checkout, file, before, after)
+    assert orrery("render") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert sentence in err
+    assert not (checkout / "manifests").exists()
+
+
+def test_an_unknown_run_is_met_with_the_nearest_name_and_writes_nothing(checkout, capsys):
+    assert orrery("render", "words", "wrods") == 2
+    assert capsys.readouterr().err == "error: run 'wrods': there is no such run; did you mean 'words'?\n"
+    assert not (checkout / "manifests").exists()
+
+
+def test_a_wrong_run_among_right_ones_leaves_what_was_written_alone(checkout, capsys):
+    assert orrery("render") == 0
+    before = {p.name: p.read_bytes() for p in (checkout / "manifests").iterdir()}
+    edited(checkout, "algorithms/groups.libsonnet", "lr: 1e-3", "lr: 5e-4")
+    edited(checkout, "tasks/sums.libsonnet", "max_turns: 3", "max_turns: 0")
+    assert orrery("render") == 2
+    assert {p.name: p.read_bytes() for p in (checkout / "manifests").iterdir()} == before
+
+
+def test_check_names_the_stale_manifest_and_its_first_changed_field(checkout, capsys):
+    assert orrery("render") == 0 and orrery("check") == 0
+    capsys.readouterr()
+    edited(checkout, "memory/plain.libsonnet", "lm_head_chunk_tokens: 64", "lm_head_chunk_tokens: 32")
+    assert orrery("check", "words") == 2
+    err = capsys.readouterr().err
+    assert "manifests/words.json: is stale (trainer.memory.lm_head_chunk_tokens: 64 → 32)" in err
+
+
+def test_check_finds_a_manifest_whose_run_is_gone(checkout, capsys):
+    assert orrery("render") == 0
+    (checkout / "manifests" / "old_run.json").write_text((checkout / "manifests" / "sums.json").read_text())
+    assert orrery("check") == 2
+    assert "manifests/old_run.json: no run has this name" in capsys.readouterr().err
+
+
+def test_rendering_again_changes_no_file(checkout, capsys):
+    assert orrery("render") == 0
+    times = {p: p.stat().st_mtime_ns for p in (checkout / "manifests").iterdir()}
+    assert orrery("render") == 0
+    assert {p: p.stat().st_mtime_ns for p in (checkout / "manifests").iterdir()} == times
+
+
+@pytest.mark.parametrize("stem", TARGETS)
+def test_a_spec_file_called_like_a_rule_of_the_pipeline_is_refused(stem, checkout):
+    (checkout / "jsonnet" / "runs" / "sums.jsonnet").rename(checkout / "jsonnet" / "runs" / f"{stem}.jsonnet")
+    with pytest.raises(OrreryError, match=rf"jsonnet/runs/{stem}\.jsonnet: the pipeline has a rule called '{stem}'"):
+        render_all(Workspace(checkout))
+
+
+def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(GOOD))
+    bad.write_text(json.dumps(broken(("tasks", "evaluation", 0, "args", "min_length"), 0)))
+    assert orrery("check", str(good)) == 0
+    assert orrery("check", str(good), str(bad)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit") and err.count("\n") == 1
+
+
+def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    edited(checkout, "tasks/words.libsonnet", "kind: 'reverse_text'", "kind: 'revers_text'")
+    assert len(render_all(Workspace(checkout))) == 6
+
+
+def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
+    monkeypatch.setattr("orrery.manifest.task_check.find_spec", lambda name: None)
+    edited(checkout, "tasks/words.libsonnet", "kind: 'reverse_text'", "kind: 'revers_text'")
+    assert orrery("render", "words") == 0 and (checkout / "manifests" / "words.json").is_file()
+
+
+def test_a_pretrained_tokenizer_that_is_elsewhere_is_not_asked_for(checkout, monkeypatch):
+    file = checkout / "jsonnet" / "models" / "dense.libsonnet"
+    away = f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},\n    vocab_size: 100,"
+    file.write_text("".join(f"    {away}\n" if "tokenizer:" in line else line for line in file.read_text().splitlines(keepends=True)))
+    assert orrery("render", "words") == 0
+    (checkout / "weights").mkdir()
+    (checkout / "weights" / "tokenizer.json").write_text("{}")
+    assert orrery("render", "words") == 2
+
+
+def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert orrery("render") == 2
+    assert capsys.readouterr().err.startswith("error: the check of tasks broke (it ended with code 1)")
+    assert not (checkout / "manifests").exists()

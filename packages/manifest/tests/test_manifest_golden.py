@@ -1,0 +1,132 @@
+"""The checked-in manifests and specs: rendered = checked in, axes commute, every leaf has one owner."""
+
+import hashlib
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from orrery.manifest import fields
+from orrery.manifest.check import check
+from orrery.manifest.explain import axes
+from orrery.manifest.identity import canonical_json, id12, load, pretty_json, run_dir, run_id
+from orrery.manifest.render import Evaluator, import_of, quoted, render, render_all, run_files
+from orrery.manifest.workspace import find_workspace
+
+WORKSPACE = find_workspace()
+RUNS = sorted(run_files(WORKSPACE))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checked_in_manifest_is_what_its_spec_renders_to(name):
+    assert WORKSPACE.manifest_path(name).read_text() == pretty_json(render(WORKSPACE, name).manifest)
+
+
+def test_every_checked_in_manifest_has_a_run_and_every_run_a_manifest():
+    assert sorted(p.stem for p in (WORKSPACE.root / "manifests").glob("*.json")) == RUNS
+    assert [r.manifest.name for r in render_all(WORKSPACE)] == RUNS
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(name):
+    whole = {r.manifest.name: r for r in render_all(WORKSPACE)}[name]
+    assert canonical_json(whole.manifest) == canonical_json(render(WORKSPACE, name).manifest)
+
+
+@pytest.mark.parametrize("name", ["reverse_text", "reverse_text_moe", "calculator", "reasoning_gym", "reverse_text_smoke"])
+def test_every_order_of_the_axes_gives_the_same_manifest(name):
+    run = render(WORKSPACE, name)
+    files = list(axes(WORKSPACE, run.closure))
+    assert sorted(axes(WORKSPACE, run.closure).values()) == ["algorithms", "hardware", "memory", "models", "tasks"]
+    expression = f"{import_of(WORKSPACE, run.file)}[{quoted(name)}]"
+    for order in itertools.permutations(files):
+        # the run file adds its imports in order, so swapping their contents swaps the order of the axes
+        evaluate = Evaluator(WORKSPACE, {place: file.read_bytes() for place, file in zip(files, order, strict=True)})
+        assert check(evaluate(expression), name) == run.manifest
+
+
+def test_an_order_that_mattered_would_be_seen(tmp_path):
+    run = render(WORKSPACE, "reverse_text")
+    first, last = (p for p in run.closure if p.parent.name in ("models", "memory"))
+    loud = {first: b"{ trainer+: { compile: false } }", last: b"{ trainer: { compile: true } }"}
+    evaluate = Evaluator(WORKSPACE, {**loud, WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
+    other = Evaluator(WORKSPACE, {first: loud[last], last: loud[first], WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
+    expression = f"{import_of(WORKSPACE, run.file)}.reverse_text.trainer.compile"
+    assert evaluate(expression) != other(expression)
+
+
+def test_no_leaf_is_owned_by_two_axes():
+    root = WORKSPACE.root / "jsonnet"
+    kinds = {kind: sorted((root / kind).glob("*.libsonnet")) for kind in ("models", "hardware", "algorithms", "tasks", "memory")}
+    assert all(kinds.values())
+    owned = {
+        kind: {path for file in files for path, _ in fields.leaves(Evaluator(WORKSPACE)(import_of(WORKSPACE, file)))}
+        for kind, files in kinds.items()
+    }
+    for a, b in itertools.combinations(owned, 2):
+        for x, y in itertools.product(owned[a], owned[b]):
+            assert x[: len(y)] != y[: len(x)], f"{a} and {b} both write {fields.spelled(x)}"
+
+
+def test_hidden_settings_belong_to_one_kind_of_axis():
+    root = WORKSPACE.root / "jsonnet"
+    owners: dict[str, set[str]] = {}
+    for file in root.glob("*/*.libsonnet"):
+        if file.parent.name != "lib":
+            hidden = Evaluator(WORKSPACE)(
+                f"local a = {import_of(WORKSPACE, file)}; std.setDiff(std.objectFieldsAll(a), std.objectFields(a))"
+            )
+            for name in hidden:
+                owners.setdefault(name, set()).add(file.parent.name)
+    assert owners == {"layout": {"hardware"}, "problems": {"tasks"}, "context_tokens": {"tasks"}}
+
+
+def test_the_id_is_stable_under_key_order_and_number_spelling():
+    manifest = render(WORKSPACE, "reverse_text").manifest
+    data = json.loads(canonical_json(manifest))
+
+    def shuffled(value):
+        if isinstance(value, dict):
+            keys = list(value)
+            random.Random(1).shuffle(keys)
+            return {k: shuffled(value[k]) for k in keys}
+        return [shuffled(v) for v in value] if isinstance(value, list) else value
+
+    assert run_id(check(shuffled(data), "shuffled")) == run_id(manifest)
+    data["orchestrator"]["sampling"]["temperature"] = 1  # not 1.0
+    assert run_id(check(data, "spelled")) == run_id(manifest)
+    data["orchestrator"]["sampling"]["temperature"] = 1.5
+    assert run_id(check(data, "changed")) != run_id(manifest)
+
+
+def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path):
+    manifest = load(WORKSPACE.manifest_path("reverse_text"))
+    digest = hashlib.sha256(canonical_json(manifest)).hexdigest()
+    assert run_id(manifest) == digest and id12(manifest) == digest[:12]
+    assert run_dir(tmp_path, manifest) == tmp_path / f"reverse_text-{digest[:12]}"
+
+
+def test_a_run_carries_the_digest_of_the_python_lock():
+    lock = (WORKSPACE.root / "locks" / "cpu.txt").read_bytes()
+    for run in render_all(WORKSPACE):
+        assert run.manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
+
+
+def test_seeds_change_training_and_keep_held_out_problems():
+    one, two = (render(WORKSPACE, f"reverse_text_seed_{n}").manifest for n in (1, 2))
+    assert one.model.init != two.model.init and one.tasks.train[0].seed != two.tasks.train[0].seed
+    assert one.tasks.evaluation == two.tasks.evaluation
+
+
+def test_nothing_reaches_a_spec_from_outside():
+    for path in (WORKSPACE.root / "jsonnet").rglob("*sonnet"):
+        text = path.read_text()
+        assert not re.search(r"std\.(extVar|native)|\.\./", text), path
+
+
+def test_no_lock_holds_an_address():
+    for path in (WORKSPACE.root / "locks").glob("*.txt"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert not any("://" in line or "--find-links" in line or "index-url" in line for line in lines), path

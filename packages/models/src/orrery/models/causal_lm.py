@@ -1,0 +1,98 @@
+"""What every family's network is around its blocks: embedding, blocks in turn, final norm, LM head.
+
+T tokens · D hidden · V vocabulary · L layers · K experts a token
+
+- One device is all that this code knows. `sharding.py` of the family says which modules are FSDP units; `trainer/parallel` applies it.
+- The vocabulary is read twice: at the embedding and at the LM head. The head's weight is used inside this module's own forward methods
+  (`forward`, `score`), so that a sharded weight is whole when it is read: outside of them `lm_head_weight` may be a shard.
+- Parameters are unset (NaN) after construction: `orrery.models.weights` initialises or loads them.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orrery.kernels.attention import Documents
+from orrery.kernels.token_logprob import token_logprob
+from orrery.manifest.schema import Model
+from orrery.models.attention import rotary_angles
+from orrery.models.norm import RmsNorm
+
+
+class LmHead(nn.Module):
+    """Hidden states to log-probs and entropies, chunk by chunk; `weight` [V, D] in HF's orientation."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Tensor(vocab_size, hidden_size))
+
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens)
+
+
+class CausalLm(nn.Module):
+    """Packed tokens to hidden states (`forward`) or to log-probs and entropies of given tokens (`score`)."""
+
+    def __init__(self, config: Model, block: Callable[[Model], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, D]: the embedding itself where the manifest ties them."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        routed_experts_TLK: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Final-norm hidden states [T, D] of packed documents, each attending only within itself.
+
+        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T; routed_experts i64 [T, L, K] replays an engine's expert
+        choices in a mixture. `max_seqlen`, the longest document, saves a device-to-host copy on a GPU.
+        """
+        hidden_TD = self.embed_tokens(token_ids_T)
+        angles = rotary_angles(positions_T, self.config.head_dim, self.config.rope_theta, hidden_TD.dtype)
+        documents = Documents(cu_seqlens, max_seqlen)
+        for index, layer in enumerate(self.layers):
+            if routed_experts_TLK is None:
+                hidden_TD = layer(hidden_TD, angles, documents)
+            else:
+                hidden_TD = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index])
+        return self.norm(hidden_TD)
+
+    def score(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        chunk_tokens: int,
+        routed_experts_TLK: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of `target_T[t]` after token t, and the entropy there: float32 [T] each; differentiable.
+
+        target i64 [T], temperature f32 [T] > 0. The target of a document's last token is of no meaning; any id will do.
+        """
+        hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens, routed_experts_TLK, max_seqlen)
+        if self.lm_head is None:
+            return token_logprob(hidden_TD, self.embed_tokens.weight, target_T, temperature_T, chunk_tokens)
+        return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens)
+
+    @torch.no_grad()
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """All logits [T, V] in float32: for tests and small inspections, never for training."""
+        hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
+        return F.linear(hidden_TD.float(), self.lm_head_weight.float())

@@ -1,0 +1,53 @@
+"""Which part of a whole tensor a parameter's local shard is, from its public placements.
+
+A shard here is a box: one `[start, stop)` a dimension. Replicas have equal boxes.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+Box = tuple[tuple[int, int], ...]
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The whole tensor; a collective where the parameter is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def local_box(parameter: Tensor) -> Box:
+    """The box of `parameter.shape` that this rank holds: all of it where the parameter is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return tuple((0, size) for size in parameter.shape)
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple((0, 0) for _ in parameter.shape)
+    axes = [
+        (getattr(placement, "split_factor", 1) > 1, placement.dim, mesh.size(axis), coordinate[axis])
+        for axis, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard) or hasattr(placement, "split_factor")
+    ]
+    box = box_of(parameter.shape, axes)
+    if tuple(stop - start for start, stop in box) != tuple(parameter.to_local().shape):
+        raise NotImplementedError(f"placements {parameter.placements} of a tensor {list(parameter.shape)} are not understood here")
+    return box
+
+
+def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
+    """Split `shape` by `axes` = (strided, dim, number of parts, this part), each as `torch.chunk` does.
+
+    Axes go from left to right, strided ones last: FSDP marks its axis as strided where another axis to the right of it in the mesh
+    (expert or tensor parallel) had cut the same dimension before.
+    """
+    box = [(0, size) for size in shape]
+    for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):
+        start, stop = box[dim]
+        step = -(-(stop - start) // num_parts)
+        box[dim] = (min(start + step * part, stop), min(start + step * (part + 1), stop))
+    return tuple(box)

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from orrery.manifest.schema import Model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_model():
+    """A tiny manifest model of either family; keywords replace fields."""
+
+    def make(family="qwen3", **fields) -> Model:
+        moe = {"num_experts": 6, "num_experts_per_token": 2, "expert_intermediate_size": 20, "normalize_top_k": True}
+        return Model.model_validate(
+            {
+                "family": family,
+                "init": {"kind": "random", "seed": 3, "std": 0.2},
+                "tokenizer": {"kind": "characters", "alphabet": "abc"},
+                "vocab_size": 61,
+                "hidden_size": 32,
+                "intermediate_size": 56,
+                "num_layers": 2,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 16,
+                "max_positions": 256,
+                "rope_theta": 50000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_embeddings": True,
+                "moe": moe if family == "qwen3_moe" else None,
+                **fields,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_pack():
+    """(token_ids, positions, cu_seqlens) of documents of the given lengths."""
+
+    def make(lengths, vocab_size=61, seed=0):
+        token_ids = torch.randint(0, vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return token_ids, positions, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+    return make

@@ -1,0 +1,162 @@
+"""The networks against transformers, and against themselves document by document."""
+
+import logging
+
+import pytest
+import torch
+
+from orrery.kernels.token_logprob import reference_token_logprob
+from orrery.models import build, hf_config, weights
+
+VARIANTS = {
+    "dense, tied": ("qwen3", {}),
+    "dense, untied, every head its own key": ("qwen3", {"tie_embeddings": False, "num_kv_heads": 4}),
+    "dense, one key head, heads wider than hidden": ("qwen3", {"num_kv_heads": 1, "head_dim": 24}),
+    "mixture, untied": ("qwen3_moe", {"tie_embeddings": False}),
+    "mixture, tied, scores as they are": (
+        "qwen3_moe",
+        {"moe": {"num_experts": 5, "num_experts_per_token": 3, "expert_intermediate_size": 12, "normalize_top_k": False}},
+    ),
+}
+variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=VARIANTS)
+
+
+def initialized(model, dtype=torch.float32):
+    module = build(model, dtype)
+    weights.initialize(module, model)
+    with torch.no_grad():  # norms of one would hide a norm that is applied in the wrong place
+        for name, parameter in module.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    return module
+
+
+@pytest.fixture
+def transformers():
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return transformers
+
+
+@variants
+def test_transformers_reads_our_directory_and_computes_our_logits(family, fields, make_model, make_pack, tmp_path, transformers):
+    model = make_model(family, **fields)
+    module = initialized(model)
+    weights.save(module, model, tmp_path / "hf")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    token_ids, positions, cu_seqlens = make_pack([50])
+    with torch.no_grad():
+        expected = theirs(token_ids[None]).logits[0]
+    assert expected.std() > 0.1
+    assert (module.logits(token_ids, positions, cu_seqlens) - expected).abs().max() <= 1e-4
+
+
+@variants
+def test_we_read_a_directory_that_transformers_wrote(family, fields, make_model, make_pack, tmp_path, transformers):
+    model = make_model(family, **fields)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config(model)), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+    theirs.save_pretrained(tmp_path / "hf")
+    module = build(model)
+    weights.load(module, tmp_path / "hf")
+    token_ids, positions, cu_seqlens = make_pack([50])
+    with torch.no_grad():
+        expected = theirs(token_ids[None]).logits[0]
+    error = (module.logits(token_ids, positions, cu_seqlens) - expected).abs().max()
+    assert error <= 1e-4 * max(1.0, expected.abs().max())
+
+
+@variants
+def test_a_training_gradient_equals_the_one_of_transformers(family, fields, make_model, make_pack, tmp_path, transformers):
+    model = make_model(family, **fields)
+    module = initialized(model)
+    weights.save(module, model, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    token_ids, positions, cu_seqlens = make_pack([30])
+    logprob, _ = module.score(token_ids, positions, cu_seqlens, token_ids.roll(-1), torch.ones(30), chunk_tokens=7)
+    logprob[:-1].mean().backward()
+    torch.log_softmax(theirs(token_ids[None]).logits[0, :-1], -1).gather(1, token_ids[1:, None]).mean().backward()
+    expected = dict(theirs.named_parameters())
+    compared = 0
+    for hf in weights.hf_tensors(module):
+        if hf.expert is None:
+            ours = module.get_parameter(hf.parameter_name).grad
+            assert (ours - expected[hf.name].grad).abs().max() <= 1e-4 * expected[hf.name].grad.abs().max() + 1e-7, hf.name
+            compared += 1
+    for layer in range(model.num_layers if model.moe else 0):
+        experts = module.layers[layer].mlp.experts
+        gate_up = torch.cat([experts.gate_proj.grad, experts.up_proj.grad], dim=1)
+        reference = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"].grad
+        assert (gate_up - reference).abs().max() <= 1e-4 * reference.abs().max()
+    assert compared >= 8 * model.num_layers + 2
+
+
+@variants
+def test_a_pack_gives_what_its_documents_give_alone(family, fields, make_model, make_pack):
+    module = initialized(make_model(family, **fields), torch.float64)
+    lengths = [9, 1, 14, 13, 3]
+    token_ids, positions, cu_seqlens = make_pack(lengths)
+    packed = module(token_ids, positions, cu_seqlens)
+    for start, length in zip(cu_seqlens.tolist(), lengths, strict=False):
+        own = slice(start, start + length)
+        alone = module(token_ids[own], positions[own], torch.tensor([0, length], dtype=torch.int32))
+        torch.testing.assert_close(packed[own], alone, rtol=1e-10, atol=1e-10)
+
+
+@variants
+def test_score_is_the_log_softmax_of_the_logits_at_each_temperature(family, fields, make_model, make_pack):
+    module = initialized(make_model(family, **fields))
+    pack = make_pack([9, 12])
+    target, temperature = pack[0].roll(-1), torch.linspace(0.5, 1.5, 21)
+    logprob, entropy = module.score(*pack, target, temperature, chunk_tokens=4)
+    expected = reference_token_logprob(module(*pack), module.lm_head_weight, target, temperature)
+    torch.testing.assert_close((logprob, entropy), expected, rtol=1e-5, atol=1e-5)
+    assert logprob.dtype == entropy.dtype == torch.float32
+
+
+def routes_of(module, pack):
+    routes = []
+    for layer in module.layers:
+        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: routes.append(output[1]))
+    hidden = module(*pack)
+    return hidden, torch.stack(routes, dim=1)
+
+
+def test_replayed_routes_take_the_experts_of_another_and_the_scores_of_oneself(make_model, make_pack):
+    model = make_model("qwen3_moe")
+    module, pack = initialized(model, torch.float64), make_pack([9, 12])
+    hidden, routes = routes_of(module, pack)
+    assert routes.shape == (21, model.num_layers, 2)
+    assert torch.equal(module(*pack, routes), hidden)
+    torch.testing.assert_close(module(*pack, routes.flip(-1)), hidden)  # the order of a token's experts is of no meaning
+    elsewhere = (routes + 1) % model.moe.num_experts
+    assert not torch.allclose(module(*pack, elsewhere), hidden)
+    module(*pack, elsewhere).sum().backward()
+    assert module.layers[0].mlp.gate.weight.grad.abs().max() > 0
+
+
+def test_the_router_is_computed_in_float32_under_bfloat16_weights(make_model, make_pack):
+    module = initialized(make_model("qwen3_moe"), torch.bfloat16)
+    scores = []
+    module.layers[0].mlp.gate.register_forward_hook(lambda _module, inputs, output: scores.append((inputs[0], output[0])))
+    hidden = module(*make_pack([20]))
+    x, score = scores[0]
+    expected = torch.softmax(x.float() @ module.layers[0].mlp.gate.weight.float().T, dim=-1).topk(2).values
+    assert hidden.dtype == torch.bfloat16 and score.dtype == torch.float32
+    torch.testing.assert_close(score, expected / expected.sum(-1, keepdim=True))
+
+
+@variants
+def test_a_pack_of_no_tokens_gives_zero_gradients(family, fields, make_model):
+    module = initialized(make_model(family, **fields))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    logprob, entropy = module.score(nothing, nothing, torch.zeros(1, dtype=torch.int32), nothing, torch.zeros(0), chunk_tokens=8)
+    (logprob.sum() + entropy.sum()).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() == 0, name

@@ -1,0 +1,176 @@
+"""Weights to disk and back, and what is refused on the way."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from orrery.manifest.errors import OrreryError
+from orrery.models import build, weights
+
+families = pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+
+
+@pytest.fixture
+def saved(make_model, tmp_path):
+    """A tied dense model, saved."""
+    model = make_model()
+    module = build(model)
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path)
+    return model, module, tmp_path
+
+
+def tamper(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@families
+@pytest.mark.parametrize("max_shard_bytes", [weights.MAX_SHARD_BYTES, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_round_trip_is_bitwise(family, tied, max_shard_bytes, dtype, make_model, tmp_path):
+    model = make_model(family, tie_embeddings=tied)
+    module, again = build(model, dtype), build(model, dtype, "meta")
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path, max_shard_bytes)
+    weights.load(again, tmp_path)
+    for (name, before), (_, after) in zip(module.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(before, after), name
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (max_shard_bytes == weights.MAX_SHARD_BYTES)
+    if len(files) > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert sorted(set(index["weight_map"].values())) == files
+        assert index["metadata"]["total_size"] == sum(t.nbytes for _, t in weights.named_hf_tensors(module))
+
+
+@families
+def test_names_on_disk_are_one_tensor_an_expert_and_the_stream_equals_the_file(family, tied, make_model, tmp_path):
+    model = make_model(family, tie_embeddings=tied)
+    module = build(model)
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path)
+    on_disk, streamed = load_file(tmp_path / "model.safetensors"), dict(weights.named_hf_tensors(module))
+    assert on_disk.keys() == streamed.keys()
+    assert all(torch.equal(on_disk[name], tensor) for name, tensor in streamed.items())
+    assert ("lm_head.weight" in on_disk) == (not tied)
+    assert ("model.layers.1.mlp.experts.5.down_proj.weight" in on_disk) == (family == "qwen3_moe")
+
+
+def test_saving_again_over_shards_leaves_none_of_them_and_no_temporary_file(saved):
+    model, module, directory = saved
+    weights.save(module, model, directory, max_shard_bytes=20_000)
+    (directory / "tokenizer.json").write_text("{}")
+    weights.save(module, model, directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_save_that_dies_leaves_no_directory_that_loads(saved, monkeypatch):
+    model, module, directory = saved
+
+    def die(*_args, **_kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(weights, "save_file", die)
+    with pytest.raises(OSError):
+        weights.save(module, model, directory)
+    with pytest.raises(OrreryError, match=r"no config\.json"):
+        weights.load(build(model), directory)
+
+
+def test_a_missing_tensor_is_named(saved):
+    model, _, directory = saved
+    tamper(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
+    with pytest.raises(OrreryError, match=r"has no tensor model\.layers\.1\.self_attn\.q_norm\.weight"):
+        weights.load(build(model), directory)
+
+
+def test_an_unexpected_tensor_is_named(saved):
+    model, _, directory = saved
+    tamper(directory, lambda tensors: tensors.update({"model.layers.9.bias": torch.zeros(3)}))
+    with pytest.raises(OrreryError, match=r"lacks: model\.layers\.9\.bias"):
+        weights.load(build(model), directory)
+
+
+def test_a_misshaped_tensor_is_named_with_both_shapes_and_nothing_is_loaded(saved):
+    model, _, directory = saved
+    tamper(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
+    module = build(model)
+    with pytest.raises(OrreryError, match=r"model\.norm\.weight is \[31\], the manifest's model needs \[32\]"):
+        weights.load(module, directory)
+    assert all(parameter.isnan().all() for parameter in module.parameters())
+
+
+def test_a_tied_head_that_another_writer_stored_is_no_surprise(saved):
+    model, module, directory = saved
+    tamper(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    again = build(model)
+    weights.load(again, directory)
+    assert torch.equal(again.lm_head_weight, module.lm_head_weight)
+
+
+def test_broken_and_absent_files_are_sentences(saved, tmp_path):
+    model, _, directory = saved
+    (directory / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(OrreryError, match="not a readable safetensors file"):
+        weights.load(build(model), directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(OrreryError, match=r"neither model\.safetensors"):
+        weights.load(build(model), directory)
+    with pytest.raises(OrreryError, match=r"no config\.json"):
+        weights.load(build(model), tmp_path / "nowhere")
+
+
+def test_initial_weights_are_normal_with_the_manifests_std_and_follow_its_seed(make_model):
+    model = make_model(vocab_size=2000, tie_embeddings=False)
+    one, same, other = (build(model) for _ in range(3))
+    weights.initialize(one, model)
+    weights.initialize(same, model)
+    weights.initialize(other, model.model_copy(update={"init": model.init.model_copy(update={"seed": 4})}))
+    for (name, a), (_, b), (_, c) in zip(one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+        if name.endswith("norm.weight"):
+            assert (a == 1).all()
+        else:
+            assert not torch.equal(a, c)
+            assert abs(a.std() / model.init.std - 1) < 0.1 and abs(a.mean()) < 0.02, name
+    assert not torch.equal(one.lm_head.weight, one.embed_tokens.weight)
+
+
+def test_a_mixture_starts_from_the_same_attention_as_a_dense_network(make_model):
+    dense_model, sparse_model = make_model("qwen3"), make_model("qwen3_moe")
+    dense, sparse = build(dense_model), build(sparse_model)
+    weights.initialize(dense, dense_model)
+    weights.initialize(sparse, sparse_model)
+    assert torch.equal(dense.layers[1].self_attn.q_proj.weight, sparse.layers[1].self_attn.q_proj.weight)
+    experts = sparse.layers[0].mlp.experts.up_proj
+    assert not torch.equal(experts[0], experts[1])
+
+
+def test_pretrained_weights_are_loaded_only_if_their_digest_is_the_manifests(saved):
+    model, module, directory = saved
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    fields = model.model_dump()
+    fields["init"] = {"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest}
+    pretrained = type(model).model_validate(fields)
+    again = build(pretrained)
+    weights.initialize(again, pretrained)
+    assert torch.equal(again.embed_tokens.weight, module.embed_tokens.weight)
+    fields["init"]["sha256"] = "0" * 64
+    with pytest.raises(OrreryError, match=r"model\.init\.sha256"):
+        weights.initialize(again, type(model).model_validate(fields))
+
+
+def test_wrapped_blocks_keep_their_names_on_disk(make_model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module = build(make_model())
+    names = [hf.name for hf in weights.hf_tensors(module)]
+    module.layers[0] = checkpoint_wrapper(module.layers[0])
+    module.layers[1] = torch.compile(module.layers[1])
+    assert [hf.name for hf in weights.hf_tensors(module)] == names

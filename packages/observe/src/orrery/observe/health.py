@@ -1,0 +1,195 @@
+"""Health: one small file a process that says what it does, or what it waits for and until when.
+
+- In: a role's `doing(...)` and `waiting(...)`; out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically.
+- Times are `time.time()`; `since_s` and `deadline_s` in the file are points in time, the argument `deadline_s` is a duration.
+- `time_s` is the last change, not a heartbeat: a role that says nothing new for long is one the watchdog may ask about.
+- Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
+- Never: fsync. Health is for the living; after a power loss nobody reads it.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One open wait: `what` names the thing and the role it comes from ("batch 4 from orchestrator")."""
+
+    what: str
+    since_s: float
+    deadline_s: float | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """What one process last said of itself."""
+
+    role: str
+    index: int
+    time_s: float
+    pid: int
+    attempt: int
+    doing: str
+    since_s: float
+    step: int | None = None
+    deadline_s: float | None = None
+    waits: tuple[Wait, ...] = ()
+    error: str | None = None
+    was: str | None = None  # what a failed process was doing or waiting for
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.index}"
+
+    @property
+    def wait(self) -> Wait | None:
+        """The open wait that runs out first."""
+        return min(self.waits, key=lambda wait: (wait.deadline_s is None, wait.deadline_s or wait.since_s), default=None)
+
+    def sentence(self, now_s: float | None = None) -> str:
+        """`waiting 12 s for batch 4 from orchestrator` or `training (step 3) for 2 s`."""
+        now_s = time.time() if now_s is None else now_s
+        if self.wait is not None:
+            return f"waiting {now_s - self.wait.since_s:.0f} s for {self.wait.what}"
+        if self.doing in (DONE, FAILED, TERMINATED):
+            return self.doing
+        step = "" if self.step is None else f" (step {self.step})"
+        return f"{self.doing}{step} for {now_s - self.since_s:.0f} s"
+
+    @property
+    def last(self) -> str:
+        """What it did or waited for, without how long: for the sentence about its end."""
+        step = "" if self.step is None else f" (step {self.step})"
+        if self.doing == FAILED:
+            return f"{self.was or self.doing}{step}"
+        return f"waiting for {self.wait.what}{step}" if self.wait else f"{self.doing}{step}"
+
+
+def health_dir(run_dir: Path, stage: str) -> Path:
+    return run_dir / "stages" / stage / "health"
+
+
+class HealthFile:
+    """The writing end; safe to call from several threads."""
+
+    def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
+        self.path = health_dir(run_dir, stage) / f"{role}.{index}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._role, self._index, self._attempt = role, index, attempt
+        self._doing, self._since_s = STARTING, time.time()
+        self._step: int | None = None
+        self._deadline_s: float | None = None
+        self._error: str | None = None
+        self._was: str | None = None
+        self._waits: dict[int, Wait] = {}
+        self._tickets = 0
+        self._write()
+
+    def doing(self, what: str, step: int | None = None, deadline_s: float | None = None) -> None:
+        """Say what starts now. With `deadline_s` the watchdog treats taking longer as a stall."""
+        with self._lock:
+            self._doing, self._since_s, self._step = what, time.time(), self._step if step is None else step
+            self._was = None
+            self._deadline_s = None if deadline_s is None else self._since_s + deadline_s
+            self._write()
+
+    @contextmanager
+    def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
+        """Around every wait for another process; name the thing and the role it comes from."""
+        with self._lock:
+            self._tickets += 1
+            ticket, now_s = self._tickets, time.time()
+            self._waits[ticket] = Wait(what, now_s, None if deadline_s is None else now_s + deadline_s)
+            self._write()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._waits.pop(ticket)
+                self._was = f"waiting for {what}"  # if this ends the process, the sentence about its end says so
+            raise
+        with self._lock:
+            self._waits.pop(ticket)
+            self._write()
+
+    def failed(self, error: str) -> None:
+        with self._lock:
+            self._error = error
+            self._was = self._was or self._doing
+            self._doing, self._since_s, self._deadline_s = FAILED, time.time(), None
+            self._waits.clear()
+            self._write()
+
+    def done(self) -> None:
+        self._end(DONE)
+
+    def terminated(self) -> None:
+        self._end(TERMINATED)
+
+    def _end(self, doing: str) -> None:
+        with self._lock:
+            self._waits.clear()
+            self.doing(doing)
+
+    def _write(self) -> None:
+        health = Health(
+            role=self._role, index=self._index, time_s=time.time(), pid=os.getpid(), attempt=self._attempt, doing=self._doing,
+            since_s=self._since_s, step=self._step, deadline_s=self._deadline_s, waits=tuple(self._waits.values()), error=self._error,
+            was=self._was,
+        )  # fmt: skip
+        # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        try:
+            temporary.write_text(json.dumps(as_row(health)))
+            temporary.replace(self.path)
+        except OSError:
+            pass  # cleared for a newer attempt, or the disk is full: what a process says of itself must not end it, nor hide why it ends
+
+
+def as_row(health: Health) -> dict[str, Any]:
+    wait = health.wait
+    return {
+        "role": health.role,
+        "index": health.index,
+        "time_s": health.time_s,
+        "pid": health.pid,
+        "attempt": health.attempt,
+        "doing": health.doing,
+        "waiting_for": wait.what if wait else None,
+        "since_s": wait.since_s if wait else health.since_s,
+        "deadline_s": wait.deadline_s if wait else health.deadline_s,
+        "doing_since_s": health.since_s,
+        "step": health.step,
+        "error": health.error,
+        "was": health.was,
+        "waits": [[w.what, w.since_s, w.deadline_s] for w in health.waits],
+    }
+
+
+def from_row(row: dict[str, Any]) -> Health:
+    waits = tuple(Wait(*wait) for wait in row["waits"])
+    same = {key: row[key] for key in ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was")}
+    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, **same)
+
+
+def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
+    """Every process's health in `stage` by name `<role>.<i>`; with `attempt`, only what that attempt wrote."""
+    found: dict[str, Health] = {}
+    for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
+        try:
+            health = from_row(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # cleared under our feet, or not ours
+        if attempt is None or health.attempt == attempt:
+            found[health.name] = health
+    return found

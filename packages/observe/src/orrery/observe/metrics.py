@@ -1,0 +1,133 @@
+"""Metrics and spans: JSON lines that a role appends and anybody reads.
+
+- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one object a row.
+- `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step", **attrs}`, times as `time.time()`.
+- A row is one `write` to a file opened for appending, so a row is whole or, after a kill, the torn last line, which readers skip.
+- `read` merges attempts: a resumed attempt overrides every step from the first it made again; rows without a step all stay.
+"""
+
+import io
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """The writing end of one process; safe to call from several threads."""
+
+    def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
+        folder = run_dir / "metrics"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stamp = {"stage": stage, "attempt": attempt}
+        self._rows = _Lines(folder / f"{role}.{index}.jsonl")
+        self._spans = _Lines(folder / f"{role}.{index}.spans.jsonl")
+
+    def write(self, step: int | None = None, **values: Any) -> None:
+        self._rows.append({"time_s": time.time(), **self._stamp, "step": step, **values})
+
+    @contextmanager
+    def span(self, name: str, step: int | None = None, **attrs: Any) -> Iterator[None]:
+        """Record how long the body takes; also when it raises."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.add_span(name, start_s, time.time(), step, **attrs)
+
+    def add_span(self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any) -> None:
+        self._spans.append({"name": name, "start_s": start_s, "end_s": end_s, **self._stamp, "step": step, **attrs})
+
+    def close(self) -> None:
+        self._rows.close()
+        self._spans.close()
+
+
+class _Lines:
+    """A JSONL file, created at the first row, mended when an earlier process died inside a line."""
+
+    def __init__(self, path: Path):
+        self._path, self._lock = path, threading.Lock()
+        self._file: io.FileIO | None = None
+
+    def append(self, row: Row) -> None:
+        line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            if self._file is None:
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (it lives as long as the process)
+                if self._file.tell() and not _ends_a_line(self._path):
+                    line = b"\n" + line
+            self._file.write(line)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def _ends_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types: numpy and torch scalars become numbers, arrays lists, paths text, and what is not finite null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def rows(path: Path | str) -> Iterator[Row]:
+    """Every whole row in the order written, all attempts; a missing file has none."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        if isinstance(row, dict):
+            yield row
+
+
+def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
+    """What counts: within a stage and kind of row (`event`, or a span's `name`), an attempt replaces older ones from its first step on."""
+    all_rows = list(all_rows)
+    first: dict[tuple, dict[int, int]] = {}
+    for row in all_rows:
+        if row.get("step") is not None:
+            steps = first.setdefault(_series(row), {})
+            attempt = row.get("attempt", 0)
+            steps[attempt] = min(steps.get(attempt, row["step"]), row["step"])
+
+    def counts(row: Row) -> bool:
+        step, attempt = row.get("step"), row.get("attempt", 0)
+        return step is None or not any(newer > attempt and begin <= step for newer, begin in first[_series(row)].items())
+
+    return sorted(filter(counts, all_rows), key=lambda row: row["time_s"] if "time_s" in row else row["start_s"])
+
+
+def _series(row: Row) -> tuple:
+    return row.get("stage"), row.get("event"), row.get("name")
+
+
+def read(path: Path | str) -> list[Row]:
+    """The rows of one file that count, oldest first: for each step those of the newest attempt that made it."""
+    return merge_attempts(rows(path))

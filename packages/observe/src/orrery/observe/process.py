@@ -1,0 +1,123 @@
+"""A role's process: everything that all roles do alike, so that a role's `__main__` starts with its own work.
+
+- In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --port P`.
+- Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline.
+- An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
+  traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
+- SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): the watchdog asks for them on a stall.
+"""
+
+import argparse
+import faulthandler
+import logging
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe import shared_memory
+from orrery.observe.health import HealthFile
+from orrery.observe.lifeline import Lifeline
+from orrery.observe.metrics import MetricsFile
+from orrery.observe.system_error import explain
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
+
+TERMINATED = 128 + signal.SIGTERM
+STDERR = 2  # the descriptor: `sys.stderr` may be a stand-in without one
+
+
+class RoleProcess:
+    """This process as the run knows it."""
+
+    def __init__(self, role: str, run_dir: Path, stage: str, index: int, attempt: int, port: int):
+        self.role, self.run_dir, self.stage, self.index, self.attempt, self.port = role, run_dir, stage, index, attempt, port
+        self.log = logging.getLogger(self.name)
+        self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
+        self.health = HealthFile(run_dir, stage, role, index, attempt)
+        self.lifeline = Lifeline()
+        if self.lifeline.is_launched:  # a report that a person draws must leave a live run its weights
+            self.on_orphaned(lambda: shared_memory.remove(run_dir))
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.index}"
+
+    @cached_property
+    def manifest(self) -> "Manifest":
+        from orrery.manifest.identity import load  # here, so that roles in tests need no manifest
+
+        return load(self.run_dir / "manifest.json")
+
+    def on_orphaned(self, callback: Callable[[], object]) -> None:
+        """Run `callback` when the launcher has died, just before this process kills its process group."""
+        self.lifeline.on_orphaned(callback)
+
+
+def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
+    """The launcher's command line as a `RoleProcess`, with nothing started yet."""
+    parser = argparse.ArgumentParser(prog=role, description=f"The {role} role; `orrery run` starts it.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0, help="a free loopback port that is this process's own; 0: none was given")
+    args = parser.parse_args(argv)
+    return RoleProcess(role, args.run_dir.resolve(), args.stage, args.index, args.attempt, args.port)
+
+
+@contextmanager
+def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleProcess]:
+    """`with role_process("trainer") as me:` around a role's whole life."""
+    # Before the health file is there: whoever reads it may send SIGUSR1, which ends a process that does not handle it.
+    faulthandler.enable(file=STDERR)
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
+    _log_to_stderr()
+    me = parse_role(role, argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    me.lifeline.start()
+    try:
+        yield me
+    except OrreryError as error:
+        me.health.failed(str(error))
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    except SystemExit as leave:
+        if leave.code in (None, 0):
+            me.health.done()
+        elif leave.code == TERMINATED:
+            me.health.terminated()
+        else:
+            me.health.failed(f"exited with {leave.code}")
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        me.health.failed(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    else:
+        me.health.done()
+    finally:
+        me.metrics.close()
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,120 @@
+"""Progress: what a person wants to see of a running stage, folded from metric rows and health, drawn as one view or one line.
+
+- `Progress` is a pure fold: rows in, numbers out. `panel` and `line` draw it; neither reads files nor clocks of its own.
+- Drawn live when stderr is a terminal, as a plain line every few seconds when it is not.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from orrery.observe.health import Health
+from orrery.observe.metrics import Row
+
+
+@dataclass
+class Progress:
+    """The newest numbers of one stage."""
+
+    run: str
+    stage: str
+    attempt: int
+    stages: Sequence[str]
+    finished: Sequence[str]
+    num_steps: int | None
+    started_s: float
+    step: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    usage: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, process: str, row: Row) -> None:
+        """Take one row in; rows of other stages and attempts do not count."""
+        if row.get("stage") != self.stage or row.get("attempt") != self.attempt:
+            return
+        role, event = process.split(".")[0], row.get("event")
+        if event == "usage":
+            self.usage = row["processes"]
+        elif event == "batch":
+            self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
+            self._take(row, generated_tokens_per_s="generated tokens/s", num_in_flight="in flight")
+            if isinstance(row.get("reward_mean"), int | float):
+                self.rewards.append(row["reward_mean"])
+        elif event == "evaluation":
+            self._take(row, reward_mean="held-out reward")
+        elif event == "update":
+            self._take(row, version="version")
+        elif role == "trainer" and process.endswith(".0") and row.get("step") is not None:
+            self.step = max(self.step, row["step"])
+            self._take(row, loss="loss", tokens_per_s="trained tokens/s", mismatch_kl="mismatch KL", entropy="entropy")
+
+    def _take(self, row: Row, **names: str) -> None:
+        self.values.update({name: row[key] for key, name in names.items() if isinstance(row.get(key), int | float)})
+
+
+def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
+    """One line for a log: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 from orchestrator`."""
+    parts = [f"{progress.stage} {_steps(progress)}", *(f"{name} {_short(value)}" for name, value in progress.values.items())]
+    talking = [f"{name} {_activity(one, now_s)}" for name, one in health.items() if one.role != "router"]
+    return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
+
+
+def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> RenderableType:
+    """The live view; `states` says of every process whether it runs or how it ended."""
+    stages = Text()
+    for stage in progress.stages:
+        done, here = stage in progress.finished, stage == progress.stage
+        stages.append(f"{'✓' if done else '▶' if here else '·'} {stage}   ", style="green" if done else "bold cyan" if here else "dim")
+    numbers = Table.grid(padding=(0, 3))
+    cells = [f"{name} [bold]{_short(value)}[/bold]" for name, value in progress.values.items()]
+    for start in range(0, len(cells), 4):
+        numbers.add_row(*cells[start : start + 4])
+    roles = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("process", "state", "does", "cpu", "memory"):
+        roles.add_column(column, justify="right" if column in ("cpu", "memory") else "left", no_wrap=column != "does")
+    for name, state in states.items():
+        one, used = health.get(name), progress.usage.get(name, {})
+        roles.add_row(
+            name,
+            state,
+            _activity(one, now_s) if one else "starting",
+            f"{used['cpu_percent']:.0f} %" if "cpu_percent" in used else "",
+            f"{used['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in used else "",
+        )
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        f"step [bold]{_steps(progress)}[/bold]",
+        ProgressBar(total=progress.num_steps or 1, completed=progress.step, width=30),
+        Text(sparkline(progress.rewards[-40:]), style="green"),
+    )
+    title = f"{progress.run} · attempt {progress.attempt} · {_clock(now_s - progress.started_s)}"
+    return Panel(Group(stages, head, numbers, Text(), roles), title=title, title_align="left", border_style="cyan")
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Rewards in [0, 1] as a row of bars."""
+    bars = "▁▂▃▄▅▆▇█"
+    return "".join(bars[min(len(bars) - 1, max(0, int(value * len(bars))))] for value in values)
+
+
+def _activity(health: Health, now_s: float) -> str:
+    return health.sentence(now_s)
+
+
+def _steps(progress: Progress) -> str:
+    return f"{progress.step}/{progress.num_steps}" if progress.num_steps else "…" if not progress.step else str(progress.step)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(max(0.0, seconds)))

@@ -1,0 +1,26 @@
+"""`python -m orrery.observe.report --run-dir R …`: the report stage. Writes `report/index.html` and `report/summary.txt`."""
+
+import time
+
+from orrery.manifest.publish import write_atomic
+from orrery.observe.process import role_process
+from orrery.observe.report.data import RunData, wall_s
+from orrery.observe.report.page import render, summary
+
+
+def main() -> None:
+    with role_process("report") as me:
+        me.health.doing("drawing the report")
+        start_s = time.time()
+        run = RunData.load(me.run_dir)
+        page = me.run_dir / "report" / "index.html"
+        page.parent.mkdir(exist_ok=True)
+        html = render(run, wall_s(run))
+        write_atomic(page, html.encode())
+        line = summary(run, wall_s(run, "report") + time.time() - start_s, page)
+        write_atomic(page.with_name("summary.txt"), (line + "\n").encode())
+        me.log.info(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The page: figures, tables and rollouts of one run as one HTML file that needs nothing else, and the run's last line."""
+
+import json
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from orrery.manifest.identity import canonical_json, run_id
+from orrery.observe.duration import duration
+from orrery.observe.report import figures
+from orrery.observe.report.data import RunData, same_weights, shares
+
+SECTIONS = (
+    ("Learning", (("Reward", figures.reward), ("Warm start", figures.warm_start), ("Entropy", figures.entropy))),
+    (
+        "Asynchrony",
+        (("What each role did", figures.timeline), ("Staleness of trained tokens", figures.staleness), ("Versions", figures.versions)),
+    ),
+    ("Agreement of trainer and engine", (("Log-probs", figures.agreement),)),
+    ("Speed", (("Throughput", figures.throughput), ("Parts of a step", figures.step_parts), ("Processors", figures.processors))),
+)
+WIDE = {figures.reward, figures.timeline, figures.agreement, figures.processors}
+MAX_PAIRS = 8
+
+
+def summary(run: RunData, wall_s: float, page: Path) -> str:
+    """The run's last line: held-out reward after and before RL, wall time, where the report is."""
+    before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
+    reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
+    return f"{run.manifest.name}: {reward}, {duration(wall_s)}, report: {page}"
+
+
+def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
+    """(value, what it is) for the head of the page; only what the run recorded."""
+    tiles = []
+    if run.result:
+        tiles.append(
+            (f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}", "held-out reward, before → after RL")
+        )
+    if run.batches:
+        tiles.append(
+            (
+                str(max(row["staleness_max"] for row in run.batches)),
+                f"oldest trained token, versions behind (bound {run.manifest.orchestrator.max_off_policy_steps})",
+            )
+        )
+        tiles.append(
+            (f"{sum(row['num_versions'] > 1 for row in run.batches)} of {len(run.batches)}", "batches with tokens of several versions")
+        )
+    if differences := same_weights(run):
+        tiles.append(
+            (
+                f"{max(found for _, found in differences):.1e}",
+                f"max |Δ log-prob| trainer − engine, same weights, at {len(differences)} versions",
+            )
+        )
+    if spent := shares(run.spans):
+        tiles.append((f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}", "of the RL time the engine · the trainer was busy"))
+        tiles.append((f"{spent.overlapped:.0%}", "of the training time an engine was generating too"))
+    tiles.append((duration(wall_s), "all stages, all attempts"))
+    return tiles
+
+
+def _drops(run: RunData) -> list[tuple[str, int]]:
+    """Reasons and counts of rollouts that did not train, as the last batch of each attempt counted them."""
+    last_by_attempt = {row["attempt"]: row.get("dropped", {}) for row in run.batches}
+    reasons = sorted({reason for dropped in last_by_attempt.values() for reason in dropped})
+    return [(reason, sum(dropped.get(reason, 0) for dropped in last_by_attempt.values())) for reason in reasons]
+
+
+def _pairs(run: RunData) -> list[dict]:
+    """The same held-out problems before and after RL, side by side."""
+    by_problem: dict[tuple, dict[str, dict]] = {}
+    for row in run.evaluated:
+        by_problem.setdefault((row["task"], row["problem"]), {}).setdefault(row["policy"], row)
+    return [pair for pair in by_problem.values() if pair.keys() >= {"before", "after"}][:MAX_PAIRS]
+
+
+def render(run: RunData, wall_s: float) -> str:
+    """The whole page as text."""
+    sections, plots = [], 0
+    for title, entries in SECTIONS:
+        drawn = []
+        for caption, draw in entries:
+            if (figure := draw(run)) is not None:
+                plots += 1
+                html = figure.to_html(
+                    full_html=False, include_plotlyjs=False, div_id=f"figure-{plots}", config={"displayModeBar": False, "responsive": True}
+                )
+                drawn.append({"caption": caption, "about": (draw.__doc__ or "").split("\n")[0], "html": html, "wide": draw in WIDE})
+        if drawn:
+            sections.append({"title": title, "figures": drawn})
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["duration"] = duration
+    template = environment.from_string((Path(__file__).parent / "page.html").read_text())
+    return template.render(
+        name=run.manifest.name,
+        run_id=run_id(run.manifest),
+        plotly=get_plotlyjs(),
+        tiles=_tiles(run, wall_s),
+        sections=sections,
+        drops=_drops(run),
+        pairs=_pairs(run),
+        stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
+        updates=run.updates,
+        manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
+    )

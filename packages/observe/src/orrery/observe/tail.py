@@ -1,0 +1,42 @@
+"""Tail: the rows that roles have appended since the last look.
+
+- In: `metrics/*.jsonl` of one run (not the spans). Out: `(process, row)` in the order of each file, every whole row once.
+- A torn last line stays in the file until it is whole, or is passed over when the next row follows it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from orrery.observe.metrics import Row
+
+
+class MetricsTail:
+    """Remembers how far each file was read; files may appear later."""
+
+    def __init__(self, run_dir: Path, from_end: bool = False):
+        self._folder = run_dir / "metrics"
+        self._offsets: dict[Path, int] = {}
+        if from_end:
+            self._offsets = {path: path.stat().st_size for path in self._paths()}
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self._folder.glob("*.jsonl") if not path.name.endswith(".spans.jsonl"))
+
+    def new_rows(self) -> Iterator[tuple[str, Row]]:
+        for path in self._paths():
+            offset = self._offsets.get(path, 0)
+            if path.stat().st_size == offset:
+                continue
+            with open(path, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + whole
+            for line in data[:whole].split(b"\n"):
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield path.name.removesuffix(".jsonl"), row

@@ -1,0 +1,156 @@
+"""The role process, as real processes: what a role's end looks like from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orrery.observe import shared_memory
+from orrery.observe.health import HealthFile, health_dir, read_health
+from orrery.observe.lifeline import LAUNCHER_PID
+from orrery.observe.process import parse_role
+
+
+def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
+    """Start a role whose `with` block is `body`; it prints `ready` itself where a test waits for it."""
+    lines = "\n".join("    " + line for line in body.splitlines())
+    code = f"import time, sys, os\nfrom orrery.observe.process import role_process\nfrom orrery.manifest.errors import *\n{prelude}\n"
+    code += f"with role_process('trainer') as me:\n{lines}\n"
+    argv = ["--run-dir", str(tmp_path), "--stage", "rl", "--index", "1", "--attempt", "3", "--port", "7"]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
+    process = role(tmp_path, "me.metrics.write(4, loss=1.5)\nassert (me.port, me.stage, me.name) == (7, 'rl', 'trainer.1')")
+    assert process.wait(20) == 0, process.stderr.read()
+    assert read_health(tmp_path, "rl", attempt=3)["trainer.1"].doing == "done"
+    row = json.loads((tmp_path / "metrics/trainer.1.jsonl").read_text())
+    assert (row["step"], row["attempt"], row["stage"], row["loss"]) == (4, 3, "rl", 1.5)
+
+
+@pytest.mark.parametrize(("error", "code"), [("OrreryError", 2), ("RunFailed", 1)])
+def test_an_orrery_error_is_one_line_without_a_traceback(tmp_path, error, code):
+    process = role(tmp_path, f"raise {error}('trainer.mesh: does not fit')")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert stderr.strip() == "error: trainer.mesh: does not fit"
+    assert read_health(tmp_path, "rl")["trainer.1"].error == "trainer.mesh: does not fit"
+
+
+def test_another_exception_leaves_a_traceback_and_its_name_in_health(tmp_path):
+    process = role(tmp_path, "raise KeyError('k')")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 1 and "Traceback" in stderr
+    assert read_health(tmp_path, "rl")["trainer.1"].error == "KeyError: 'k'"
+
+
+def test_sigterm_runs_finally_blocks(tmp_path):
+    process = role(tmp_path, "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', flush=True)")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "tidy\n"
+    assert process.wait(20) == 143
+    assert read_health(tmp_path, "rl")["trainer.1"].doing == "terminated"
+
+
+def test_sigusr1_writes_stacks(tmp_path):
+    process = role(tmp_path, "def stuck_here():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_here()")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    assert any("stuck_here" in line for line in iter(process.stderr.readline, "")), "no stack arrived"
+    process.kill()
+    process.wait(20)
+
+
+def test_a_role_whose_parent_is_killed_runs_its_callbacks_and_takes_its_children_along(tmp_path):
+    body = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
+        f"me.on_orphaned(lambda: open({str(tmp_path / 'called')!r}, 'w').close())\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+        "time.sleep(120)"
+    )
+    code = "import subprocess, sys\nsubprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
+    with role(tmp_path, body) as unused:  # only for its argv
+        unused.kill()
+        argv = unused.args
+    parent = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait(20)
+    assert gone(pids, within_s=15), "an orphan lives"
+    assert (tmp_path / "called").exists()
+
+
+def gone(pids: list[int], within_s: float) -> bool:
+    """All `pids` have ended (a zombie has ended) before the time is over."""
+    limit = time.monotonic() + within_s
+
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    while any(map(alive, pids)):
+        if time.monotonic() > limit:
+            return False
+        os.sched_yield()
+        time.sleep(0.02)
+    return True
+
+
+def test_health_names_the_wait_that_runs_out_first_and_forgets_closed_ones(tmp_path):
+    health = HealthFile(tmp_path, "rl", "orchestrator", 0, 1)
+    health.doing("dispatching", step=2)
+    with health.waiting("rollouts from inference"), health.waiting("version 3 from trainer", deadline_s=30):
+        row = json.loads(health.path.read_text())
+        assert row["waiting_for"] == "version 3 from trainer" and row["deadline_s"] == pytest.approx(row["since_s"] + 30)
+        assert len(read_health(tmp_path, "rl")["orchestrator.0"].waits) == 2
+    after = read_health(tmp_path, "rl")["orchestrator.0"]
+    assert after.wait is None and (after.doing, after.step) == ("dispatching", 2)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_when_orphaned(tmp_path, monkeypatch, launched):
+    run_dir = tmp_path / f"r-{os.urandom(6).hex()}"
+    weights = shared_memory.SHARED_MEMORY / f"{shared_memory.prefix(run_dir)}attempt1"
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    if launched:
+        monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    me = parse_role("report", ["--run-dir", str(run_dir), "--stage", "report"])
+    weights.mkdir()
+    try:
+        me.lifeline._run_callbacks()
+        assert weights.exists() is not launched
+    finally:
+        shared_memory.remove(run_dir)
+
+
+def test_a_full_disk_is_named_in_health_with_the_file_and_what_to_do(tmp_path):
+    process = role(tmp_path, "import errno\nraise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/runs/x')")
+    process.communicate(timeout=20)
+    error = read_health(tmp_path, "rl")["trainer.1"].error
+    assert process.returncode == 1 and error.startswith("/runs/x: No space left on device; free some")
+
+
+def test_health_that_cannot_be_written_does_not_end_the_process(tmp_path):
+    health = HealthFile(tmp_path, "rl", "trainer", 0, 1)
+    health.path.with_name(f".{health.path.name}.tmp").symlink_to("/dev/full")
+    health.doing("training", step=2)
+    health.failed("the first error, which must stay the one that is told")
+    assert read_health(tmp_path, "rl")["trainer.0"].doing != "training"
+
+
+def test_health_files_that_nobody_of_ours_wrote_are_passed_over(tmp_path):
+    HealthFile(tmp_path, "rl", "trainer", 0, 1)
+    for name, text in (("a", "{"), ("b", "{}"), ("c", "[]"), ("d", '{"waits": [[]]}')):
+        (health_dir(tmp_path, "rl") / f"{name}.json").write_text(text)
+    assert list(read_health(tmp_path, "rl")) == ["trainer.0"]

@@ -1,0 +1,129 @@
+"""What people look at: the view's numbers, the tail, TensorBoard's scalars."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe import weights_and_biases
+from orrery.observe.health import Health, Wait
+from orrery.observe.metrics import MetricsFile
+from orrery.observe.progress import Progress, line, panel, sparkline
+from orrery.observe.tail import MetricsTail
+from orrery.observe.tensorboard import TensorBoardSink, named
+
+
+@pytest.fixture
+def progress():
+    made = Progress("reverse_text-0123456789ab", "rl", 2, ("init", "rl", "report"), ("init",), 40, 1000.0)
+    stamp = {"stage": "rl", "attempt": 2}
+    made.add(
+        "orchestrator.0", {**stamp, "event": "batch", "step": 12, "reward_mean": 0.43, "staleness_max": 2, "generated_tokens_per_s": 812.4}
+    )
+    made.add("trainer.0", {**stamp, "step": 12, "loss": 0.1, "tokens_per_s": 900.0})
+    made.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 99, "loss": 7.0})
+    made.add("launcher.0", {**stamp, "event": "usage", "processes": {"trainer.0": {"cpu_percent": 88.0, "rss_bytes": 3 * 2**20}}})
+    return made
+
+
+HEALTH = {
+    "trainer.0": Health("trainer", 0, 1055.0, 1, 2, "training", 1055.0, 12, None, (Wait("batch 13 from orchestrator", 1058.0, None),))
+}
+
+
+def test_the_plain_line_says_step_reward_staleness_speed_and_who_waits(progress):
+    text = line(progress, HEALTH, 1060.0)
+    for part in (
+        "[01:00] rl 12/40",
+        "reward 0.43",
+        "oldest 2",
+        "generated tokens/s 812",
+        "trainer.0 waiting 2 s for batch 13 from orchestrator",
+    ):
+        assert part in text
+    assert "99" not in text, "a row of another stage was taken in"
+
+
+def test_the_live_view_shows_stages_processes_and_use(progress):
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(panel(progress, HEALTH, {"trainer.0": "running", "inference.0": "running"}, 1060.0))
+    text = console.export_text()
+    for part in ("✓ init", "▶ rl", "· report", "12/40", "waiting 2 s for batch 13", "88 %", "3 MiB", "inference.0"):
+        assert part in text
+
+
+def test_a_sparkline_spans_zero_to_one():
+    assert sparkline([-0.5, 0.0, 0.5, 1.0, 2.0]) == "▁▁▅██"
+
+
+def test_the_tail_yields_every_whole_row_once_and_waits_for_a_torn_one(tmp_path):
+    metrics = MetricsFile(tmp_path, "rl", "trainer", 0, 1)
+    metrics.write(1, loss=1.0)
+    skipping, whole = MetricsTail(tmp_path, from_end=True), MetricsTail(tmp_path)
+    assert [row["step"] for _, row in whole.new_rows()] == [1]
+    metrics.write(2, loss=2.0)
+    with metrics.span("wait", step=2):
+        pass
+    path = tmp_path / "metrics/trainer.0.jsonl"
+    with open(path, "a") as file:
+        file.write('{"step":3,')
+    for tail in (skipping, whole):
+        assert [(name, row["step"]) for name, row in tail.new_rows()] == [("trainer.0", 2)]
+    with open(path, "a") as file:
+        file.write('"loss":3}\n')
+    assert [row["step"] for _, row in whole.new_rows()] == [3]
+    assert list(whole.new_rows()) == []
+
+
+def test_scalars_are_named_by_event_and_stepped_by_step_or_version():
+    row = {
+        "time_s": 1.0,
+        "stage": "rl",
+        "attempt": 1,
+        "step": None,
+        "event": "update",
+        "version": 4,
+        "pause_s": 0.2,
+        "dropped": {"stale": 3},
+        "how": "x",
+    }
+    assert named("orchestrator.0", row) == (4, {"update/pause_s": 0.2, "update/dropped/stale": 3.0})
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2):
+        sink.write("trainer.0", {"time_s": 100.0 + step, "stage": "rl", "attempt": 1, "step": step, "loss": step / 4})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "metrics/tensorboard/rl/trainer.0")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_is_used_only_when_configured_and_its_absence_is_a_sentence(tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert not weights_and_biases.configured()
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert weights_and_biases.configured()
+    with pytest.raises(OrreryError, match="wandb is not installed"):
+        weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
+
+
+def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
+    logged, started = [], {}
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda quiet: started.update(finished=quiet))
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: started.update(settings) or run))
+    sink = weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
+    sink.write("trainer.0", {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": 7, "loss": 0.5})
+    sink.close()
+    assert (started["id"], started["name"], started["resume"], started["finished"]) == (
+        "0123456789ab", "reverse_text-0123456789ab", "allow", True
+    )  # fmt: skip
+    assert logged == [{"rl/trainer/loss": 0.5, "rl/step": 7}]

@@ -1,0 +1,1 @@
+"""The orchestrator role: keeps engines and trainer busy, and the data on-policy enough. `loop` is the algorithm."""

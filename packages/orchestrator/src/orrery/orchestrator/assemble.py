@@ -1,0 +1,65 @@
+"""Assemble: from the manifest and the other roles' addresses to what a stage runs."""
+
+import asyncio
+import os
+from typing import Any
+
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator import snapshot
+from orrery.orchestrator.loop import Loop
+from orrery.orchestrator.state import State
+from orrery.tasks import make
+from orrery.tasks.chat import Renderer
+from orrery.transport import checkpoints, rendezvous
+from orrery.transport.engine import EngineFleet
+from orrery.transport.rollout_wire import RolloutSender, make_sender
+from orrery.transport.weight_wire import make_watch
+
+SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
+
+
+async def fleet(me: Any) -> EngineFleet:
+    """A client of every engine of this stage, behind the router where there is one; waits until all listen."""
+    inference = me.manifest.inference
+    engines = await asyncio.to_thread(rendezvous.await_endpoints, me, "inference", inference.num_replicas, SERVERS_START_S)
+    router_url = None
+    if inference.router.kind != "none":
+        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, SERVERS_START_S))[0].url
+    return EngineFleet([engine.url for engine in engines], router_url, os.environ.get("ORRERY_TOKEN"))
+
+
+def tasks(manifest: Manifest) -> dict[str, list]:
+    """The tasks by purpose, in the manifest's order."""
+    return {"train": [make(use) for use in manifest.tasks.train], "evaluation": [make(use) for use in manifest.tasks.evaluation]}
+
+
+def policy_dir(me: Any, *stages: str) -> Any:
+    """The weights folder of the first of `stages` that this run has."""
+    names = [name for name in stages if name != "sft" or me.manifest.stages.sft is not None]
+    return me.run_dir / "weights" / names[0]
+
+
+def sender(me: Any) -> RolloutSender:
+    """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
+    wire = make_sender(me.manifest.transport.rollouts, me.run_dir, me.port, me.manifest.trainer.mesh.world_size)
+    rendezvous.publish(me, wire.url)
+    return wire
+
+
+def state(me: Any) -> State:
+    """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
+    # Safe here: every file of a new checkpoint comes after our next cut.
+    checkpoints.discard_incomplete(me.run_dir)
+    step = checkpoints.latest(me.run_dir)
+    if step is None:
+        return State(me.manifest)
+    resumed = State(me.manifest, snapshot.read(me.run_dir, step))
+    me.log.info("resuming after step %d: %d rollouts queued, %d groups to redo", step, resumed.sink.num_queued, len(resumed.source.again))
+    return resumed
+
+
+def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
+    """The RL stage."""
+    renderer = Renderer(policy_dir(me, "sft", "init"))
+    watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt)
+    return Loop(me, state(me), tasks(me.manifest), renderer, engines, watch, wire)

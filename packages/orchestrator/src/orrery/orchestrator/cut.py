@@ -1,0 +1,88 @@
+"""Cut: from the samples of a batch to what goes over the wire, and the numbers that describe it.
+
+- In: `Cut`. Out: one `Columns` a sample, packed into micro-batches for every rank; the batch's row.
+- The documents are views of what the engine's client returned; nothing is copied until the wire gathers a micro-batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator.sink import Sample
+from orrery.orchestrator.state import Cut
+from orrery.transport.columns import Columns
+from orrery.transport.packing import micro_batches, pack, quadratic_cost
+from orrery.transport.rollout_wire import Batch
+
+
+def document(sample: Sample, temperature: float) -> Columns:
+    """One sample as columns."""
+    rollout = sample.rollout
+    return Columns(
+        np.array([0, rollout.num_tokens], dtype=np.int64),
+        {
+            "token_id": rollout.token_id,
+            "trained": rollout.trained,
+            "logprob": rollout.logprob,
+            "version": rollout.version,
+            "advantage": np.where(rollout.trained, np.float32(sample.advantage), np.float32(0.0)),
+        },
+        {
+            "temperature": np.array([temperature], dtype=np.float32),
+            "dispatch_version": np.array([sample.dispatch_version], dtype=np.int32),
+            "reward": np.array([rollout.reward], dtype=np.float32),
+            "group_id": np.array([sample.group_id], dtype=np.int64),
+            "task_index": np.array([sample.task_index], dtype=np.int32),
+        },
+    )
+
+
+def digests(samples: Sequence[Sample], known: dict[int, str]) -> dict[str, str]:
+    """The digest of each version that sampled a token here, oldest version first; versions are text, as JSON has its keys."""
+    versions = np.unique(np.concatenate([sample.rollout.sampled_versions for sample in samples]))
+    return {str(version): known[version] for version in versions.tolist()}
+
+
+def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
+    """The documents as batch `step` for every trainer rank. `totals` has N of every loss component, and sizes."""
+    lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
+    ranks, limit = manifest.trainer.mesh.world_size, manifest.trainer.memory.max_tokens_per_micro_batch
+    plan = pack(lengths, ranks, limit, quadratic_cost(manifest.model))
+    num_trained = int(sum(np.count_nonzero(each.token["trained"]) for each in documents))
+    totals: dict[str, int | float] = {
+        "rl": num_trained,
+        "cross_entropy": 0,
+        "reference_kl": 0,
+        "num_samples": len(documents),
+        "num_tokens": int(lengths.sum()),
+        "num_trained_tokens": num_trained,
+    }
+    return Batch(step, micro_batches(documents, plan), totals, info)
+
+
+def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
+    """What the batch's metrics row says of its samples and of the time since the cut before."""
+    samples, tally, tasks = cut.samples, cut.tally, manifest.tasks.train
+    versions = [sample.rollout.sampled_versions for sample in samples]
+    behind = cut.step - 1 - np.concatenate(versions)
+    task_of = np.array([task for task, _ in tally.rewards], dtype=np.int64)
+    rewards = np.array([reward for _, reward in tally.rewards], dtype=np.float64)
+    by_task = {f"reward/{task.name}": float(rewards[task_of == i].mean()) for i, task in enumerate(tasks) if (task_of == i).any()}
+    trained_rewards = [sample.rollout.reward for sample in samples]
+    elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
+    return {
+        "event": "batch",
+        # Of every group that became whole since the last cut: groups that are dropped for equal rewards would bias the mean of the batch.
+        "reward_mean": float(rewards.mean()) if len(rewards) else float(np.mean(trained_rewards)),
+        "batch_reward_mean": float(np.mean(trained_rewards)),
+        **by_task,
+        "staleness_mean": float(behind.mean()),
+        "staleness_max": int(behind.max()),
+        "staleness_counts": np.bincount(np.maximum(behind, 0)).tolist(),
+        "num_versions": len(np.unique(np.concatenate(versions))),
+        "num_mixed_rollouts": sum(int(each.min() != each.max()) for each in versions),
+        "completion_tokens_mean": float(np.mean([len(each) for each in versions])),
+        "truncated_share": float(np.mean([sample.rollout.truncated for sample in samples])),
+        "generated_tokens_per_s": tally.generated_tokens / elapsed_s if elapsed_s > 0 else None,
+    }

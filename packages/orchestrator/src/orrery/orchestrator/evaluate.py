@@ -1,0 +1,143 @@
+"""The evaluate stage: the same held-out problems on the policy before and after RL.
+
+- Both policies go into the engines over the weight wire, attested as every update is: the wire that trained is the wire that is judged.
+- Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
+- The same seeds for both policies, so that they differ by their weights alone.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import write_atomic
+from orrery.orchestrator import assemble, samples
+from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
+from orrery.orchestrator.pulse import Pulse
+from orrery.orchestrator.requests import Failed, Finished, Request
+from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.stage import Stage
+from orrery.tasks.chat import Renderer
+from orrery.transport.weight_wire import make_publisher, read_weights
+
+TICK_S = 0.5
+
+
+async def run(me: Any) -> None:
+    """The whole stage."""
+    async with await assemble.fleet(me) as fleet:
+        publisher = make_publisher(me.manifest.transport.weights, me.run_dir, me.attempt, keep=2)
+        try:
+            results = await _both(me, fleet, publisher)
+        finally:
+            publisher.close()
+    _write(me, results)
+
+
+async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
+    after = me.manifest.stages.rl.num_steps
+    policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, me.run_dir / "weights" / "rl")}
+    evaluation = HeldOut(me, fleet, Renderer(policies["after"][1]), assemble.tasks(me.manifest), last_step=after)
+    results = {}
+    for policy, (version, folder) in policies.items():
+        with me.metrics.span("update", version):
+            published = await asyncio.to_thread(publisher.publish, version, policy_weights(folder))
+            report = await fleet.update(published)
+        me.metrics.write(
+            version, event="update", version=version, digest=published.digest, drain_s=0.0, pause_s=report.paused_s,
+            update_s=report.update_s, attest_s=report.attest_s, num_in_flight=0, attested=report.attested,
+        )  # fmt: skip
+        me.health.doing(f"evaluating the policy {policy} RL")
+        results[policy] = await evaluation.run(version)
+        for row in results[policy].rows:
+            me.metrics.write(version, event="evaluation", policy=policy, digest=published.digest, **row)
+            me.metrics.add_span("evaluation", row["start_s"], row["end_s"], version, task=row["task"])
+            me.log.info("%s RL: %s %.3f (%d rollouts)", policy, row["task"], row["reward_mean"], row["num_rollouts"])
+    return results
+
+
+def policy_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(HF name, tensor) of a policy's folder. Raises OrreryError where there are none."""
+    if not any(folder.glob("*.safetensors")):
+        raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
+    return read_weights(folder)
+
+
+class HeldOut:
+    """Evaluations without training beside them, over the same machines as in the RL stage."""
+
+    def __init__(self, me: Any, fleet: Any, renderer: Any, tasks: dict, last_step: int):
+        settings = me.manifest.stages.evaluate
+        self.timeout_s = me.manifest.orchestrator.rollout_timeout_s
+        self.evaluations = Evaluations(
+            me.manifest.tasks.evaluation, max(last_step, 1), settings.num_problems, settings.rollouts_per_problem, last_step
+        )
+        self.dispatch = Dispatch(Admission(me.manifest.orchestrator.admission))
+        self.pulse = Pulse()
+        self.stage = Stage(me.manifest, tasks, renderer, fleet, self._finished, self._failed)
+        self.me = me
+        self.result: EvaluationResult | None = None
+
+    async def run(self, version: int) -> EvaluationResult:
+        self.result = None
+        for group in self.evaluations.begin(version, time.time()):
+            self.dispatch.offer(group)
+        try:
+            while self.result is None:
+                self.stage.check()
+                for request in self.dispatch.expired(time.time(), self.timeout_s):
+                    self._failed(
+                        request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
+                    )
+                    self.stage.cancel([request])
+                self.stage.play(self.dispatch.start(version, time.time()))
+                await self.pulse.wait(TICK_S)
+        finally:
+            await self.stage.close()
+        return self.result
+
+    def _finished(self, request: Request, rollout: Rollout) -> None:
+        self._leave(Finished(request, rollout))
+
+    def _failed(self, request: Request, reason: str, detail: str) -> None:
+        self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        self._leave(Failed(request, reason, detail))
+
+    def _leave(self, outcome: Finished | Failed) -> None:
+        if self.dispatch.leave(outcome.request.name):
+            self.result = self.evaluations.add(outcome, time.time()) or self.result
+            self.pulse.ring()
+
+
+def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
+    """`result.json`: reward over all rollouts of a policy, and by task."""
+    content: dict[str, Any] = {"tasks": {}}
+    for policy, result in results.items():
+        num_rollouts = sum(row["num_rollouts"] for row in result.rows)
+        total = sum(row["reward_mean"] * row["num_rollouts"] for row in result.rows)
+        content[policy] = {
+            "reward_mean": total / num_rollouts,
+            "num_rollouts": num_rollouts,
+            "num_failed": sum(row["num_failed"] for row in result.rows),
+        }
+        for row in result.rows:
+            content["tasks"].setdefault(row["task"], {})[policy] = {"reward_mean": row["reward_mean"], "num_rollouts": row["num_rollouts"]}
+    return content
+
+
+def _write(me: Any, results: dict[str, EvaluationResult]) -> None:
+    uses = me.manifest.tasks.evaluation
+    lines = [
+        samples.line(rollout, policy=policy, version=result.version, task=uses[group.task_index].name, problem=group.problem_index)
+        for policy, result in results.items()
+        for group, rollout in result.rollouts
+    ]
+    samples.write(me.run_dir / "rollouts" / "evaluate.jsonl", lines)
+    path = me.run_dir / "stages" / "evaluate" / "result.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

@@ -1,0 +1,224 @@
+"""The loop: rollouts go in, batches go out, new weights come back. All of it meets in `State`; here are its three activities.
+
+    generate   permits become rollouts; each ends finished, failed or dropped
+    train      as soon as the trainer is near enough: cut a batch, keep what a checkpoint needs, pack it, write it down, send it
+    follow     new versions go into the engines; at some of them the policy is evaluated
+
+After the last, the trainer gets the last evaluation's rollouts once more: one version made them alone, so it can compare log-probs.
+
+They run side by side in one event loop and share nothing but the state, which only changes between two awaits.
+"""
+
+import asyncio
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.orchestrator import cut, samples, snapshot
+from orrery.orchestrator.activity import Activity
+from orrery.orchestrator.evaluation import EvaluationResult
+from orrery.orchestrator.pulse import Pulse
+from orrery.orchestrator.requests import Request
+from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.sink import Sample
+from orrery.orchestrator.stage import Stage
+from orrery.orchestrator.state import Cut, State
+from orrery.orchestrator.updates import Updates
+from orrery.transport import rollout_store
+
+TICK_S = 0.5  # timeouts of rollouts are this precise
+POLL_S = 0.03  # how often publications are looked for
+ENGINE_POLL_S = 0.5
+FIRST_VERSION_S = 600.0  # the trainer's start
+STALL_S = 600.0  # beyond a rollout's own time limit: nothing takes this long
+NUM_SAMPLES = 4  # decoded rollouts a batch
+
+
+class Loop:
+    """One RL stage."""
+
+    def __init__(self, me: Any, state: State, tasks: dict, renderer: Any, fleet: Any, watch: Any, sender: Any):
+        self.me, self.state, self.fleet, self.sender = me, state, fleet, sender
+        self.manifest = state.manifest
+        self.pulse = Pulse()
+        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed)
+        self.updates = Updates(me, state, self.stage, fleet, watch)
+        self.activity = Activity(me.metrics.add_span)
+        self._evaluation: EvaluationResult | None = None  # the newest that is finished
+        self._said: str | None = None
+
+    async def run(self) -> None:
+        """Until the last batch is trained and the policy that it makes is evaluated."""
+        activities = [
+            asyncio.create_task(each(), name=each.__name__) for each in (self.generate, self.train, self.follow, self.watch_engines)
+        ]
+        try:
+            with ExitStack() as waits:
+                self._waits = waits
+                done, _ = await asyncio.wait(activities, return_when=asyncio.FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                await self._send_comparison()
+        finally:
+            for each in activities:
+                each.cancel()
+            await asyncio.gather(*activities, return_exceptions=True)
+            await self.stage.close()
+            self.activity.close(time.time())
+
+    async def generate(self) -> None:
+        while not self.state.done:
+            self.stage.check()
+            for request in self.state.expired(time.time()):
+                self._time_out(request)
+            self.stage.play(self.state.start(time.time()))
+            self._observe_own_engine()
+            self._say_what_we_wait_for()
+            await self.pulse.wait(TICK_S)
+
+    async def train(self) -> None:
+        while not self.state.clock.all_cut:
+            self.state.wanted = await self.sender.wanted()
+            start_s = time.time()
+            batch = self.state.cut()
+            if batch is None:
+                await self.pulse.wait(POLL_S)
+                continue
+            self.me.metrics.add_span("cut", start_s, time.time(), batch.step)
+            kept = self.state.snapshot() if self._is_checkpoint(batch.step) else None
+            row = cut.row(batch, self.manifest, time.time())
+            self.pulse.ring()  # a new batch number may let new groups start
+            if kept is not None:
+                await asyncio.to_thread(snapshot.write, self.me.run_dir, batch.step, kept, self.manifest.orchestrator.sampling.temperature)
+            await self._send(batch, row)
+        await self.stage.cancel(self.state.end_training())
+
+    async def follow(self) -> None:
+        while not self.state.done:
+            if await self.updates.take_newest():
+                self.pulse.ring()
+            if self.state.begin_evaluation(time.time()):
+                self.pulse.ring()
+            await asyncio.sleep(POLL_S)  # not at every pulse: looking for a publication reads files
+
+    async def watch_engines(self) -> None:
+        """Rows of what the engines say of themselves; the report's activity, where a router stands between."""
+        while not self.state.done:
+            await asyncio.sleep(ENGINE_POLL_S)
+            try:
+                every = await self.fleet.metrics()
+            except OrreryError as error:  # an engine that is gone ends the run by other ways; a slow page must not
+                self.me.log.warning("no numbers from the engines: %s", error)
+                continue
+            for index, metrics in enumerate(every):
+                numbers = {"running": metrics.running, "waiting": metrics.waiting, "kv_usage": metrics.kv_usage}
+                self.me.metrics.write(None, event="engine", engine=index, **numbers)
+                if self._routed:
+                    self.activity.observe(index, metrics.running + metrics.waiting, time.time())
+
+    # What rollouts come to -------------------------------------------------------------------------------------------
+
+    def _finished(self, request: Request, rollout: Rollout) -> None:
+        self._settle(self.state.finished(request, rollout, time.time()))
+
+    def _failed(self, request: Request, reason: str, detail: str) -> None:
+        self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        self._settle(self.state.failed(request, reason, detail, time.time()))
+
+    def _time_out(self, request: Request) -> None:
+        limit_s = self.manifest.orchestrator.rollout_timeout_s
+        # First out of the books, then out of the engine: what comes back in between is void.
+        self._failed(request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {limit_s:g} s")
+        self.stage.cancel([request])
+
+    def _settle(self, result: EvaluationResult | None) -> None:
+        self._evaluation = result or self._evaluation
+        for row in result.rows if result else ():
+            self.me.metrics.write(result.version, event="evaluation", digest=self.state.digests[result.version], **row)
+            self.me.metrics.add_span("evaluation", row["start_s"], row["end_s"], result.version, task=row["task"])
+            self.me.log.info(
+                "evaluation of version %d: %s %.3f (%d rollouts)", result.version, row["task"], row["reward_mean"], row["num_rollouts"]
+            )
+        self.pulse.ring()
+
+    # Sending ---------------------------------------------------------------------------------------------------------
+
+    def _is_checkpoint(self, step: int) -> bool:
+        return step % self.manifest.trainer.checkpoint.interval_steps == 0 or step == self.state.clock.num_batches
+
+    async def _send(self, batch: Cut, row: dict) -> None:
+        step, state = batch.step, self.state
+        temperature = self.manifest.orchestrator.sampling.temperature
+        documents = [cut.document(sample, temperature) for sample in batch.samples]
+        digests = cut.digests(batch.samples, state.digests)
+        with self.me.metrics.span("pack", step):
+            packed = await asyncio.to_thread(cut.packed, step, documents, self.manifest, {"digests": digests})
+        # Before it is sent: a batch that a checkpoint counts as trained is never cut again, so a kill must find all of this on disk.
+        self.me.metrics.write(
+            step, **row, version=max(map(int, digests)), digests=digests, num_in_flight=state.dispatch.num_in_flight,
+            num_queued_rollouts=state.sink.num_queued, dropped=dict(state.sink.dropped),
+        )  # fmt: skip
+        await asyncio.to_thread(self._keep, batch, documents, digests)
+        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}", deadline_s=STALL_S):
+            await self.sender.send(packed)
+        self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
+
+    async def _send_comparison(self) -> None:
+        """What comes after the last batch: rollouts of the last version, to be scored and not trained."""
+        evaluation, temperature = self._evaluation, self.manifest.orchestrator.sampling.temperature
+        assert evaluation is not None and evaluation.version == self.state.clock.num_batches
+        step = evaluation.version + 1
+        compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
+        documents = [cut.document(sample, temperature) for sample in compared]
+        info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
+        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs", deadline_s=STALL_S):
+            await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
+
+    def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
+        rollout_store.write_batch(self.me.run_dir, batch.step, documents, digests=digests)
+        samples.append(
+            self.me.run_dir / "rollouts" / "samples.jsonl",
+            (
+                samples.line(
+                    sample.rollout, step=batch.step, attempt=self.me.attempt, version=sample.dispatch_version,
+                    task=self.manifest.tasks.train[sample.task_index].name, group=sample.group_id, advantage=sample.advantage,
+                )
+                for sample in batch.samples[:NUM_SAMPLES]
+            ),
+        )  # fmt: skip
+
+    # What others see -------------------------------------------------------------------------------------------------
+
+    @property
+    def _routed(self) -> bool:
+        return self.manifest.inference.num_replicas > 1
+
+    def _observe_own_engine(self) -> None:
+        if not self._routed:
+            self.activity.observe(0, self.stage.num_playing, time.time())
+
+    def _say_what_we_wait_for(self) -> None:
+        """Health, when it changes: what we do, or whom we wait for."""
+        state, clock = self.state, self.state.clock
+        step = min(clock.next_batch, clock.num_batches)
+        rollout_s = self.manifest.orchestrator.rollout_timeout_s
+        waits: tuple[str, float] | None = None
+        if clock.version < 0:
+            doing, waits = "starting", ("the first weights from trainer", FIRST_VERSION_S)
+        elif state.dispatch.num_in_flight:
+            doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"
+        elif clock.all_cut:
+            doing, waits = "ending", (f"version {clock.num_batches} from trainer", rollout_s + STALL_S)
+        elif state.sink.num_queued >= state.rollouts_per_batch:
+            doing, waits = f"holding batch {step}", (f"trainer to ask for batch {clock.next_batch}", rollout_s + STALL_S)
+        else:
+            doing, waits = f"collecting batch {step}", (f"version {clock.version + 1} from trainer", rollout_s + STALL_S)
+        said = f"{doing}/{waits}"
+        if said == self._said:
+            return
+        self._said = said
+        self._waits.close()
+        self.me.health.doing(doing, step=step)
+        if waits is not None:
+            self._waits.enter_context(self.me.health.waiting(waits[0], deadline_s=waits[1]))

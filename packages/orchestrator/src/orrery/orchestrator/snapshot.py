@@ -1,0 +1,111 @@
+"""Snapshot files: the orchestrator's share of a checkpoint, `checkpoints/step_<n>/orchestrator/`.
+
+- `queue.safetensors`: finished groups that are not trained yet, as columns; `state.json`: the rest.
+- The folder appears whole (written aside, renamed). What an earlier attempt left under the same step is replaced: its step was never
+  completed, or nobody would make it again.
+- Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
+"""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sync, write_atomic
+from orrery.orchestrator.cut import document
+from orrery.orchestrator.requests import GroupRequest
+from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.sink import Sample
+from orrery.orchestrator.state import Snapshot
+from orrery.tasks.task import Message
+from orrery.transport import safetensors_columns
+from orrery.transport.columns import Columns
+
+FORMAT = 2
+
+
+class _QueuedSample(msgspec.Struct):
+    """What columns do not hold of a queued sample."""
+
+    group: int  # number of its group in the queue
+    member: int
+    advantage: float
+    reward: float
+    truncated: bool
+    messages: list[Message]
+    metrics: dict[str, float]
+
+
+class _State(msgspec.Struct):
+    format: int
+    step: int
+    next_batch: int
+    cursors: list[int]
+    in_flight: list[GroupRequest]
+    evaluated: int
+    num_evaluation_groups: int
+    digests: dict[int, str]
+    queue: list[_QueuedSample]
+
+
+def folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step}" / "orchestrator"
+
+
+def write(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
+    """Write step `step`'s folder; returns it."""
+    samples = [(number, sample) for number, group in enumerate(snapshot.queue) for sample in group]
+    state = _State(
+        FORMAT, step, snapshot.next_batch, snapshot.cursors, snapshot.in_flight, snapshot.evaluated, snapshot.num_evaluation_groups,
+        snapshot.digests,
+        [
+            _QueuedSample(
+                number, sample.member, sample.advantage, sample.rollout.reward,
+                sample.rollout.truncated, sample.rollout.messages, sample.rollout.metrics,
+            )
+            for number, sample in samples
+        ],
+    )  # fmt: skip
+    target = folder(run_dir, step)
+    aside = target.with_name(".orchestrator.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_atomic(aside / "state.json", msgspec.json.encode(state))
+    safetensors_columns.write(aside / "queue.safetensors", [document(sample, temperature) for _, sample in samples])
+    sync(aside)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+    sync(target.parent)
+    return target
+
+
+def read(run_dir: Path, step: int) -> Snapshot:
+    """What `write` wrote. Raises OrreryError where it is not whole."""
+    path = folder(run_dir, step)
+    try:
+        state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
+        columns, _ = safetensors_columns.read(path / "queue.safetensors")
+    except (OSError, msgspec.MsgspecError, OrreryError) as error:
+        raise OrreryError(
+            f"{path}: not a snapshot of the orchestrator ({error}); remove checkpoints/step_{step} to go on from an older one"
+        ) from error
+    if state.format != FORMAT or state.step != step or columns.num_samples != len(state.queue):
+        raise OrreryError(
+            f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of {len(state.queue)} samples; "
+            f"expected format {FORMAT} of step {step}; remove checkpoints/step_{step} to go on from an older one"
+        )
+    queue: list[list[Sample]] = []
+    for index, kept in enumerate(state.queue):
+        if kept.group == len(queue):
+            queue.append([])
+        queue[kept.group].append(_sample(columns, index, kept))
+    return Snapshot(state.next_batch, state.cursors, state.in_flight, queue, state.evaluated, state.num_evaluation_groups, state.digests)
+
+
+def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
+    tokens = slice(columns.offsets[index], columns.offsets[index + 1])
+    token_id, logprob, trained, version = (columns.token[name][tokens] for name in ("token_id", "logprob", "trained", "version"))
+    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics)
+    group_id, task_index, dispatch_version = (int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version"))
+    return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

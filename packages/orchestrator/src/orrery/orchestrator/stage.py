@@ -1,0 +1,103 @@
+"""Stage: plays requests as asyncio tasks, one a rollout, and takes them off again.
+
+- In: `Request`s that hold a permit. Out: exactly one call of `on_finished` or `on_failed` for each, unless it is cancelled.
+- Who awaits `cancel` knows that the requests have left the engine, so that an update that follows does not race with their ends.
+- What escapes by another way than `RolloutFailed`, also from those two calls, ends the run: `check` raises it in the loop.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from orrery.manifest.schema import Manifest, TaskUse
+from orrery.orchestrator.requests import Request
+from orrery.orchestrator.rollout import Engine, Rollout, RolloutFailed, play
+
+# A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.
+GONE_PAUSE_S = 1.0
+
+
+class Stage:
+    """Rollouts in flight."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tasks: dict[str, Sequence[Any]],
+        renderer: Any,
+        engine: Engine,
+        on_finished: Callable[[Request, Rollout], None],
+        on_failed: Callable[[Request, str, str], None],
+    ):
+        """`tasks` are the built tasks by purpose, in the manifest's order."""
+        self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
+        self.on_finished, self.on_failed = on_finished, on_failed
+        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._defect: BaseException | None = None
+
+    @property
+    def num_playing(self) -> int:
+        return len(self._playing)
+
+    def play(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._playing[request.name] = asyncio.create_task(self._play(request), name=request.name)
+
+    def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
+        """End these rollouts without a result, at once; await what is returned to know them gone from the engine."""
+        return self._cancel([task for request in requests if (task := self._playing.get(request.name)) is not None])
+
+    async def close(self) -> None:
+        """End all."""
+        await self._cancel(list(self._playing.values()))
+
+    @staticmethod
+    def _cancel(tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
+        for task in tasks:
+            task.cancel()
+        return asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+
+    async def _play(self, request: Request) -> None:
+        try:
+            try:
+                rollout = await self._rollout(request)
+            except RolloutFailed as failed:
+                if failed.reason == "engine_gone":
+                    await asyncio.sleep(GONE_PAUSE_S)
+                self.on_failed(request, failed.reason, failed.detail)
+            else:
+                self.on_finished(request, rollout)
+        except Exception as error:
+            self._defect = self._defect or error
+        finally:
+            self._playing.pop(request.name, None)
+
+    async def _rollout(self, request: Request) -> Rollout:
+        group, settings = request.group, self.manifest.orchestrator
+        use: TaskUse = getattr(self.manifest.tasks, group.purpose)[group.task_index]
+        return await play(
+            task=self.tasks[group.purpose][group.task_index],
+            problem_index=group.problem_index,
+            max_turns=use.max_turns,
+            renderer=self.renderer,
+            engine=self.engine,
+            sampling=settings.sampling,
+            max_model_len_tokens=self.manifest.inference.max_model_len_tokens,
+            cache_salt=str(request.version),
+            name=request.name,
+            # The loop's own clock ends a rollout earlier; this is for a connection that forgets to end.
+            timeout_s=2 * settings.rollout_timeout_s,
+            seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
+        )
+
+
+def evaluation_seed(seed: int, request: Request) -> int:
+    """Evaluations sample with a seed of their own a rollout, the same at every version: two policies differ by their weights alone."""
+    group = request.group
+    text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,0 +1,210 @@
+"""State: everything the loop decides, as one pure machine: no engine, no clock, no asyncio; events and times are arguments.
+
+- In: what happened (`finished`, `failed`, `updated`, `wanted`). Out: what to do (`start`, `expired`, `drain`, `cut`, `begin_evaluation`).
+- New groups are opened only as far as they can still be trained: rollouts in flight and queued stay within the batches to come that
+  may hold the engines' version. So a slow trainer stops generation, instead of making it stale.
+- Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
+  ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
+- While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
+- `snapshot` right after a cut, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.clock import NO_VERSION, Clock
+from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
+from orrery.orchestrator.groups import Groups
+from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
+from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.sink import Sample, Sink
+from orrery.orchestrator.source import Source
+
+
+@dataclass
+class Tally:
+    """What happened since the last cut."""
+
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (position in manifest.tasks.train, reward), trained or not
+    generated_tokens: int = 0
+    since_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Batch `step`, of exactly `rollouts_per_batch` samples, and the tally since the cut before."""
+
+    step: int
+    samples: list[Sample]
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a resumed run goes on from."""
+
+    next_batch: int
+    cursors: list[int]
+    in_flight: list[GroupRequest]
+    queue: list[list[Sample]]
+    evaluated: int  # newest version whose evaluation is finished
+    num_evaluation_groups: int
+    digests: dict[int, str]  # of the weights of every version that engines have had
+
+
+class State:
+    """The orchestrator of one run."""
+
+    def __init__(self, manifest: Manifest, snapshot: Snapshot | None = None):
+        settings, tasks = manifest.orchestrator, manifest.tasks
+        self.manifest = manifest
+        self.rollouts_per_batch = settings.rollouts_per_batch
+        self.clock = Clock(settings.max_off_policy_steps, manifest.stages.rl.num_steps)
+        self.dispatch = Dispatch(Admission(settings.admission))
+        self.groups = Groups()
+        self.sink = Sink(settings.algorithm, settings.rollouts_per_batch, settings.drop_zero_advantage_groups)
+        self.wanted = 0  # the newest batch that the trainer has asked for
+        self.updating = False
+        self.digests = dict(snapshot.digests) if snapshot else {}
+        self.tally = Tally()
+        evaluation = settings.evaluation
+        self.evaluations = Evaluations(
+            tasks.evaluation, evaluation.interval_steps, evaluation.num_problems, evaluation.rollouts_per_problem,
+            last_step=manifest.stages.rl.num_steps,
+            last=snapshot.evaluated if snapshot else NO_VERSION,
+            num_groups=snapshot.num_evaluation_groups if snapshot else 0,
+        )  # fmt: skip
+        self.source = Source(
+            tasks.train, settings.algorithm.group_size,
+            cursors=snapshot.cursors if snapshot else None,
+            again=snapshot.in_flight if snapshot else (),
+        )  # fmt: skip
+        self._open_train_rollouts = 0  # members of groups that are not whole yet, whatever has become of each
+        if snapshot:
+            self.clock.next_batch = snapshot.next_batch
+            self.wanted = snapshot.next_batch - 1  # it was cut, so it had been asked for, or nearly
+            self.sink.queue.extend(snapshot.queue)
+
+    # What to do ------------------------------------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> list[Request]:
+        """The requests to play now."""
+        if self.updating or self.clock.version == NO_VERSION:
+            return []
+        if self.tally.since_s is None:
+            self.tally.since_s = now_s
+        self.sink.sweep(self.clock.oldest_useful)
+        num_batches = min(self.clock.batches_open_to(self.clock.version), self.newest_to_cut + 1 - self.clock.next_batch + 1)
+        room = num_batches * self.rollouts_per_batch - self._open_train_rollouts - self.sink.num_queued
+        spare = self.dispatch.admission.free - self.dispatch.num_waiting
+        while room > 0 and spare > 0:
+            group = self.source.next()
+            self.dispatch.offer(group)
+            self._open_train_rollouts += group.size
+            room, spare = room - group.size, spare - group.size
+        return self.dispatch.start(self.clock.version, now_s)
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Requests to cancel for taking too long; report each as failed with "timeout". None during an update: its pause is not theirs."""
+        if self.updating:
+            return []
+        return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s)
+
+    def drain(self) -> list[Request]:
+        """Give up work in flight that no batch to come may hold; the requests to cancel."""
+        return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
+
+    def end_training(self) -> list[Request]:
+        """After the last cut: give up all train work; the requests to cancel."""
+        return self._give_up(self.dispatch.drop_train("run_over"))
+
+    @property
+    def newest_to_cut(self) -> int:
+        """The newest batch that may go to the wire now."""
+        return self.wanted + self.manifest.orchestrator.max_batches_ahead
+
+    def cut(self) -> Cut | None:
+        """The next batch, if the trainer is near enough to want it and there is enough for it."""
+        step = self.clock.next_batch
+        if self.clock.all_cut or step > self.newest_to_cut:
+            return None
+        samples = self.sink.cut(self.clock.oldest_version(step))
+        if samples is None:
+            return None
+        self.clock.next_batch += 1
+        tally, self.tally = self.tally, Tally()
+        return Cut(step, samples, tally)
+
+    def may_update(self, version: int) -> bool:
+        """Whether engines may go to `version` now: an active evaluation keeps them where they are."""
+        return version > self.clock.version and self.evaluations.pinned is None
+
+    def begin_evaluation(self, now_s: float) -> bool:
+        """Pin the engines' version and offer the held-out problems, if an evaluation is due; its rollouts start before any other."""
+        if not self.evaluations.due(self.clock.version):
+            return False
+        for group in self.evaluations.begin(self.clock.version, now_s):
+            self.dispatch.offer(group)
+        return True
+
+    @property
+    def done(self) -> bool:
+        """The last batch is trained, and the policy it made is evaluated."""
+        return self.clock.all_cut and self.clock.version >= self.clock.num_batches and self.evaluations.last >= self.clock.num_batches
+
+    # What happened ---------------------------------------------------------------------------------------------------
+
+    def updated(self, version: int) -> None:
+        """All engines hold `version`."""
+        if self.evaluations.pinned is not None:
+            raise AssertionError(f"version {version} went in while evaluation had {self.evaluations.pinned} pinned")
+        self.clock.version = version
+
+    def finished(self, request: Request, rollout: Rollout, now_s: float) -> EvaluationResult | None:
+        """A rollout has come to its judgement; the evaluation's result, if this was its last."""
+        if not self.dispatch.leave(request.name):
+            return None
+        self.tally.generated_tokens += int(rollout.trained.sum())
+        return self._leave(Finished(request, rollout), now_s)
+
+    def failed(self, request: Request, reason: str, detail: str, now_s: float) -> EvaluationResult | None:
+        """A rollout has come to nothing. The same result as `finished`."""
+        if not self.dispatch.leave(request.name):
+            return None
+        if request.group.purpose == "train":
+            self.sink.count(reason, 1, detail)
+        return self._leave(Failed(request, reason, detail), now_s)
+
+    def _leave(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
+        if outcome.request.group.purpose == "evaluation":
+            return self.evaluations.add(outcome, now_s)
+        group = self.groups.add(outcome)
+        if group is not None:
+            self._open_train_rollouts -= group.request.size
+            self.tally.rewards.extend((group.request.task_index, rollout.reward) for rollout in group.survivors.values())
+            self.sink.add(group)
+        self.sink.check_not_starved()
+        return None
+
+    def _give_up(self, dropped: Sequence) -> list[Request]:
+        for group in dropped:
+            self._open_train_rollouts -= group.group.size
+            self.sink.count(group.reason, self.groups.drop(group) + len(group.in_flight) + group.num_undispatched)
+        return [request for group in dropped for request in group.in_flight]
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The state right after a cut. Groups in flight count as not begun; an active evaluation too."""
+        return Snapshot(
+            next_batch=self.clock.next_batch,
+            cursors=list(self.source.cursors),
+            in_flight=[*self.dispatch.open_train_groups(), *self.source.again],
+            queue=[list(group) for group in self.sink.queue],
+            evaluated=self.evaluations.last,
+            num_evaluation_groups=self.evaluations.num_groups,
+            digests=dict(self.digests),
+        )

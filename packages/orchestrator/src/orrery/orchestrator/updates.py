@@ -1,0 +1,51 @@
+"""Updates: new weights go into all engines while rollouts are in flight.
+
+- Order: nothing starts any more → stale work is drained (cancelled, and gone from the engines) → pause, load, attest, resume (the fleet)
+  → the state has the version. Aborting before the pause, not during it, keeps the engines' bookkeeping out of our way.
+- Every engine attests every tensor; a mismatch is the fleet's `RunFailed`, which names it.
+- An active evaluation keeps the version: then an update waits. Versions that were published meanwhile are skipped, newest wins.
+"""
+
+import time
+from typing import Any
+
+from orrery.orchestrator.stage import Stage
+from orrery.orchestrator.state import State
+
+
+class Updates:
+    """Brings engines to published versions, one update at a time."""
+
+    def __init__(self, me: Any, state: State, stage: Stage, fleet: Any, watch: Any):
+        self.me, self.state, self.stage, self.fleet, self.watch = me, state, stage, fleet, watch
+
+    async def take_newest(self) -> bool:
+        """Update, if something newer is published and nothing has the version pinned. True where engines have changed."""
+        if self.state.evaluations.pinned is not None:
+            return False
+        published = self.watch.latest()
+        if published is None or not self.state.may_update(published.version):
+            return False
+        state, version = self.state, published.version
+        state.updating = True
+        state.digests[version] = published.digest  # before the update: its first tokens may be back before the call is
+        start_s = time.time()
+        await self.stage.cancel(state.drain())
+        drained_s = time.time()
+        with self.me.health.waiting(
+            f"engines to take version {version} (inference)", deadline_s=self.me.manifest.orchestrator.rollout_timeout_s + 300
+        ):
+            report = await self.fleet.update(published)
+        state.updated(version)
+        state.updating = False
+        num_in_flight = state.dispatch.num_in_flight
+        self.me.metrics.add_span("update", start_s, time.time(), version, num_in_flight=num_in_flight)
+        self.me.metrics.write(
+            version, event="update", version=version, digest=published.digest, drain_s=drained_s - start_s,
+            pause_s=report.paused_s, update_s=report.update_s, attest_s=report.attest_s, num_in_flight=num_in_flight,
+            attested=report.attested,
+        )  # fmt: skip
+        self.me.log.info(
+            "version %d (%s) in all engines: %d in flight, paused %.0f ms", version, published.digest, num_in_flight, 1000 * report.paused_s
+        )
+        return True

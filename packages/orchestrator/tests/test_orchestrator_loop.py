@@ -1,0 +1,225 @@
+"""The loop with a fake engine and a fake trainer: whole runs, and what they leave behind."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import orchestrator_fakes as fakes
+import pytest
+
+from orrery.manifest.errors import RunFailed
+from orrery.orchestrator import assemble, snapshot
+from orrery.orchestrator.loop import Loop
+from orrery.orchestrator.pulse import Pulse
+from orrery.orchestrator.requests import GroupRequest, Request
+from orrery.orchestrator.sink import Sample
+from orrery.orchestrator.state import State
+from orrery.transport import checkpoints, rollout_store
+
+
+def loop_of(me, manifest, fleet, trainer, state=None, task=None):
+    tasks = {"train": [task or fakes.FakeTask() for _ in manifest.tasks.train], "evaluation": [fakes.FakeTask()]}
+    return Loop(me, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
+
+
+def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20):
+    me, fleet, trainer = fakes.FakeMe(tmp_path, manifest), fleet or fakes.FakeFleet(), trainer or fakes.FakeTrainer()
+    loop = loop_of(me, manifest, fleet, trainer, state, task)
+    asyncio.run(asyncio.wait_for(loop.run(), limit_s))
+    return me, fleet, trainer, loop
+
+
+def trained(batch):
+    """The batch's micro-batches, as one `Columns` each part."""
+    return [part for rank in batch.micro_batches for micro in rank for part in micro]
+
+
+def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated(tmp_path):
+    me, fleet, trainer, loop = run(tmp_path, fakes.manifest())
+    assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6]
+    assert all(batch.totals["num_samples"] == 8 for batch in trainer.batches)
+    evaluated = [row["version"] for row in me.events("evaluation")]
+    assert evaluated[0] == 0 and evaluated[-1] == 6
+    assert fleet.updates == sorted(set(fleet.updates)) and fleet.updates[-1] == 6
+    versions = np.concatenate([part.token["version"][part.token["trained"]] for part in trained(trainer.compared)])
+    assert (versions == 6).all() and trainer.compared.totals["num_samples"] == me.events("evaluation")[-1]["num_rollouts"]
+    assert not fleet.in_flight and loop.state.dispatch.admission.taken == 0
+
+
+def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
+    me, _, _, _ = run(tmp_path, fakes.manifest(weights=(1.0, 2.0)))
+    rows = me.events("batch")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert row.keys() >= {
+            "reward_mean", "staleness_mean", "staleness_max", "staleness_counts", "num_versions", "num_mixed_rollouts", "num_in_flight",
+            "num_queued_rollouts", "dropped", "completion_tokens_mean", "truncated_share", "generated_tokens_per_s", "version", "digests",
+        }  # fmt: skip
+        assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
+    assert any("reward/task1" in row for row in rows)
+    assert {span["name"] for span in me.spans} >= {"cut", "pack", "send", "update", "evaluation", "generate"}
+
+
+def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
+    manifest = fakes.manifest(max_off_policy_steps=1)
+    _, _, trainer, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
+    for batch in trainer.batches:
+        parts = trained(batch)
+        versions = np.concatenate([part.token["version"][part.token["trained"]] for part in parts])
+        assert versions.min() >= batch.step - 1 - 1 and versions.max() <= batch.step - 1
+        kept, _ = rollout_store.read_batch(tmp_path, batch.step)
+        assert sorted(kept.sample["group_id"].tolist()) == sorted(int(part.sample["group_id"][0]) for part in parts)
+        assert sum(part.num_tokens for part in parts) == kept.num_tokens == batch.totals["num_tokens"]
+    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
+    assert lines[0].keys() >= {"step", "version", "task", "messages", "reward"}
+
+
+def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(tmp_path):
+    manifest = fakes.manifest(checkpoint_steps=2)
+    me, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
+    kept = snapshot.read(tmp_path, 4)
+    sample = Sample(fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3)
+    # A whole batch, which is cut before any engine has been updated.
+    resumed = State(manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"}))
+    again, _, second, _ = run(tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed)
+    assert second.batches[0].info["digests"] == {"3": f"{3:016x}"} and again.events("batch")[0]["version"] == 3
+    for batch, row in zip([*first.batches, *second.batches], [*me.events("batch"), *again.events("batch")], strict=True):
+        versions = {int(version) for part in trained(batch) for version in part.token["version"][part.token["trained"]]}
+        assert batch.info["digests"] == row["digests"] == {str(version): f"{version:016x}" for version in sorted(versions)}
+    assert first.compared.info["digests"] == {"6": f"{6:016x}"}
+    assert rollout_store.read_batch(tmp_path, 5)[1]["digests"] == {"3": f"{3:016x}"}
+
+
+@pytest.mark.parametrize("num_yields", range(4))
+async def test_a_cancellation_that_meets_a_ring_is_not_lost(num_yields):
+    pulse = Pulse()
+    waiting = asyncio.create_task(pulse.wait(60))
+    await asyncio.sleep(0.01)
+    pulse.ring()
+    for _ in range(num_yields):
+        await asyncio.sleep(0)
+    if not waiting.done():
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+def test_a_batch_is_written_down_before_it_is_sent(tmp_path):
+    class Dying(fakes.FakeTrainer):
+        async def send(self, batch):
+            if batch.step == 2:
+                raise RunFailed("the trainer is gone")
+            await super().send(batch)
+
+    manifest = fakes.manifest()
+    me, trainer = fakes.FakeMe(tmp_path, manifest), Dying()
+    loop = loop_of(me, manifest, fakes.FakeFleet(), trainer)
+    with pytest.raises(RunFailed, match="the trainer is gone"):
+        asyncio.run(asyncio.wait_for(loop.run(), 20))
+    assert [row["step"] for row in me.events("batch")] == rollout_store.steps(tmp_path) == [1, 2]
+
+
+def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
+    class Odd(fakes.FakeFleet):
+        async def metrics(self):
+            raise ValueError("a page that is no numbers")
+
+    with pytest.raises(ValueError, match="a page that is no numbers"):
+        run(tmp_path, fakes.manifest(rollout_timeout_s=60.0), Odd(script={f"train-{i}-0-0": "hang" for i in range(99)}))
+
+
+@pytest.mark.parametrize("max_batches_ahead", [0, 1])
+def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_are_kept(tmp_path, max_batches_ahead):
+    """The trainer keeps `max_batches_ahead` + 3 versions: the one being loaded, and what the batches that are there can make."""
+    newer = []
+
+    class Slow(fakes.FakeFleet):
+        async def update(self, published):
+            await asyncio.sleep(0.1)  # beyond what is there, the trainer gets nothing while engines are paused
+            newer.append(trainer.version - published.version)
+            return await super().update(published)
+
+    class Trainer(fakes.FakeTrainer):
+        async def send(self, batch):
+            self.batches.append(batch)
+            if not batch.info.get("compare"):
+                asyncio.get_running_loop().call_later(0.002 * (batch.step - self.version), self._trained, batch.step)
+
+    trainer = Trainer()
+    manifest = fakes.manifest(max_batches_ahead=max_batches_ahead, max_off_policy_steps=9, num_steps=12, interval_steps=4, max_in_flight=64)
+    run(tmp_path, manifest, Slow(yields=0), trainer)
+    assert 0 < max(newer) <= max_batches_ahead + 2
+
+
+def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_begins(tmp_path):
+    torn = checkpoints.checkpoint_dir(tmp_path, 3) / "trainer"
+    torn.mkdir(parents=True)
+    assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
+    assert not torn.parent.exists()
+
+
+def test_evaluation_rollouts_hold_one_version_each_time(tmp_path):
+    _, fleet, _, _ = run(tmp_path, fakes.manifest(interval_steps=1), fakes.FakeFleet(yields=5))
+    salts = {}
+    for request in fleet.requests:
+        if request["request_id"].startswith("evaluation"):
+            salts.setdefault(request["cache_salt"], set()).add(request["version"])
+    assert salts and all(versions == {int(salt)} for salt, versions in salts.items())
+
+
+def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
+    script = {"train-0-0-0": "fail", "train-1-1-0": "empty", "train-2-0-0": "fail", "train-2-1-0": "fail", "train-2-2-0": "fail"}
+    me, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
+    dropped = loop.state.sink.dropped
+    assert dropped["engine"] == 4 and dropped["empty"] == 1 and dropped["too_few_survivors"] == 1
+    assert me.events("batch")[-1]["dropped"]["engine"] == 4
+
+
+def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path):
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8)  # never stale, so only the time limit can end it
+    _, fleet, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
+    assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in fleet.aborted
+    assert len(trainer.batches) == 6
+
+
+def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
+    with pytest.raises(RunFailed, match=r"judge \d+.*the judge is gone"):
+        run(tmp_path, fakes.manifest(), task=fakes.FakeTask(broken="judge"))
+
+
+def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
+    class Corrupt(fakes.FakeFleet):
+        async def update(self, published):
+            if published.version >= 2:
+                raise RunFailed("engine 0: tensor 'lm_head.weight' differs from published version 2")
+            return await super().update(published)
+
+    with pytest.raises(RunFailed, match=r"lm_head\.weight"):
+        run(tmp_path, fakes.manifest(), Corrupt())
+
+
+def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes_on_after_it(tmp_path):
+    manifest = fakes.manifest(checkpoint_steps=2)
+
+    class Checking(fakes.FakeTrainer):
+        async def send(self, batch):
+            if batch.step % 2 == 0:
+                assert snapshot.folder(tmp_path, batch.step).exists(), f"batch {batch.step} was sent before its checkpoint"
+            await super().send(batch)
+
+    _, _, first, _ = run(tmp_path, manifest, trainer=Checking())
+    resumed = State(manifest, snapshot.read(tmp_path, 4))
+    _, fleet, second, _ = run(tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed)
+    assert [batch.step for batch in second.batches] == [5, 6] and fleet.updates[0] == 4
+
+    def samples_of(batches):
+        return [(int(part.sample["group_id"][0]), part.token["token_id"].tobytes()) for batch in batches for part in trained(batch)]
+
+    done = {group for group, _ in samples_of(batch for batch in first.batches if batch.step <= 4)}
+    queue = {sample.group_id for group in snapshot.read(tmp_path, 4).queue for sample in group}
+    again = {group for group, _ in samples_of(second.batches)}
+    assert not (done - queue) & again, "a group that was trained before the checkpoint was trained again"

@@ -1,0 +1,278 @@
+"""The small machines one by one: clock, algorithms, source, groups and sink, evaluation, snapshot files, activity, samples."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import orchestrator_fakes as fakes
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema import Grpo, MaxRl
+from orrery.orchestrator import samples, snapshot
+from orrery.orchestrator.activity import PIECE_S, Activity
+from orrery.orchestrator.algorithms import ALGORITHMS, advantages
+from orrery.orchestrator.clock import Clock
+from orrery.orchestrator.evaluation import Evaluations
+from orrery.orchestrator.groups import CompleteGroup
+from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
+from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
+from orrery.orchestrator.source import Source
+from orrery.orchestrator.state import Snapshot
+
+GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
+
+
+# Clock
+
+
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 40), st.integers(1, 30))
+def test_batches_open_to_a_version_are_those_that_the_formula_admits(bound, next_batch, version, num_batches):
+    clock = Clock(bound, num_batches, next_batch, version)
+    admitted = [n for n in range(next_batch, num_batches + 1) if version >= n - 1 - bound]
+    assert clock.batches_open_to(version) == len(admitted)
+
+
+# Algorithms
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+@given(rewards=st.lists(st.floats(0, 1, width=32), min_size=2, max_size=16))
+def test_advantages_of_a_group_sum_to_zero_and_equal_rewards_give_exactly_none(kind, rewards):
+    algorithm = MaxRl(kind="max_rl", group_size=4) if kind == "max_rl" else GRPO
+    gained = advantages(np.array(rewards, np.float32), algorithm)
+    assert gained.dtype == np.float32 and np.isfinite(gained).all()
+    assert abs(float(gained.astype(np.float64).sum())) <= 1e-5 * max(1.0, float(np.abs(gained).sum()))
+    if len(set(rewards)) == 1:
+        assert not gained.any()
+
+
+def test_grpo_subtracts_the_mean_and_divides_only_when_asked():
+    rewards = np.array([0.0, 0.0, 1.0, 1.0], np.float32)
+    np.testing.assert_array_equal(advantages(rewards, GRPO), np.float32([-0.5, -0.5, 0.5, 0.5]))
+    np.testing.assert_allclose(advantages(rewards, GRPO.model_copy(update={"normalize_std": True})), [-1, -1, 1, 1])
+
+
+def test_max_rl_divides_by_the_mean_and_is_silent_without_a_success():
+    max_rl = MaxRl(kind="max_rl", group_size=4)
+    np.testing.assert_allclose(advantages(np.array([0, 0, 0, 1], np.float32), max_rl), [-1, -1, -1, 3])
+    assert not advantages(np.zeros(4, np.float32), max_rl).any()
+
+
+# Source
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 60), st.integers(0, 60))
+def test_every_stretch_of_groups_holds_the_asked_for_mixture_and_a_restored_source_goes_on(weights, length, split):
+    tasks = fakes.manifest(weights=tuple(float(weight) for weight in weights)).tasks.train
+    source = Source(tasks, 4)
+    groups = []
+    for index in range(length):
+        if index == split:
+            source = Source(tasks, 4, cursors=source.cursors)
+        groups.append(source.next())
+    assert [group.group_id for group in groups] == list(range(length))
+    for task in range(len(weights)):
+        indices = [group.problem_index for group in groups if group.task_index == task]
+        assert indices == list(range(len(indices))), "a cursor skipped or repeated a problem"
+        assert abs(len(indices) - Fraction(weights[task], sum(weights)) * length) < len(weights)
+
+
+def test_groups_to_redo_come_first_under_their_old_numbers():
+    tasks = fakes.manifest().tasks.train
+    source = Source(tasks, 4, cursors=[7], again=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)])
+    assert [source.next().group_id for _ in range(4)] == [2, 5, 7, 8]
+
+
+# Sink
+
+
+def whole(group_id, rewards, version=0):
+    request = GroupRequest("train", group_id, 0, group_id, 4)
+    survivors = {member: fakes.rollout(Request(request, member, version), [version] * 3, reward) for member, reward in rewards.items()}
+    return CompleteGroup(request, version, survivors)
+
+
+def test_zero_advantage_groups_do_not_shrink_the_batch():
+    sink = Sink(GRPO, 8, True)
+    sink.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}))
+    assert not sink.add(whole(1, {0: 1, 1: 1, 2: 1, 3: 1}))
+    assert sink.cut(0) is None  # waits to be filled
+    sink.add(whole(2, {0: 0, 1: 1, 2: 0, 3: 1}))
+    batch = sink.cut(0)
+    assert len(batch) == 8 and all(sample.advantage for sample in batch)
+    assert sink.dropped == {"zero_advantage": 4}
+
+
+def test_zero_advantage_groups_train_where_the_manifest_keeps_them():
+    sink = Sink(GRPO, 4, False)
+    assert sink.add(whole(1, {0: 1, 1: 1, 2: 1, 3: 1})) and len(sink.cut(0)) == 4
+
+
+def test_a_group_trains_on_two_survivors_and_not_on_one():
+    sink = Sink(GRPO, 2, True)
+    assert not sink.add(whole(0, {2: 1}))
+    assert sink.dropped == {"too_few_survivors": 1}
+    assert sink.add(whole(1, {0: 0, 3: 1}))
+    assert [sample.advantage for sample in sink.cut(0)] == [-0.5, 0.5]
+
+
+def test_what_does_not_fit_leads_the_next_batch():
+    sink = Sink(GRPO, 5, True)
+    for group in range(3):
+        sink.add(whole(group, {0: 0, 1: 1, 2: 0, 3: 1}))
+    names = [[(sample.group_id, sample.member) for sample in sink.cut(0)] for _ in range(2)]
+    assert names[0] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    assert names[1] == [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+
+
+def test_the_sweep_at_the_cut_drops_whole_groups_and_counts_them():
+    sink = Sink(GRPO, 4, True)
+    sink.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}, version=1))
+    sink.add(whole(1, {0: 0, 1: 1, 2: 0, 3: 1}, version=2))
+    assert {sample.group_id for sample in sink.cut(2)} == {1}
+    assert sink.dropped == {"stale_in_queue": 4}
+
+
+def test_starvation_names_reasons_and_counts_and_one_good_group_ends_it():
+    sink = Sink(GRPO, 4, True)
+    for group in range(BARREN_BATCHES - 1):
+        sink.add(whole(group, {0: 1, 1: 1, 2: 1, 3: 1}))
+        sink.check_not_starved()
+    sink.add(whole(90, {0: 0, 1: 1, 2: 0, 3: 1}))
+    for group in range(BARREN_BATCHES - 1):
+        sink.add(whole(group, {0: 1, 1: 1, 2: 1, 3: 1}))
+        sink.check_not_starved()
+    sink.count("judge", 4, "the judge is gone")
+    with pytest.raises(RunFailed, match=r"zero_advantage 36, judge 4.*group_size"):
+        sink.check_not_starved()
+
+
+# Evaluation
+
+
+def evaluations(last_step=10, interval=4):
+    return Evaluations(fakes.manifest().tasks.evaluation, interval, num_problems=2, rollouts_per_problem=2, last_step=last_step)
+
+
+def finish(machine, groups, version, rewards):
+    result = None
+    for group, reward in zip(groups, rewards, strict=True):
+        for member in range(group.size):
+            request = Request(group, member, version)
+            outcome = Failed(request, "engine", "gone") if reward is None else Finished(request, fakes.rollout(request, [version], reward))
+            result = machine.add(outcome, 5.0)
+    return result
+
+
+def test_evaluations_are_due_at_the_first_version_at_every_interval_and_at_the_last():
+    machine, evaluated = evaluations(), []
+    for version in range(11):
+        if machine.due(version):
+            evaluated.append(version)
+            finish(machine, machine.begin(version, 0.0), version, [1.0, 0.0])
+        assert not machine.due(version)
+    assert evaluated == [0, 4, 8, 10]
+
+
+def test_an_interval_that_updates_skipped_over_is_evaluated_at_the_next_version():
+    machine = evaluations()
+    finish(machine, machine.begin(0, 0.0), 0, [1.0, 0.0])
+    assert not machine.due(3) and machine.due(5)
+
+
+def test_failed_evaluation_rollouts_are_left_out_of_the_mean():
+    machine = evaluations()
+    result = finish(machine, machine.begin(0, 1.0), 0, [1.0, None])
+    assert result.rows == [
+        {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "start_s": 1.0, "end_s": 5.0}
+    ]
+
+
+def test_an_evaluation_of_which_nothing_is_left_is_an_error_not_a_reward_of_zero():
+    machine = evaluations()
+    with pytest.raises(RunFailed, match=r"held_out.*engine"):
+        finish(machine, machine.begin(0, 1.0), 0, [None, None])
+
+
+def test_an_evaluation_rollout_of_two_versions_ends_the_run():
+    machine = evaluations()
+    group = machine.begin(3, 0.0)[0]
+    request = Request(group, 0, 3)
+    with pytest.raises(RunFailed, match="versions 3 to 4"):
+        machine.add(Finished(request, fakes.rollout(request, [3, 4], 1.0)), 1.0)
+
+
+def test_held_out_problems_are_the_same_each_time_and_groups_have_new_numbers():
+    machine = evaluations()
+    first = machine.begin(0, 0.0)
+    finish(machine, first, 0, [1.0, 1.0])
+    second = machine.begin(4, 0.0)
+    assert [group.problem_index for group in first] == [group.problem_index for group in second]
+    assert not {group.key for group in first} & {group.key for group in second}
+
+
+# Snapshot files
+
+
+def example_snapshot():
+    request = GroupRequest("train", 3, 0, 3, 4)
+    group = [Sample(fakes.rollout(Request(request, m, 1), [1, 1, 2], m % 2), (m % 2) - 0.3333, 3, m, 0, 1) for m in range(4)]
+    return Snapshot(
+        5, [9], [GroupRequest("train", 8, 0, 8, 4)], [group, group[:2]], evaluated=4, num_evaluation_groups=6, digests={1: "aa", 2: "bb"}
+    )
+
+
+def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
+    kept = example_snapshot()
+    snapshot.write(tmp_path, 4, kept, 1.0)
+    snapshot.write(tmp_path, 4, kept, 1.0)  # a later attempt replaces what a dead one left
+    back = snapshot.read(tmp_path, 4)
+    assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
+    assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
+    for old, new in zip(kept.queue[0] + kept.queue[1], back.queue[0] + back.queue[1], strict=True):
+        assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
+            new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
+        for name in ("token_id", "logprob", "trained", "version"):
+            np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
+        assert old.rollout.messages == new.rollout.messages and old.rollout.reward == new.rollout.reward
+    assert sorted(path.name for path in snapshot.folder(tmp_path, 4).parent.iterdir()) == ["orchestrator"]
+
+
+def test_an_empty_queue_is_a_snapshot_too(tmp_path):
+    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], -1, 0, {}), 1.0)
+    assert snapshot.read(tmp_path, 2).queue == []
+
+
+@pytest.mark.parametrize("file", ["state.json", "queue.safetensors"])
+def test_a_damaged_snapshot_is_one_sentence(tmp_path, file):
+    path = snapshot.write(tmp_path, 4, example_snapshot(), 1.0) / file
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(OrreryError, match="step_4"):
+        snapshot.read(tmp_path, 4)
+
+
+# What people see
+
+
+def test_activity_is_spans_while_requests_are_in_flight_in_pieces():
+    spans = []
+    activity = Activity(lambda name, start, end, engine: spans.append((engine, start, end)))
+    for now, count in ((0.0, 0), (1.0, 2), (2.0, 1), (3.0, 0), (4.0, 1), (4.0 + PIECE_S, 1), (10.0, 0)):
+        activity.observe(0, count, now)
+    activity.close(11.0)
+    assert spans == [(0, 1.0, 3.0), (0, 4.0, 4.0 + PIECE_S), (0, 4.0 + PIECE_S, 10.0)]
+
+
+def test_a_line_after_a_torn_one_is_whole(tmp_path):
+    path = tmp_path / "rollouts" / "samples.jsonl"
+    rollout = fakes.rollout(Request(GroupRequest("train", 0, 0, 0, 4), 0, 0), [0], 1.0)
+    samples.append(path, [samples.line(rollout, step=1)])
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "mess')
+    samples.append(path, [samples.line(rollout, step=3)])
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1 and json.loads(lines[2])["step"] == 3
+    assert json.loads(lines[0])["messages"][1] == {"role": "assistant", "content": "said"}

@@ -1,0 +1,127 @@
+"""One episode: what a rollout's arrays say, and what is a failure."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import orchestrator_fakes as fakes
+import pytest
+
+from orrery.orchestrator.rollout import RolloutFailed, play
+from orrery.tasks.task import Judgement
+
+
+def episode(fleet, task=None, max_turns=3, max_model_len=64):
+    return play(
+        task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns, renderer=fakes.FakeRenderer(), engine=fleet,
+        sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len, cache_salt="7", name="train-1-0",
+        timeout_s=9.0,
+    )  # fmt: skip
+
+
+def test_sampled_tokens_stay_verbatim_over_turns_and_only_they_are_trained():
+    fleet = fakes.FakeFleet(version=3)
+    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=1)))
+    first, second = fleet.requests
+    np.testing.assert_array_equal(first["token_ids"], [5, 6, 14])
+    np.testing.assert_array_equal(second["token_ids"][:7], rollout.token_id[:7])  # the prompt and the first turn, as sampled
+    assert rollout.trained.tolist() == [False] * 3 + [True] * 4 + [False] * 2 + [True] * 4
+    assert rollout.version.tolist() == [-1] * 3 + [3] * 4 + [-1] * 2 + [3] * 4
+    assert (rollout.logprob[rollout.trained] == np.float32(-0.25)).all() and (rollout.logprob[~rollout.trained] == 0).all()
+    assert [message.role for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert not rollout.truncated
+    assert rollout.token_id.dtype == np.int32 and rollout.logprob.dtype == np.float32 and rollout.version.dtype == np.int32
+
+
+def test_all_turns_of_a_rollout_have_one_salt_and_ids_of_their_own():
+    fleet = fakes.FakeFleet(version=9)
+    asyncio.run(episode(fleet, fakes.FakeTask(replies=2)))
+    assert [request["cache_salt"] for request in fleet.requests] == ["7"] * 3
+    assert len({request["request_id"] for request in fleet.requests}) == 3
+
+
+def test_a_turn_that_is_cut_by_its_length_ends_the_episode_truncated():
+    fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": "length"})
+    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2)))
+    assert rollout.truncated and len(fleet.requests) == 1
+
+
+def test_no_rollout_is_longer_than_the_engine_can_hold():
+    fleet = fakes.FakeFleet(version=0, num_tokens=8)
+    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=9), max_turns=9, max_model_len=16))
+    assert rollout.truncated and rollout.num_tokens == 16
+    assert [request["max_tokens"] for request in fleet.requests] == [8, 3]
+
+
+def test_a_reply_that_leaves_no_room_for_an_answer_is_not_part_of_the_rollout():
+    fleet = fakes.FakeFleet(version=0)
+    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=1), max_model_len=9))
+    assert rollout.truncated and rollout.num_tokens == 7 and rollout.trained[-1]
+
+
+def test_max_turns_ends_the_episode():
+    fleet = fakes.FakeFleet(version=0)
+    asyncio.run(episode(fleet, fakes.FakeTask(replies=9), max_turns=2))
+    assert len(fleet.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "broken", "reason"),
+    [("fail", None, "engine"), ("empty", None, "empty"), ("abort", None, "aborted"),
+     ("", "judge", "judge"), ("", "reply", "task"), ("", "problem", "task")],
+)  # fmt: skip
+def test_what_is_not_the_policys_doing_is_a_failure_with_a_reason_and_never_a_reward(script, broken, reason):
+    fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": script})
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(episode(fleet, fakes.FakeTask(broken=broken)))
+    assert failed.value.reason == reason and failed.value.detail
+
+
+def test_tokens_of_no_published_version_are_refused():
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(episode(fakes.FakeFleet(version=-1)))
+    assert failed.value.reason == "unversioned"
+
+
+def test_a_prompt_that_fills_the_context_is_a_failure():
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(episode(fakes.FakeFleet(version=0), max_model_len=3))
+    assert failed.value.reason == "prompt_too_long"
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics"),
+    [(float("nan"), {}), ("good", {}), (1.0, {"share": float("nan")}), (1.0, {"share": float("inf")}), (1.0, {"share": None}), (1.0, None)],
+)
+def test_a_reward_or_metric_that_is_no_number_is_a_failure_of_the_judge(reward, metrics):
+    class Strange(fakes.FakeTask):
+        def judge(self, problem, messages):
+            return Judgement(reward, metrics)
+
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(episode(fakes.FakeFleet(version=0), Strange()))
+    assert failed.value.reason == "judge"
+
+
+def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold():
+    class Counting(fakes.FakeTask):
+        def judge(self, problem, messages):
+            return Judgement(np.float32(0.5), {"share": np.float64(0.25), "count": np.int64(3), "right": True})
+
+    rollout = asyncio.run(episode(fakes.FakeFleet(version=0), Counting()))
+    assert msgspec.json.decode(msgspec.json.encode(rollout.metrics)) == {"share": 0.25, "count": 3, "right": 1} and rollout.reward == 0.5
+
+
+def test_cancelling_a_rollout_aborts_its_request_in_the_engine():
+    async def scenario() -> fakes.FakeFleet:
+        fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": "hang"})
+        task = asyncio.create_task(episode(fleet))
+        while not fleet.in_flight:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return fleet
+
+    fleet = asyncio.run(scenario())
+    assert fleet.aborted == ["train-1-0-0"] and not fleet.in_flight

@@ -1,0 +1,407 @@
+"""Whatever the order of events: hypothesis plays engine, trainer and clock against the dispatch and the whole state."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import orchestrator_fakes as fakes
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.schema import FixedAdmission
+from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.requests import GroupRequest
+from orrery.orchestrator.sink import Sink
+from orrery.orchestrator.state import Snapshot, State
+
+QUICK = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class DispatchMachine(RuleBasedStateMachine):
+    """Every request leaves exactly once; a permit is one rollout in flight."""
+
+    @initialize(limit=st.integers(1, 6))
+    def begin(self, limit):
+        self.dispatch = Dispatch(Admission(FixedAdmission(kind="fixed", max_in_flight=limit)))
+        self.offered, self.left, self.in_flight, self.version = {}, Counter(), {}, 0
+        self.salts = {}
+        self.now_s = 0.0
+
+    @rule(purpose=st.sampled_from(["train", "evaluation"]), size=st.integers(1, 5))
+    def offer(self, purpose, size):
+        group = GroupRequest(purpose, len(self.offered), 0, 0, size)
+        self.offered[group.key] = group
+        self.dispatch.offer(group)
+
+    @rule()
+    def start(self):
+        self.now_s += 1
+        waiting_evaluations = sum(
+            group.size - self.left[group.key] - sum(r.group == group for r in self.in_flight.values())
+            for group in self.offered.values() if group.purpose == "evaluation"
+        )  # fmt: skip
+        requests = self.dispatch.start(self.version, self.now_s)
+        for request in requests:
+            assert request.name not in self.in_flight
+            assert self.salts.setdefault(request.group.key, self.version) == request.version, "members of one group have one salt"
+            self.in_flight[request.name] = request
+        if any(request.group.purpose == "train" for request in requests):
+            assert waiting_evaluations == sum(request.group.purpose == "evaluation" for request in requests), "evaluation first"
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def leave(self, data):
+        name = data.draw(st.sampled_from(sorted(self.in_flight)))
+        assert self.dispatch.leave(name)
+        assert not self.dispatch.leave(name), "a second end of the same request is void"
+        self.left[self.in_flight.pop(name).group.key] += 1
+
+    @rule()
+    def new_version(self):
+        self.version += 1
+
+    @rule(age=st.integers(0, 3), everything=st.booleans())
+    def drop(self, age, everything):
+        oldest = self.version - age
+        dropped = self.dispatch.drop_train("run_over") if everything else self.dispatch.drop_stale(oldest)
+        for group in dropped:
+            assert group.group.purpose == "train"
+            assert everything or self.salts[group.group.key] < oldest
+            for request in group.in_flight:
+                assert self.in_flight.pop(request.name) == request
+                assert not self.dispatch.leave(request.name), "it left with its group"
+            self.left[group.group.key] += len(group.in_flight) + group.num_undispatched
+            assert self.left[group.group.key] == group.group.size
+
+    @rule(limit_s=st.integers(0, 20))
+    def expire(self, limit_s):
+        assert {request.name for request in self.dispatch.expired(self.now_s, limit_s)} <= self.in_flight.keys()
+
+    @invariant()
+    def permits_are_the_rollouts_in_flight(self):
+        if hasattr(self, "dispatch"):
+            assert self.dispatch.admission.taken == len(self.in_flight) == self.dispatch.num_in_flight <= self.dispatch.admission.limit
+            assert all(self.left[key] <= group.size for key, group in self.offered.items())
+            waiting = sum(group.size - self.left[group.key] for group in self.offered.values()) - len(self.in_flight)
+            assert self.dispatch.num_waiting == waiting, "a request that has not left is waiting or in flight"
+
+
+TestDispatch = DispatchMachine.TestCase
+TestDispatch.settings = QUICK
+
+
+class StateMachine(RuleBasedStateMachine):
+    """An engine that answers in any order, a trainer of any pace, updates at any time, kills at any checkpoint."""
+
+    @initialize(bound=st.integers(0, 3), ahead=st.integers(0, 2), permits=st.integers(1, 12), per_batch=st.sampled_from([4, 8, 12]))
+    def begin(self, bound, ahead, permits, per_batch):
+        self.manifest = fakes.manifest(
+            max_off_policy_steps=bound,
+            max_batches_ahead=ahead,
+            max_in_flight=permits,
+            rollouts_per_batch=per_batch,
+            num_steps=30,
+            interval_steps=5,
+        )
+        self.bound = bound
+        self.state = State(self.manifest)
+        self.in_flight, self.began_at = {}, {}  # request name -> request, engine version at its first token
+        self.published, self.trained_rollouts = 0, []
+        self.cut_step, self.now_s, self.num_begun = 0, 0.0, 0
+        self.counted = Counter()
+        self.failures = Counter()
+        self.snapshot, self.trained_at_snapshot = None, 0
+        self.dropped_before, self.dropped_at_snapshot = Counter(), Counter()  # by earlier attempts; and all when the snapshot was taken
+
+    @rule()
+    def start(self):
+        self.now_s += 1
+        for request in self.state.start(self.now_s):
+            assert request.name not in self.in_flight
+            assert request.version <= self.state.clock.version
+            self.in_flight[request.name] = request
+            self.began_at[request.name] = self.state.clock.version
+
+    @precondition(lambda self: self.in_flight)
+    @rule(seed=st.integers(0, 99), fate=st.sampled_from(["varied", "varied", "varied", "equal", "fail"]), num=st.integers(1, 12))
+    def end_some(self, seed, fate, num):
+        names = sorted(self.in_flight)
+        for name in random.Random(seed).sample(names, min(num, len(names))):
+            request, first, last = self.in_flight.pop(name), self.began_at.pop(name), self.state.clock.version
+            self.now_s += 1
+            try:
+                if fate == "fail":
+                    self.failures[request.group.purpose] += 1
+                    self.state.failed(request, "engine", "gone", self.now_s)
+                else:
+                    versions = sorted({first, last})
+                    # No group that mixes 0, 1 and 0.3 has one of them as its mean, so only a group of equals has an advantage of 0.
+                    self.state.finished(request, fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None), self.now_s)
+            except RunFailed as error:
+                assert "engine" in str(error) or "zero_advantage" in str(error)  # starved, and says of what
+                self.state.sink._barren.clear()
+
+    @precondition(lambda self: self.published < self.cut_step)
+    @rule()
+    def trainer_publishes(self):
+        self.published += 1
+
+    @rule()
+    def update(self):
+        if not self.state.may_update(self.published):
+            assert self.state.evaluations.pinned is not None or self.published <= self.state.clock.version
+            return
+        self.state.updating = True
+        assert self.state.start(self.now_s) == [], "nothing starts during an update"
+        for request in self.state.drain():
+            assert self.in_flight.pop(request.name) == request and request.group.purpose == "train"
+            assert request.version < self.state.clock.oldest_useful
+        self.state.updated(self.published)
+        self.state.updating = False
+        self.state.begin_evaluation(self.now_s)
+
+    @rule()
+    def cut(self):
+        self.state.wanted = self.published + 1
+        batch = self.state.cut()
+        if batch is None:
+            return
+        self.cut_step += 1
+        assert batch.step == self.cut_step, "batch numbers rise by one"
+        assert batch.step <= self.published + 1 + self.manifest.orchestrator.max_batches_ahead
+        assert len(batch.samples) == self.state.rollouts_per_batch, "a batch never shrinks"
+        for sample in batch.samples:
+            versions = sample.rollout.sampled_versions
+            assert versions.min() >= batch.step - 1 - self.bound, "a token older than the bound"
+            assert versions.max() <= batch.step - 1, "a token of a version that this batch has yet to make"
+            assert sample.advantage != 0
+            assert sample.dispatch_version <= versions.min()
+        self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.samples)
+        assert len(set(self.trained_rollouts)) == len(self.trained_rollouts), "a rollout was trained twice"
+        self.snapshot, self.trained_at_snapshot = self.state.snapshot(), len(self.trained_rollouts)
+        self.dropped_at_snapshot = self.dropped_before + Counter(self.state.sink.dropped)
+        for group in self.state.groups._gathered.values():  # failures in open groups are redone
+            self.dropped_at_snapshot["engine"] -= group.num_left - len(group.survivors)
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule()
+    def kill_and_resume(self):
+        """Back to the newest checkpoint, whose batch has been trained; engines and trainer start from its version."""
+        step = self.snapshot.next_batch - 1
+        self.state = State(self.manifest, self.snapshot)
+        self.dropped_before = self.dropped_at_snapshot
+        self.in_flight, self.began_at, self.failures = {}, {}, Counter()
+        self.cut_step = self.published = step
+        self.trained_rollouts = self.trained_rollouts[: self.trained_at_snapshot]
+
+    @precondition(lambda self: self.state.clock.version >= 0)
+    @rule()
+    def nothing_is_lost(self):
+        """Every rollout that cursors have passed is trained, dropped and counted, queued, or in a group that is open or to be redone"""
+        state = self.state
+        passed = sum(state.source.cursors) * state.source.group_size
+        waiting = sum(group.size for group in state.snapshot().in_flight)
+        gone = Counter(state.sink.dropped) + self.dropped_before
+        failed_in_open_groups = sum(
+            group.num_left - len(group.survivors) for group in state.groups._gathered.values()
+        )  # counted already, and their group is waiting
+        trained = len(self.trained_rollouts)
+        assert passed == trained + state.sink.num_queued + waiting + sum(gone.values()) - failed_in_open_groups
+
+    @invariant()
+    def permits_and_limits_hold(self):
+        if not hasattr(self, "state"):
+            return
+        state = self.state
+        assert 0 <= state.dispatch.admission.taken == len(self.in_flight) <= state.dispatch.admission.limit
+        if state.evaluations.pinned is not None:
+            assert state.clock.version == state.evaluations.pinned, "an evaluation's version stays"
+        in_open_groups = sum(group.size for group in state.dispatch.open_train_groups())
+        assert state._open_train_rollouts == in_open_groups
+        # Nothing is generated that could not be trained any more when it was begun.
+        assert in_open_groups + state.sink.num_queued < (self.bound + 1) * state.rollouts_per_batch + 4
+
+
+TestState = StateMachine.TestCase
+TestState.settings = QUICK
+
+
+@given(seed=st.integers(0, 2**32), bound=st.integers(0, 3), ahead=st.integers(0, 2))
+@settings(max_examples=30, deadline=None)
+def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
+    """The same machine over hundreds of events, further than a search gets: queues fill, go stale and are resumed."""
+    rng, machine = random.Random(seed), StateMachine()
+    machine.begin(bound=bound, ahead=ahead, permits=rng.randint(4, 24), per_batch=rng.choice([4, 8, 12]))
+    for _ in range(400):
+        what = rng.choices(["start", "end", "publish", "update", "cut", "kill"], [8, 8, 3, 3, 3, 0.2])[0]
+        if what == "start":
+            machine.start()
+        elif what == "end" and machine.in_flight:
+            machine.end_some(seed=rng.randint(0, 99), fate=rng.choice(["varied", "varied", "equal", "fail"]), num=rng.randint(1, 8))
+        elif what == "publish" and machine.published < machine.cut_step:
+            machine.trainer_publishes()
+        elif what == "update":
+            machine.update()
+        elif what == "cut":
+            machine.cut()
+        elif what == "kill" and machine.snapshot is not None:
+            machine.kill_and_resume()
+        machine.permits_and_limits_hold()
+    machine.nothing_is_lost()
+
+
+def play(state, engine_order, until_step, published=0, train=True, crash=None):
+    """A deterministic world: the engine ends requests in the order that `engine_order` picks; the trainer trains at once."""
+    batches, in_flight = [], []
+    state.updated(published)
+    for tick in range(10_000):
+        state.begin_evaluation(float(tick))
+        in_flight += state.start(float(tick))
+        if in_flight:
+            request = in_flight.pop(engine_order(tick, len(in_flight)))
+            state.finished(request, fakes.rollout(request, [state.clock.version] * 3), float(tick))
+        state.wanted = published + 1
+        batch = state.cut()
+        if batch is not None:
+            batches.append(batch)
+            if crash is not None and batch.step == crash:
+                return batches
+            published = batch.step
+        if state.may_update(published):
+            for request in state.drain():
+                in_flight.remove(request)
+            state.updated(published)
+        if len(batches) and batches[-1].step == until_step:
+            return batches
+    raise AssertionError(f"stopped at batch {len(batches)}")
+
+
+def content(batches):
+    return [[(s.group_id, s.member, s.task_index, s.advantage, s.rollout.token_id.tobytes()) for s in batch.samples] for batch in batches]
+
+
+@given(st.integers(1, 7), st.integers(1, 24))
+@settings(max_examples=25, deadline=None)
+def test_a_run_that_is_killed_and_resumed_trains_what_it_would_have_trained(crash, permits):
+    """With an engine that answers in order, and the same tokens to the same problem, a resumed run is the same run."""
+    manifest = fakes.manifest(max_in_flight=permits, num_steps=9, max_batches_ahead=0, max_off_policy_steps=20, weights=(1.0, 2.0))
+    in_order = lambda tick, n: 0  # noqa: E731
+    whole = content(play(State(manifest), in_order, 9))
+    state = State(manifest)
+    before = play(state, in_order, 9, crash=crash)
+    after = play(State(manifest, state.snapshot()), in_order, 9, published=crash)
+    assert content(before) + content(after) == whole
+
+
+@given(st.integers(1, 7), st.integers(1, 24), st.integers(0, 2**31))
+@settings(max_examples=25, deadline=None)
+def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order(crash, permits, seed):
+    manifest = fakes.manifest(max_in_flight=permits, num_steps=9, max_off_policy_steps=20)
+    rng = np.random.default_rng(seed)
+    any_order = lambda tick, n: int(rng.integers(n))  # noqa: E731
+    state = State(manifest)
+    batches = play(state, any_order, 9, crash=crash)
+    resumed = State(manifest, state.snapshot())
+    batches += play(resumed, any_order, 9, published=crash)
+    trained = [(s.group_id, s.member) for batch in batches for s in batch.samples]
+    assert len(trained) == len(set(trained)) == 9 * 8
+    kept = {group.group_id for group in resumed.snapshot().in_flight} | {s.group_id for g in resumed.sink.queue for s in g}
+    assert {group for group, _ in trained} | kept == set(range(sum(resumed.source.cursors)))
+
+
+def test_the_same_events_make_the_same_run():
+    manifest = fakes.manifest(num_steps=9, weights=(1.0, 2.0))
+    runs = []
+    for _ in range(2):
+        rng = np.random.default_rng(3)
+        runs.append(content(play(State(manifest), lambda tick, n: int(rng.integers(n)), 9)))  # noqa: B023
+    assert runs[0] == runs[1]
+
+
+def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_counted():
+    manifest = fakes.manifest(max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=8, interval_steps=100)
+    state = State(manifest)
+    state.evaluations.last = 0
+    state.updated(0)
+    requests = state.start(0.0)
+    state.finished(requests[0], fakes.rollout(requests[0], [0]), 1.0)
+    state.clock.next_batch = 2
+    cancelled = state.drain()
+    assert {request.name for request in cancelled} == {request.name for request in requests[1:]}
+    assert state.dispatch.admission.taken == 0 and state.sink.dropped == {"stale_in_flight": 8}
+    assert state.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, "what comes back late is void"
+    assert state.sink.num_queued == 0 and state.groups.num_rollouts == 0
+
+
+def test_on_policy_training_waits_for_every_version():
+    """With a bound of 0 and no batch ahead, batch n holds version n − 1 only, and generation pauses in between."""
+    manifest = fakes.manifest(max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=64, interval_steps=100, num_steps=4)
+    state = State(manifest)
+    state.evaluations.last = 0
+    state.updated(0)
+    requests = state.start(0.0)
+    assert len(requests) == 8
+    for request in requests:
+        state.finished(request, fakes.rollout(request, [0]), 1.0)
+    state.wanted = 1
+    assert state.cut().step == 1
+    assert state.start(2.0) == []
+    state.updated(1)
+    assert {request.version for request in state.start(3.0)} == {1}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_slow_trainer_finds_its_next_batches_ready_and_no_more_is_made(ahead):
+    """The trainer works on batch 1; the bound would let 9 batches be made of version 0."""
+    manifest = fakes.manifest(max_off_policy_steps=8, max_batches_ahead=ahead, max_in_flight=999, interval_steps=100, num_steps=20)
+    state = State(manifest)
+    state.evaluations.last = 0
+    state.updated(0)
+    state.wanted = 1
+    num_made = 0
+    for tick in range(20):
+        for request in state.start(float(tick)):
+            state.finished(request, fakes.rollout(request, [0]), float(tick))
+            num_made += 1
+        state.cut()
+    assert state.clock.next_batch == 2 + ahead and num_made == 8 * (1 + ahead + 1)
+    assert state.sink.num_queued == 8
+
+
+def test_a_stuck_member_does_not_block_its_group():
+    state = State(fakes.manifest(max_in_flight=4))
+    state.evaluations.last = 0
+    state.updated(0)
+    stuck, *others = state.start(0.0)
+    for request in others:
+        state.finished(request, fakes.rollout(request, [0]), 1.0)
+    assert state.expired(29.0) == [] and state.expired(31.0) == [stuck]
+    state.failed(stuck, "timeout", "too long", 31.0)
+    assert state.sink.num_queued == 3 and state.sink.dropped == {"timeout": 1}
+
+
+def test_equal_rewards_for_ever_end_the_run_with_a_sentence():
+    state = State(fakes.manifest())
+    state.evaluations.last = 0
+    state.updated(0)
+    with pytest.raises(RunFailed, match=r"orchestrator: the last 80 rollouts gave nothing to train on \(zero_advantage 80\)"):
+        for tick in range(1000):
+            for request in state.start(float(tick)):
+                state.finished(request, fakes.rollout(request, [0], 1.0), float(tick))
+
+
+def test_a_sink_without_groups_is_not_starved():
+    Sink(fakes.manifest().orchestrator.algorithm, 8, True).check_not_starved()
+
+
+def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too():
+    manifest = fakes.manifest(max_in_flight=4)
+    again = [GroupRequest("train", number, 0, number, 4) for number in range(3)]
+    state = State(manifest, Snapshot(2, [3], again, [], evaluated=1, num_evaluation_groups=0, digests={}))
+    state.updated(1)
+    assert {request.group.group_id for request in state.start(0.0)} == {0}
+    assert sorted(group.group_id for group in state.snapshot().in_flight) == [0, 1, 2]

@@ -1,0 +1,314 @@
+"""Chats as tokens, for any Hugging Face tokenizer folder, without transformers.
+
+- In: a folder with `tokenizer.json`, `tokenizer_config.json` and a chat template (in the config or in `chat_template.jinja`).
+- `prompt` is the whole chat up to where the assistant speaks. What it then samples stays verbatim for ever: `next_turn` gives only the
+  tokens that follow, found by rendering the new messages behind a placeholder assistant turn. No token is ever decoded and encoded again.
+- `example` composes the same parts, so SFT sees exactly the tokens that RL produces; only the assistant's tokens, with its end-of-turn
+  token, are trained.
+- The character format (written by `write_tokenizer`): `<|user|>abc<|end|><|assistant|>cba<|end|>`; a call is
+  `<|call|>name input<|end_call|>` inside an assistant turn, a result is a `<|tool|>` turn. Tools are not announced in the prompt.
+- Calls in pretrained formats: the Hermes / Qwen syntax, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""
+
+import datetime
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Model
+from orrery.tasks.task import Message, Tool, ToolCall
+
+# The character format -------------------------------------------------------------------------------------------------
+
+PAD, END = "<|pad|>", "<|end|>"
+CALL, END_CALL = "<|call|>", "<|end_call|>"
+SPECIALS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_CALL)  # ids 0 … 7, then the alphabet
+PAD_ID, END_ID = 0, 1
+
+CHARACTER_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' + message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set arguments = call.function.arguments -%}
+{{- '<|call|>' + call.function.name + ' ' -}}
+{{- arguments.input if arguments.keys() | list == ['input'] and arguments.input is string else arguments | tojson -}}
+{{- '<|end_call|>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def vocab_size(alphabet: str) -> int:
+    """Tokens of the character tokenizer: the 8 specials, then one a character. Jsonnet derives `model.vocab_size` by this formula."""
+    return len(SPECIALS) + len(alphabet)
+
+
+def write_tokenizer(model: Model, folder: Path) -> None:
+    """Write `model.tokenizer` into `folder` as Hugging Face files; a pretrained one is copied, if its `sha256` is right."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer.kind == "characters":
+        _write_character_tokenizer(model.tokenizer.alphabet, model, folder)
+        return
+    source = Path(model.tokenizer.path)
+    if not (source / "tokenizer.json").is_file():
+        raise OrreryError(f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; name the folder of the pretrained model")
+    found = hashlib.sha256((source / "tokenizer.json").read_bytes()).hexdigest()
+    if found != model.tokenizer.sha256:
+        raise OrreryError(f"model.tokenizer.sha256: {source / 'tokenizer.json'} has {found}, the manifest says {model.tokenizer.sha256}")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
+    if len(set(alphabet)) != len(alphabet):
+        twice = sorted(c for c in set(alphabet) if alphabet.count(c) > 1)
+        raise OrreryError(f"model.tokenizer.alphabet: {''.join(twice)!r} stands in it twice; each character is one token")
+    if model.vocab_size != vocab_size(alphabet):
+        rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
+        raise OrreryError(f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}")
+    vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))  # an unknown character is refused in `Renderer.encode`
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        "pad_token": PAD,
+        "eos_token": END,
+        "unk_token": PAD,
+        "chat_template": CHARACTER_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID, "pad_token_id": PAD_ID}, indent=2) + "\n")
+
+
+# Any format -----------------------------------------------------------------------------------------------------------
+
+PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
+ASK = {"role": "user", "content": "?"}
+
+
+class Renderer:
+    """The chat format of one tokenizer folder. `stop_token_ids` end an assistant turn; the first is the one that chats are written with."""
+
+    def __init__(self, folder: Path) -> None:
+        folder = Path(folder)
+        try:
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises bare Exception on a missing or broken file
+            raise OrreryError(f"tokenizer: cannot read {folder}: {error}; it needs tokenizer.json and tokenizer_config.json") from error
+        source = _template_source(config, folder)
+        self._template = _environment().from_string(source)
+        self._globals = {name: _content(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
+        self._unknown_id = self._token_id(config.get("unk_token"))
+        self._syntax = CALL if CALL in source else "<tool_call>" if "<tool_call>" in source else None
+        self.stop_token_ids = self._stop_token_ids(folder)
+        self._end = self._end_of_turn()
+        self._known: set[str] | None = set(self.tokenizer.get_vocab()) if CALL in source else None
+
+    # Tokens of a chat
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Tokens of the whole chat, and of what opens the assistant's turn."""
+        return self.encode(self._render([_hugging_face(m) for m in messages], tools, add_generation_prompt=True))
+
+    def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
+        """Tokens to append after the assistant's sampled ones: `messages`, and what opens its next turn.
+
+        `closed`: the sampled tokens end with a stop token, as they do unless generation was cut by its length.
+        """
+        opens = self._after_turn([_hugging_face(m) for m in messages])
+        return self.encode(opens if closed else self._end + opens)
+
+    def completion(self, message: Message) -> list[int]:
+        """Tokens that the assistant would have sampled to say `message`, with the end-of-turn token."""
+        opened = self._render([ASK], add_generation_prompt=True)
+        whole = self._render([ASK, _hugging_face(message)])
+        if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
+            raise OrreryError("tokenizer: the chat template does not continue its own generation prompt, so turns cannot be told apart")
+        said = whole[len(opened) :]
+        return self.encode(said[: said.rindex(self._end) + len(self._end)])
+
+    def example(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """A finished chat as (token ids i32 [T], trained bool [T]); trained are the assistant's tokens with their end of turn.
+
+        Raises OrreryError unless the chat's last message is the assistant's.
+        """
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if not turns or turns[-1] != len(messages) - 1 or turns[0] == 0:
+            roles = [message.role for message in messages]
+            raise OrreryError(f"chat of roles {roles}: an example ends with an assistant message and does not begin with one")
+        ids = self.prompt(messages[: turns[0]], tools)
+        trained = [False] * len(ids)
+        for turn, after in zip(turns, [*turns[1:], None], strict=True):
+            said = self.completion(messages[turn])
+            opens = self.next_turn(messages[turn + 1 : after]) if after is not None else []
+            ids += said + opens
+            trained += [True] * len(said) + [False] * len(opens)
+        return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message that was sampled. A malformed call is text; so are special tokens out of place."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        calls: list[ToolCall] = []
+
+        def take(match: re.Match[str]) -> str:
+            call = _parse_call(match[1], self._syntax == CALL)
+            if call is None:
+                return match[0]
+            calls.append(call)
+            return ""
+
+        if self._syntax is not None:
+            opens, closes = (CALL, END_CALL) if self._syntax == CALL else ("<tool_call>", "</tool_call>")
+            text = re.sub(rf"{re.escape(opens)}(.*?){re.escape(closes)}", take, text, flags=re.DOTALL)
+        return Message("assistant", text.strip() if calls else text, tuple(calls))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included: for people to read."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self._known is not None and self._unknown_id in ids:
+            strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
+            raise OrreryError(f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet")
+        return ids
+
+    # Finding out what the folder's format is
+
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] = (), add_generation_prompt: bool = False) -> str:
+        functions = [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools]
+        if functions and self._syntax is None:
+            raise OrreryError("tokenizer: its chat template has no tool calls that we can parse; use a task without tools or another model")
+        try:
+            return self._template.render(
+                messages=messages, tools=functions or None, documents=None, add_generation_prompt=add_generation_prompt, **self._globals
+            )
+        except jinja2.TemplateError as error:
+            raise OrreryError(f"tokenizer: its chat template refuses the roles {[m['role'] for m in messages]}: {error}") from error
+
+    def _after_turn(self, messages: list[dict[str, Any]]) -> str:
+        whole = self._render([ASK, {"role": "assistant", "content": PLACEHOLDER}, *messages], add_generation_prompt=True)
+        after = whole.rpartition(PLACEHOLDER)[2]
+        return after[after.index(self._end) + len(self._end) :]
+
+    def _end_of_turn(self) -> str:
+        whole = self._render([ASK, {"role": "assistant", "content": PLACEHOLDER}])
+        if PLACEHOLDER not in whole:
+            raise OrreryError("tokenizer: its chat template drops what the assistant said; use another model")
+        after = whole.rpartition(PLACEHOLDER)[2]
+        ends = [(after.index(token), token) for i in self.stop_token_ids if (token := self.tokenizer.id_to_token(i)) in after]
+        if not ends:
+            raise OrreryError(
+                f"tokenizer: no stop token follows the assistant's turn in its chat template but {after!r}; set eos_token to its end"
+            )
+        return min(ends)[1]
+
+    def _stop_token_ids(self, folder: Path) -> list[int]:
+        stops = [self._token_id(self._globals.get("eos_token"))]
+        path = folder / "generation_config.json"
+        if path.is_file():
+            more = json.loads(path.read_text()).get("eos_token_id")
+            stops += more if isinstance(more, list) else [more]
+        stops = list(dict.fromkeys(i for i in stops if i is not None))
+        if not stops:
+            raise OrreryError(f"tokenizer: {folder} names no eos_token, so no turn would ever end")
+        return stops
+
+    def _token_id(self, token: Any) -> int | None:
+        return None if token is None else self.tokenizer.token_to_id(_content(token))
+
+
+def _parse_call(text: str, characters: bool) -> ToolCall | None:
+    """A call from the text between its markers; None where it is malformed."""
+    try:
+        if characters:
+            name, _, rest = text.partition(" ")
+            arguments = json.loads(rest) if rest.startswith("{") else {"input": rest}
+        else:
+            call = json.loads(text)
+            name, arguments = call["name"], call["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        msgspec.json.encode((name, arguments))  # JSON can spell what UTF-8 cannot: half a surrogate pair, which no file could hold
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return ToolCall(name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+
+
+def _hugging_face(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        entry["tool_calls"] = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls]
+    if message.name is not None:
+        entry["name"] = message.name
+    return entry
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _template_source(config: dict[str, Any], folder: Path) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise OrreryError(f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add chat_template.jinja")
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text in some templates; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox that chat templates are written for: the same options, filters and functions as in transformers."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    return environment

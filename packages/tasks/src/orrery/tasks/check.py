@@ -1,0 +1,70 @@
+"""Everything about a manifest's tasks that can be known before a process starts.
+
+- Every `TaskUse` builds; its first problems fit the tokenizer's alphabet and the engine's context; so do the tools' replies to nonsense.
+- Training and evaluation do not use the same problems: the same kind, args and seed is a mistake.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest, TaskUse
+from orrery.tasks import make
+from orrery.tasks.chat import Renderer, write_tokenizer
+from orrery.tasks.task import Message, ToolCall
+
+NUM_PROBLEMS = 16
+
+
+def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
+    """Every task use of a manifest with its path in it."""
+    for side in ("train", "evaluation"):
+        for i, use in enumerate(getattr(manifest.tasks, side)):
+            yield f"tasks.{side}[{i}]", use
+    if manifest.stages.sft is not None and manifest.stages.sft.data.kind == "demonstrations":
+        yield "stages.sft.data.task", manifest.stages.sft.data.task
+
+
+def check(manifest: Manifest) -> list[str]:
+    """One line a task use that is well. Raises OrreryError, one sentence, at the first that is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(manifest.model, Path(folder))
+        renderer = Renderer(Path(folder))
+    lines = []
+    for path, use in task_uses(manifest):
+        try:
+            longest = _longest_prompt_tokens(use, renderer, demonstrated=path.startswith("stages.sft"))
+        except OrreryError as error:
+            raise OrreryError(f"{path}: {error}") from error
+        context, turn = manifest.inference.max_model_len_tokens, manifest.orchestrator.sampling.max_tokens_per_turn
+        if longest + turn > context:
+            raise OrreryError(
+                f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit inference.max_model_len_tokens {context}; "
+                f"give it at least {longest + turn}"
+            )
+        lines.append(f"{path}: {use.kind} {use.name!r}, prompts up to {longest} tokens")
+    for i, use in enumerate(manifest.tasks.evaluation):
+        for j, other in enumerate(manifest.tasks.train):
+            if (use.kind, use.args, use.seed) == (other.kind, other.args, other.seed):
+                raise OrreryError(f"tasks.evaluation[{i}]: these are the problems of tasks.train[{j}]; give it another seed or split")
+    return lines
+
+
+def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, demonstrated: bool) -> int:
+    task, longest = make(use), 0
+    for index in range(NUM_PROBLEMS):
+        problem = task.problem(index)
+        longest = max(longest, len(renderer.prompt(problem.messages, problem.tools)))
+        for name in [tool.name for tool in problem.tools] + ["no such tool"] * bool(problem.tools):
+            nonsense = Message("assistant", "", (ToolCall(name, {"input": "?"}),))
+            replies = task.reply(problem, [*problem.messages, nonsense])
+            if isinstance(replies, list):
+                renderer.next_turn(replies)
+        if demonstrated:
+            if not hasattr(task, "demonstration"):
+                raise OrreryError(
+                    f"task {use.name!r}: kind {use.kind} has no demonstrations; use stages.sft.data of kind chat_file or sft: null"
+                )
+            renderer.example(task.demonstration(index), problem.tools)
+    return longest

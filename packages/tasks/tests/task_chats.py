@@ -1,0 +1,93 @@
+"""What the tests of this room share: task uses of every kind, models with a character tokenizer, and a folder in the style of Qwen."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from orrery.manifest.schema import Model, TaskUse
+from orrery.tasks.chat import Renderer, vocab_size, write_tokenizer
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
+
+ARGS = {
+    "reverse_text": {"alphabet": "abcdef", "min_length": 4, "max_length": 7, "instruction": "reverse ", "split": "train"},
+    "calculator": {"max_operand": 30, "num_operations": 2, "operators": "+-*", "call_reward": 0.25, "split": "train"},
+    "reasoning_gym": {"family": "spell_backward", "config": {"min_word_len": 5}},
+}
+
+
+def task_use(kind: str, seed: int = 3, **args) -> TaskUse:
+    return TaskUse(name="it", kind=kind, args={**ARGS.get(kind, {}), **args}, weight=1.0, seed=seed, max_turns=3)
+
+
+def character_model(alphabet: str = ALPHABET, **changes) -> Model:
+    fields = {
+        "family": "qwen3",
+        "init": {"kind": "random", "seed": 0, "std": 0.02},
+        "tokenizer": {"kind": "characters", "alphabet": alphabet},
+        "vocab_size": vocab_size(alphabet),
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "max_positions": 64,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+        "tie_embeddings": True,
+        "moe": None,
+    }
+    return Model.model_validate(fields | changes)
+
+
+def character_renderer(folder: Path, alphabet: str = ALPHABET) -> Renderer:
+    write_tokenizer(character_model(alphabet), folder)
+    return Renderer(folder)
+
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools: ' }}{{- tools | tojson }}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- generation %}
+        {{- '<|im_start|>assistant\\n' }}{{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def write_qwen_like(folder: Path) -> Path:
+    """A byte-level tokenizer with ChatML turns, Hermes calls and two stop tokens, as pretrained folders have them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+    vocab = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    stops = [tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    return folder

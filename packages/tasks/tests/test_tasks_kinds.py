@@ -1,0 +1,124 @@
+"""What each kind promises beyond the contract."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from task_chats import task_use
+
+from orrery.manifest.errors import OrreryError
+from orrery.tasks import Message, ToolCall, make
+from orrery.tasks.calculator import evaluate, result
+from orrery.tasks.reverse_text import longest_common_subsequence
+
+
+@pytest.mark.parametrize("kind", ["reverse_text", "calculator"])
+def test_train_and_held_out_problems_never_meet(kind):
+    small = {"alphabet": "abc"} if kind == "reverse_text" else {"max_operand": 5}
+    texts = {}
+    for split in ("train", "held_out"):
+        tasks = [make(task_use(kind, seed, split=split, **small)) for seed in (0, 1)]
+        texts[split] = {task.problem(i).messages[-1].content for task in tasks for i in range(300)}
+    assert len(texts["held_out"]) > 20
+    assert not texts["train"] & texts["held_out"]
+
+
+def test_a_split_without_texts_is_refused_instead_of_searched_for_ever():
+    for split in ("train", "held_out"):
+        task = make(task_use("reverse_text", alphabet="a", min_length=1, max_length=1, split=split))
+        try:
+            assert task.problem(0).answer == "a"
+        except OrreryError as error:
+            assert "widen the lengths" in str(error)
+            return
+    pytest.fail("one text stands on both sides")
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "lcs_ratio"),
+    [
+        ("dcba", 1.0, 1.0),
+        (" dcba\n", 1.0, 1.0),
+        ("dcb", 0.75, 6 / 7),
+        ("dcbaa", 0.8, 8 / 9),
+        ("xdcb", 0.0, 0.75),
+        ("", 0.0, 0.0),
+        ("dbca", 0.5, 0.75),
+    ],
+)
+def test_reverse_text_counts_characters_in_their_place(said, reward, lcs_ratio):
+    task = make(task_use("reverse_text", alphabet="abcd"))
+    index = next(i for i in range(10_000) if task.problem(i).answer == "dcba")
+    verdict = task.judge(task.problem(index), [*task.problem(index).messages, Message("assistant", said)])
+    assert verdict.reward == pytest.approx(reward)
+    assert verdict.metrics["lcs_ratio"] == pytest.approx(lcs_ratio)
+
+
+@given(st.text("abc", max_size=8), st.text("abc", max_size=8))
+def test_the_common_subsequence_is_the_longest(a, b):
+    def slow(a: str, b: str) -> int:
+        if not a or not b:
+            return 0
+        return slow(a[1:], b[1:]) + 1 if a[0] == b[0] else max(slow(a[1:], b), slow(a, b[1:]))
+
+    assert longest_common_subsequence(a, b) == slow(a, b)
+
+
+@pytest.mark.parametrize(("expression", "value"), [("1+2*3", 7), ("(1+2)*3", 9), ("-4 - -5", 1), ("12", 12)])
+def test_the_calculator_knows_precedence(expression, value):
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "1+", "a", "2**9", "1//2", "1/2", "()", "1,2", "1 2", "007", "9" * 201, "(" * 99 + ")" * 99, "1.5", "1_0"]
+)
+def test_the_calculator_refuses_anything_else(expression):
+    with pytest.raises(ValueError, match="expression"):
+        evaluate(expression)
+
+
+def test_calculator_rewards_are_the_stated_shares():
+    task = make(task_use("calculator"))
+    problem = task.problem(0)
+
+    def reward(*said: Message) -> float:
+        return task.judge(problem, [*problem.messages, *said]).reward
+
+    call = Message("assistant", "", (ToolCall("calculator", {"input": "1+1"}),))
+    broken = Message("assistant", "", (ToolCall("calculator", {"input": "1+"}),))
+    tool = Message("tool", "2", name="calculator")
+    right, wrong = Message("assistant", problem.answer), Message("assistant", "nothing")
+    assert reward(call, tool, right) == 1.0
+    assert reward(call, tool, wrong) == 0.25
+    assert reward(right) == 0.75
+    assert reward(broken, Message("tool", "error"), wrong) == 0.0
+    assert reward(call) == 0.25  # cut off before an answer
+
+
+def test_every_call_is_answered_up_to_the_limit():
+    task = make(task_use("calculator"))
+    problem = task.problem(0)
+    calls = tuple(ToolCall(name, args) for name, args in [("calculator", {"input": "2*3"}), ("sin", {"input": "0"}), ("calculator", {})])
+    replies = task.reply(problem, [*problem.messages, Message("assistant", "", calls * 2)])
+    assert [reply.content for reply in replies] == ["6", "error no such tool", "error give one argument input"]
+    assert result(ToolCall("calculator", {"input": 3})).startswith("error")
+
+
+def test_neighbouring_seeds_of_reasoning_gym_share_no_stream():
+    one, two = (make(task_use("reasoning_gym", seed, family="basic_arithmetic", config={})) for seed in (0, 1))
+    assert [one.problem(i + 1).answer for i in range(10)] != [two.problem(i).answer for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    "family", ["basic_arithmetic", "countdown", "leg_counting", "letter_counting", "sudoku", "word_sorting", "chain_sum"]
+)
+def test_families_of_reasoning_gym_judge_their_own_answers(family):
+    task = make(task_use("reasoning_gym", family=family, config={}))
+    problem, chat = task.problem(1), task.demonstration(1)
+    assert task.judge(problem, chat).reward == 1.0
+    assert task.judge(problem, [*problem.messages, Message("assistant", f"so <answer>{problem.answer}</answer>")]).reward == 1.0
+
+
+def test_a_family_without_reference_answers_says_so():
+    task = make(task_use("reasoning_gym", family="boxnet", config={}))
+    with pytest.raises(OrreryError, match="family boxnet has no reference answers"):
+        task.demonstration(0)

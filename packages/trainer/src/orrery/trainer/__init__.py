@@ -1,0 +1,1 @@
+"""Trainer: batches in, next weights out. `__main__` parses, `assemble` builds, `loop` is the algorithm."""

@@ -1,0 +1,49 @@
+"""`python -m orrery.trainer --stage init|sft|rl`: one rank of the trainer in one stage. The launcher starts it."""
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe.process import RoleProcess, role_process
+
+
+def main() -> None:
+    with role_process("trainer") as me:
+        # Imported here, so that health and the lifeline stand before torch takes its seconds to load.
+        me.health.doing("loading torch")
+        match me.stage:
+            case "init":
+                from orrery.trainer.initialize import initialize
+
+                initialize(me)
+            case "sft":
+                run_sft(me)
+            case "rl":
+                run_rl(me)
+            case _:
+                raise OrreryError(f"--stage: the trainer has no stage {me.stage!r}; choose from init, sft, rl")
+
+
+def run_sft(me: RoleProcess) -> None:
+    from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.publish import export
+    from orrery.trainer.sft import load_examples, sft
+
+    spec = me.manifest.stages.sft
+    if spec is None:
+        raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
+    start = me.run_dir / "weights" / "init"
+    with assemble_world(me) as world:
+        learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
+        sft(learner, load_examples(me.manifest, start), me)
+        me.health.doing("exporting weights")
+        export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")
+
+
+def run_rl(me: RoleProcess) -> None:
+    from orrery.trainer.assemble import assemble_rl, assemble_world
+    from orrery.trainer.loop import rl
+
+    with assemble_world(me) as world, assemble_rl(me, world) as rig:
+        rl(rig, me)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Assembly: from the manifest and this process's place in the run to the objects that the stages work with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.schema import AdamW, Model, Trainer
+from orrery.models import build, weights
+from orrery.observe.process import RoleProcess
+from orrery.trainer import checkpoint
+from orrery.trainer.learner import Learner
+from orrery.trainer.parallel import fsdp, parallelize
+from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
+from orrery.trainer.policy import Policy
+from orrery.trainer.publish import Publisher
+from orrery.transport import checkpoints
+from orrery.transport.rendezvous import await_endpoints
+from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
+from orrery.transport.weight_wire import make_publisher
+
+ORCHESTRATOR_DEADLINE_S = 900.0  # it publishes its address before it waits for engines, but a big engine may be starting on the same disks
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Everything that the RL loop holds."""
+
+    world: World
+    learner: Learner
+    publisher: Publisher
+    receiver: RolloutReceiver
+    start_weights: Path  # the folder that the stage started from; its tokenizer files go along with the policy
+    batch_deadline_s: float
+
+
+@contextmanager
+def assemble_world(me: RoleProcess) -> Iterator[World]:
+    """This rank among the manifest's ranks, with a process group where one is needed."""
+    trainer = me.manifest.trainer
+    me.health.doing("joining the other ranks")
+    device = device_for(me.manifest.hardware.accelerator, me.index)
+    torch.manual_seed(me.manifest.seed + me.index)
+    store = meet(me, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
+    world = form(trainer.mesh, me.index, device, store)
+    try:
+        yield world
+    finally:
+        dissolve(world)
+
+
+def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: AdamW, max_grad_norm: float) -> Learner:
+    """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
+    me.health.doing("loading weights")
+    policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
+    return Learner(policy, world, optimizer, me.manifest.trainer.loss, max_grad_norm)
+
+
+def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
+    """Built without storage where it will be sharded: a rank never holds the whole model."""
+    device = "meta" if fsdp.is_needed(trainer) else world.device
+    policy = Policy(build(model, getattr(torch, trainer.param_dtype), device), trainer.memory.lm_head_chunk_tokens)
+    parallelize(policy, world, trainer)
+    weights.load(policy.network, start)
+    return policy
+
+
+@contextmanager
+def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
+    """The RL stage's rig, at the newest complete checkpoint or at version 0."""
+    manifest = me.manifest
+    start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
+    learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
+    # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
+    keep = manifest.orchestrator.max_batches_ahead + 3
+    wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, keep) if world.is_first else None
+    publisher = Publisher(learner.policy, wire)
+    resume(me, learner, publisher)
+    orchestrator = await_endpoints(me, "orchestrator", 1, ORCHESTRATOR_DEADLINE_S)[0]
+    receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
+    try:
+        yield Rig(world, learner, publisher, receiver, start, 600.0 + 4 * manifest.orchestrator.rollout_timeout_s)
+    finally:
+        receiver.close()
+
+
+def resume(me: RoleProcess, learner: Learner, publisher: Publisher) -> None:
+    """Go on from the newest complete checkpoint, if there is one."""
+    step = checkpoints.latest(me.run_dir)
+    if step is None:
+        return
+    me.health.doing(f"resuming from step {step}", step=step)
+    folder = checkpoints.checkpoint_dir(me.run_dir, step)
+    if learner.world.is_first:
+        checkpoints.verify(folder)
+        publisher.restore(folder / "trainer")
+    checkpoint.load(learner, folder / "trainer")
+    if learner.step != step:
+        raise RunFailed(f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it")
+    me.log.info("resuming after step %d", step)

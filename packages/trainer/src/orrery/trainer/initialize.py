@@ -1,0 +1,33 @@
+"""The init stage: the weights and the tokenizer that the run starts from, as a Hugging Face folder `weights/init`.
+
+- The manifest's tasks are built and their prompts fitted first (`orrery.tasks.check`): a mistake in them must not cost a run.
+- `orrery.models.weights.initialize` draws them from the manifest's seed, or takes a pretrained folder's after checking its digest.
+- The folder appears whole; the same manifest gives the same bytes.
+"""
+
+import shutil
+
+import torch
+
+from orrery.models import build, weights
+from orrery.observe.process import RoleProcess
+from orrery.tasks.chat import write_tokenizer
+from orrery.tasks.check import check
+
+
+def initialize(me: RoleProcess) -> None:
+    me.health.doing("checking tasks")
+    check(me.manifest)
+    me.health.doing("initializing weights")
+    model = me.manifest.model
+    folder = me.run_dir / "weights" / "init"
+    partial = folder.with_name("init.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_tokenizer(model, partial)
+    network = build(model, getattr(torch, me.manifest.trainer.param_dtype))
+    weights.initialize(network, model)
+    weights.save(network, model, partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    me.log.info("weights/init: %.2f M parameters, %s", sum(weight.numel() for weight in network.parameters()) / 1e6, model.init.kind)

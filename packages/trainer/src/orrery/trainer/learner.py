@@ -1,0 +1,172 @@
+"""The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
+
+- In: this rank's micro-batches, one by one as they arrive; every rank has equally many. Out: the weights moved, and the step's `Outcome`.
+- Gradients travel between ranks once, in the backward pass of the last micro-batch; the tally in one all-reduce after it.
+- Never: a step from a loss or a gradient that is not finite, or from a batch whose member counts were announced wrongly. The weights
+  are then still those before the step, and the error names step, rank and tensor.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.schema import AdamW, DppoLoss
+from orrery.trainer.loss import COMPONENTS, Tally, loss
+from orrery.trainer.micro_batch import count_members, micro_batch
+from orrery.trainer.optim import clip, first_not_finite, gradient_norm, make_optimizer
+from orrery.trainer.parallel.fsdp import synchronize_gradients
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+from orrery.transport.columns import Columns
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did: metrics by their names in `metrics/trainer.0.jsonl`, and when its phases began and ended (`time.time()`)."""
+
+    metrics: dict[str, float | int | None]
+    wait_s: float  # for micro-batches to arrive
+    forward_backward: tuple[float, float]
+    optimizer: tuple[float, float]
+
+
+class Learner:
+    """Policy and optimizer on this rank. `step` is the last one done: the version of the weights it holds."""
+
+    def __init__(self, policy: Policy, world: World, optimizer: AdamW, loss: DppoLoss, max_grad_norm: float):
+        self.policy, self.world, self.loss, self.max_grad_norm = policy, world, loss, max_grad_norm
+        self.peak_lr = optimizer.lr
+        self.optimizer = make_optimizer(policy, optimizer)
+        self.weights = dict(policy.named_parameters())
+        self.step = 0
+
+    def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
+        """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed."""
+        step = self.step + 1
+        begin_s = time.time()
+        tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        backward_s = time.time()
+        values = self._agree(step, tally, totals)
+        norm = gradient_norm(self.weights.values(), self.world)
+        if not math.isfinite(norm.item()):
+            self._name_gradient(step)
+        clip(self.weights.values(), norm, self.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak_lr * lr_factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step = step
+        metrics = {**values, "grad_norm": norm.item(), "learning_rate": self.peak_lr * lr_factor}
+        return Outcome(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
+
+    @torch.no_grad()
+    def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
+        """Score, without training, rollouts that the engines made with the weights that stand here now.
+
+        The largest |log π − log μ| over all ranks, None where no sample was made by these weights alone; and the number of tokens scored.
+        """
+        tally = Tally.zero(self.world.device)
+        for columns in micro_batches:
+            batch = micro_batch(columns, self.step + 1, self.world.device)
+            logprob, entropy = self.policy(batch)
+            tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
+        self.world.sum(tally.sums)
+        self.world.max(tally.peaks)
+        peak = float(tally.peaks)
+        return peak if peak >= 0 else None, int(tally.values()["scored"])
+
+    def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
+        tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
+        for index, columns in enumerate(arrivals):
+            batch = micro_batch(columns, step, self.world.device)
+            synchronize_gradients(self.policy, index == count - 1)
+            logprob, entropy = self.policy(batch)
+            value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
+            value.backward()
+            tally.add(part)
+            tally.count(batch.num_samples, batch.num_tokens)
+        if arrivals.count != count:
+            raise RunFailed(f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced")
+        return tally, arrivals.wait_s
+
+    def _agree(self, step: int, tally: Tally, totals: dict[str, int]) -> dict[str, float | int | None]:
+        """The step's metrics over all ranks, once every rank knows that loss and counts are sound."""
+        mine = tally.sums.clone()
+        self.world.sum(tally.sums)
+        self.world.max(tally.peaks)
+        sums = tally.values()
+        for position, name in enumerate(Tally.NAMES):
+            if not math.isfinite(sums[name]):
+                ranks = [rank for rank, bad in enumerate(self.world.each(int(not torch.isfinite(mine[position])))) if bad]
+                # The sum may overflow where no part does: then no single rank is to blame.
+                where = ranks[0] if ranks else "none alone"
+                raise RunFailed(f"step {step}: {name} is {sums[name]} on rank {where}{self._weights_to_blame()}")
+        for name in COMPONENTS:
+            if sums[f"members_{name}"] != totals[name]:
+                raise RunFailed(
+                    f"step {step}: the batch announces {totals[name]} {name} tokens, {sums[f'members_{name}']:.0f} arrived; "
+                    f"its normalisation would be wrong"
+                )
+        return metrics_of(sums, float(tally.peaks))
+
+    def _weights_to_blame(self) -> str:
+        worst = max(self.world.each(first_not_finite(self.weights.values())))
+        return f" (weight {list(self.weights)[worst]} is not finite)" if worst >= 0 else "; all weights are finite"
+
+    def _name_gradient(self, step: int) -> None:
+        found = self.world.each(first_not_finite(weight.grad for weight in self.weights.values()))
+        for rank, position in enumerate(found):
+            if position >= 0:
+                name = list(self.weights)[position]
+                raise RunFailed(f"step {step}: the gradient of {name} is not finite on rank {rank}; weights stay as before the step")
+        raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower trainer.optimizer.lr")
+
+
+class Arrivals:
+    """An iterator that knows how long it waited for its items, and how many came."""
+
+    def __init__(self, items: Iterable[Columns]):
+        self._items, self.wait_s, self.count = iter(items), 0.0, 0
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self
+
+    def __next__(self) -> Columns:
+        begin_s = time.time()
+        try:
+            item = next(self._items)
+        finally:
+            self.wait_s += time.time() - begin_s
+        self.count += 1
+        return item
+
+
+def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
+    """N_c over all ranks, from this rank's micro-batches: one all-reduce."""
+    counts = [count_members(columns) for columns in micro_batches]
+    mine = torch.tensor([sum(count[name] for count in counts) for name in COMPONENTS], dtype=torch.int64, device=world.device)
+    return dict(zip(COMPONENTS, world.sum(mine).tolist(), strict=True))
+
+
+def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
+    """A step's sums as the metrics that people read; a mean over nothing is null."""
+
+    def mean(name: str, over: str) -> float | None:
+        return sums[name] / sums[over] if sums[over] else None
+
+    losses = {f"loss_{name}": mean(f"loss_{name}", f"members_{name}") for name in COMPONENTS}
+    return {
+        "loss": sum(value for value in losses.values() if value is not None),
+        **losses,
+        "entropy": mean("entropy", "scored"),
+        "mismatch_kl": mean("mismatch_kl", "members_rl"),
+        "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
+        "masked_share": mean("masked", "members_rl"),
+        "num_samples": int(sums["samples"]),
+        "num_tokens": int(sums["tokens"]),
+        "num_trained_tokens": int(sums["scored"]),
+    }

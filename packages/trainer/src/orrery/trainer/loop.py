@@ -1,0 +1,135 @@
+"""The RL stage as the trainer sees it. Batch n (from 1) trains version n − 1 and makes version n.
+
+    publish the version we start from
+    for batch n:  wait → forward and backward each micro-batch as it arrives → clip → step → publish version n → row → checkpoint when due
+    compare log-probs on the last evaluation's rollouts → export the policy
+
+- Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
+- A batch says which weights sampled it, by version and digest: others than those that were published end the run.
+- A step's row is written before its checkpoint, after which nobody makes the step again.
+- A checkpoint of step n is complete only with the orchestrator's half, which stands there before batch n is sent.
+- Where trainer and engine hold the same weights in float32 on a CPU, their log-probs agree to SAME_WEIGHTS_TOLERANCE or the run ends.
+  Batches show that only where they are fresh enough; so the orchestrator sends the rollouts of the last evaluation, made by the last
+  version alone and after all updates, as a batch that is compared and not trained.
+"""
+
+import time
+
+from orrery.manifest.errors import RunFailed
+from orrery.observe.process import RoleProcess
+from orrery.trainer import checkpoint
+from orrery.trainer.assemble import Rig
+from orrery.trainer.learner import Outcome
+from orrery.trainer.loss import COMPONENTS
+from orrery.trainer.publish import export
+from orrery.trainer.schedule import factor
+from orrery.transport import checkpoints
+from orrery.transport.rollout_wire import ReceivedBatch
+
+SAME_WEIGHTS_TOLERANCE = 1e-4
+
+
+def rl(rig: Rig, me: RoleProcess) -> None:
+    """Train all batches that are left, then write `weights/rl`."""
+    learner, spec = rig.learner, me.manifest.trainer
+    num_steps = me.manifest.stages.rl.num_steps
+    _publish(rig, me)
+    for step in range(learner.step + 1, num_steps + 1):
+        begin_s = time.time()
+        batch = _await_batch(rig, me, step)
+        arrived_s = time.time()
+        me.health.doing("training", step=step)
+        outcome = _learn(rig, batch, factor(spec.schedule, step, num_steps))
+        _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
+        publish_s = _publish(rig, me)
+        if rig.world.is_first:
+            _record(me, step, begin_s, arrived_s, outcome, publish_s)
+        if step % spec.checkpoint.interval_steps == 0 or step == num_steps:
+            with me.metrics.span("checkpoint", step=step):
+                _checkpoint(rig, me)
+    _compare(rig, me)
+    me.health.doing("exporting weights", step=num_steps)
+    export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
+
+
+def _await_batch(rig: Rig, me: RoleProcess, step: int) -> ReceivedBatch:
+    with me.metrics.span("wait", step=step), me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s):
+        batch = rig.receiver.receive(step, rig.batch_deadline_s)
+    if rig.world.is_first:
+        rig.publisher.check(step, batch.info.get("digests"))
+    return batch
+
+
+def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> Outcome:
+    if missing := [name for name in COMPONENTS if name not in batch.totals]:
+        raise RunFailed(f"batch {batch.step}: announces no count of its {missing[0]} tokens, so its loss cannot be normalised")
+    totals = {name: int(batch.totals[name]) for name in COMPONENTS}
+    return rig.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
+
+
+def _publish(rig: Rig, me: RoleProcess) -> float:
+    """Put out the weights that the learner holds; seconds taken."""
+    version, begin_s = rig.learner.step, time.time()
+    me.health.doing(f"publishing version {version}", step=version)
+    published = rig.publisher.publish(version)
+    end_s = time.time()
+    if published is not None:
+        me.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
+        me.log.info("version %d published, weights %s", version, published.digest)
+    return end_s - begin_s
+
+
+def _checkpoint(rig: Rig, me: RoleProcess) -> None:
+    step = rig.learner.step
+    folder = checkpoints.checkpoint_dir(me.run_dir, step)
+    me.health.doing("writing a checkpoint", step=step)
+    checkpoint.save(rig.learner, folder / "trainer")
+    if rig.world.is_first:
+        rig.publisher.save(folder / "trainer")
+        if not (folder / "orchestrator").is_dir():
+            raise RunFailed(f"{folder}: the orchestrator's half is missing, though batch {step} was sent; see logs/orchestrator.0.log")
+        checkpoints.complete(folder)
+        checkpoints.prune(me.run_dir, me.manifest.trainer.checkpoint.keep)
+    rig.world.barrier()
+
+
+def _compare(rig: Rig, me: RoleProcess) -> None:
+    """The last version in trainer and engines, on rollouts of its own."""
+    version = rig.learner.step
+    batch = _await_batch(rig, me, version + 1)
+    me.health.doing("comparing log-probs with the engines", step=version)
+    found, num_tokens = rig.learner.compare(batch)
+    if found is None or not batch.info.get("compare"):
+        raise RunFailed(f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log")
+    if rig.world.is_first:
+        me.metrics.write(None, event="compare", version=version, logprob_max_abs_diff_same_weights=found, num_trained_tokens=num_tokens)
+        me.log.info("version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens", version, found, num_tokens)
+    _check_same_weights(me, f"version {version}", found)
+
+
+def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None:
+    manifest = me.manifest
+    exact = manifest.hardware.accelerator == "cpu" and manifest.trainer.compute_dtype == manifest.inference.dtype == "float32"
+    if exact and found is not None and found > SAME_WEIGHTS_TOLERANCE:
+        raise RunFailed(
+            f"{what}: log-probs of trainer and engine differ by {found:.2e} on the same weights, "
+            f"more than {SAME_WEIGHTS_TOLERANCE:g}; they do not compute the same model"
+        )
+
+
+def _record(me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcome: Outcome, publish_s: float) -> None:
+    end_s = time.time()
+    me.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
+    me.metrics.add_span("optimizer", *outcome.optimizer, step=step)
+    wait_s = arrived_s - begin_s + outcome.wait_s
+    me.metrics.write(
+        step,
+        **outcome.metrics,
+        step_time_s=end_s - begin_s,
+        wait_s=wait_s,
+        forward_backward_s=outcome.forward_backward[1] - outcome.forward_backward[0] - outcome.wait_s,
+        optimizer_s=outcome.optimizer[1] - outcome.optimizer[0],
+        publish_s=publish_s,
+        tokens_per_s=outcome.metrics["num_tokens"] / (end_s - begin_s),
+    )
+    me.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, outcome.metrics["loss"], wait_s, end_s - begin_s)

@@ -1,0 +1,118 @@
+"""Micro-batches: from columns to the tensors of one forward pass.
+
+- A token's log-prob comes from the hidden state *before* it, so token t of a sample is scored from row t − 1. Only scored tokens reach the
+  LM head: prompts and tool results cost attention, never logits.
+- A token is scored where `trained` is set and at least one component weight is not zero.
+- A micro-batch without samples becomes one unweighted token: the rank still takes part in every collective, with zero gradients.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.trainer.loss import COMPONENTS, Targets
+from orrery.transport.columns import Columns
+
+_ABSENT = {"rl_weight": 1.0, "cross_entropy_weight": 0.0, "reference_kl_weight": 0.0}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass over T packed tokens that scores M of them, on the device."""
+
+    token_id: torch.Tensor  # i64 [T]
+    position: torch.Tensor  # i64 [T], from 0 in every document
+    cu_seqlens: torch.Tensor  # i32 [documents + 1]
+    max_seqlen: int
+    row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
+    target: torch.Tensor  # i64 [M], the scored tokens themselves
+    temperature: torch.Tensor  # f32 [M]
+    loss: Targets  # [M]
+    num_samples: int
+    num_tokens: int
+
+
+def member_weights(columns: Columns) -> dict[str, np.ndarray]:
+    """Each component's weight a token, f32 [T]; zero exactly where the token is no member."""
+    trained = columns.token["trained"]
+    weights = {}
+    for name in COMPONENTS:
+        weight = columns.token.get(f"{name}_weight")
+        weights[name] = np.where(trained, _ABSENT[f"{name}_weight"] if weight is None else weight, 0.0).astype(np.float32)
+    return weights
+
+
+def count_members(columns: Columns) -> dict[str, int]:
+    """N_c of the loss for these columns."""
+    if not columns.num_samples:
+        return dict.fromkeys(COMPONENTS, 0)
+    return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
+
+
+def micro_batch(columns: Columns, step: int, device: torch.device) -> MicroBatch:
+    """`columns` for the step that trains policy version `step` − 1. Raises RunFailed where a sample's first token is trained."""
+    if not columns.num_tokens:
+        return _dummy(device)
+    offsets, token = columns.offsets, columns.token
+    starts = offsets[:-1][columns.lengths > 0]
+    weights = member_weights(columns)
+    scored = np.flatnonzero(np.logical_or.reduce([weight != 0 for weight in weights.values()]))
+    if np.isin(scored, starts).any():
+        raise RunFailed(f"batch {step}: the first token of a sample is marked trained, and nothing stands before it to predict it from")
+    if not len(scored):
+        scored = np.array([min(1, columns.num_tokens - 1)])  # without weight: it keeps the LM head in the graph
+    sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
+    temperature = columns.sample.get("temperature")
+
+    def scored_of(name: str) -> torch.Tensor:
+        return _tensor(token[name][scored] if name in token else np.zeros(len(scored), dtype=np.float32))
+
+    targets = Targets(
+        engine_logprob=scored_of("logprob"),
+        advantage=scored_of("advantage"),
+        reference_logprob=scored_of("reference_logprob"),
+        rl_weight=_tensor(weights["rl"][scored]),
+        cross_entropy_weight=_tensor(weights["cross_entropy"][scored]),
+        reference_kl_weight=_tensor(weights["reference_kl"][scored]),
+        same_weights=_tensor(_same_weights(columns, step, sample_of)[scored]),
+    )
+
+    def send(array: np.ndarray) -> torch.Tensor:
+        return _tensor(array).to(device, non_blocking=True)
+
+    return MicroBatch(
+        token_id=send(token["token_id"].astype(np.int64)),
+        position=send(np.arange(columns.num_tokens) - np.repeat(offsets[:-1], columns.lengths)),
+        cu_seqlens=send(np.append(starts, columns.num_tokens).astype(np.int32)),
+        max_seqlen=int(columns.lengths.max()),
+        row=send(np.maximum(scored - 1, 0)),
+        target=send(token["token_id"][scored].astype(np.int64)),
+        temperature=send(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
+        loss=targets.to(device),
+        num_samples=columns.num_samples,
+        num_tokens=columns.num_tokens,
+    )
+
+
+def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
+    """bool [T]: tokens of samples that were dispatched and, in every trained token, sampled at version `step` − 1."""
+    if "version" not in columns.token or "dispatch_version" not in columns.sample:
+        return np.zeros(columns.num_tokens, dtype=bool)
+    other = columns.token["trained"] & (columns.token["version"] != step - 1)
+    fresh = np.bincount(sample_of[other], minlength=columns.num_samples) == 0
+    return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
+
+
+def _dummy(device: torch.device) -> MicroBatch:
+    zero, one, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
+    no = torch.zeros(1, dtype=torch.bool, device=device)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
+    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, targets, num_samples=0, num_tokens=0)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor that owns its memory: columns may be read-only views of a received frame."""
+    return torch.from_numpy(np.array(array))

@@ -1,0 +1,130 @@
+"""The ranks of a trainer and the few collectives it uses by itself.
+
+- One rank: no process group at all; every collective is the identity.
+- Several: rank 0 opens a TCPStore on a loopback socket and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU.
+- The mesh is (dp_replicate, dp_shard): weights are sharded over the second axis and repeated over the first.
+- A collective that fails or takes longer than COLLECTIVE_DEADLINE_S is the end of the process.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from orrery.manifest.schema import Mesh
+
+if TYPE_CHECKING:
+    from orrery.observe.process import RoleProcess
+
+COLLECTIVE_DEADLINE_S = 600.0
+JOIN_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None  # None: one rank, no process group
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place, over all ranks."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.mesh is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def sum_over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place, over the ranks that hold different parts of the weights (replicas hold the same)."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor, group=self.mesh.get_group("dp_shard"))
+        return tensor
+
+    def each(self, value: int) -> list[int]:
+        """`value` of every rank, in rank order."""
+        mine = torch.tensor([value], device=self.device)
+        if self.mesh is None:
+            return [value]
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine)
+        return [int(one) for one in every]
+
+    def barrier(self) -> None:
+        if self.mesh is not None:
+            self.sum(torch.zeros(1, device=self.device))  # gloo's and nccl's barriers guess the device; a sum does not
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("dp_replicate")
+
+
+def device_for(accelerator: str, index: int) -> torch.device:
+    """CPU, with one thread a rank unless OMP_NUM_THREADS says otherwise; or the CUDA device of this rank."""
+    if accelerator == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        return torch.device("cpu")
+    # The launcher shows each process only its own devices (CUDA_VISIBLE_DEVICES), so ordinals start from 0 again.
+    device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(device)
+    return device
+
+
+def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
+    """The world of `mesh.world_size` ranks; `store` is where they meet (None with one rank that needs no process group)."""
+    if store is None:
+        return World(rank, 1, device, None)
+    if device.type == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=mesh.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+    )
+    return World(rank, mesh.world_size, device, mesh_of(mesh, device))
+
+
+def mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The device mesh over all ranks of the process group."""
+    return init_device_mesh(device.type, (mesh.dp_replicate, mesh.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def meet(me: "RoleProcess", world_size: int) -> dist.Store:
+    """The TCPStore of this stage's trainer ranks: rank 0 serves it on loopback, the others find it by its published address."""
+    from orrery.transport import rendezvous
+
+    timeout = timedelta(seconds=JOIN_DEADLINE_S)
+    if me.index == 0:
+        listener = socket.create_server(("127.0.0.1", me.port))
+        port = listener.getsockname()[1]
+        # Handing over a bound socket is the only way to keep TCPStore off the other interfaces.
+        store = dist.TCPStore(
+            "127.0.0.1", port, world_size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        rendezvous.publish(me, f"tcp://127.0.0.1:{port}")
+        return store
+    with me.health.waiting("the address of trainer.0", deadline_s=JOIN_DEADLINE_S):
+        first = rendezvous.await_endpoints(me, "trainer", 1, JOIN_DEADLINE_S)[0]
+    host, _, port = first.url.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(host, int(port), world_size, False, timeout=timeout, wait_for_workers=False)
+
+
+def dissolve(world: World) -> None:
+    if world.mesh is not None:
+        dist.destroy_process_group()

@@ -1,0 +1,433 @@
+"""The trainer's stages as real processes, with this test in the place of launcher and orchestrator."""
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_cases import batch_columns, manifest
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.identity import canonical_json
+from orrery.models import build, weights
+from orrery.observe.metrics import read
+from orrery.observe.process import parse_role
+from orrery.tasks.chat import Renderer
+from orrery.trainer.assemble import assemble_rl, assemble_world
+from orrery.trainer.initialize import initialize
+from orrery.trainer.learner import count_totals
+from orrery.trainer.loop import rl
+from orrery.trainer.micro_batch import micro_batch
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+from orrery.trainer.publish import Publisher
+from orrery.trainer.sft import endless_order, load_examples
+from orrery.transport import checkpoints, rendezvous
+from orrery.transport.packing import pack
+from orrery.transport.rollout_wire import Batch, make_sender
+from orrery.transport.weight_wire import Published, WeightWatch, read_weights, remove_weight_dir, weight_dir
+
+pytestmark = pytest.mark.timeout(180)
+DEADLINE_S = 120.0
+
+
+class Stage:
+    """The trainer ranks of one stage of one attempt."""
+
+    def __init__(self, run_dir: Path, stage: str, num_ranks: int = 1, attempt: int = 1):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "orrery.trainer", "--run-dir", str(run_dir), "--stage", stage, "--attempt", str(attempt)]
+        self.ranks = [
+            # A session of its own: a role whose parent dies ends its whole process group.
+            subprocess.Popen([*command, "--index", str(rank)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+            for rank in range(num_ranks)
+        ]
+
+    def end(self) -> list[tuple[int, str]]:
+        """(exit code, stderr) of every rank, once all have ended."""
+        try:
+            errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in self.ranks]
+        finally:
+            self.kill()
+        return [(rank.returncode, error) for rank, error in zip(self.ranks, errors, strict=True)]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGKILL)
+                rank.wait()
+
+
+def start_run(folder: Path, spec, stages=()) -> Path:
+    """A run directory after init (made in this process: starting one takes seconds) and after `stages`."""
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(canonical_json(spec))
+    initialize(parse_role("trainer", ["--run-dir", str(folder), "--stage", "init"]))
+    for stage in stages:
+        for code, error in Stage(folder, stage, spec.trainer.mesh.world_size).end():
+            assert code == 0, error
+    return folder
+
+
+def final_weights(run_dir: Path, stage: str) -> bytes:
+    return (run_dir / "weights" / stage / "model.safetensors").read_bytes()
+
+
+async def compare_columns(run_dir: Path, spec, attempt: int):
+    """What an engine with the last published weights would say of some tokens: a batch to compare, not to train."""
+    version = spec.stages.rl.num_steps
+    watch = WeightWatch(weight_dir(run_dir, attempt))
+    while (published := watch.latest()) is None or published.version < version:
+        await asyncio.sleep(0.02)
+    shutil.copytree(run_dir / "weights" / "init", run_dir / "published", dirs_exist_ok=True)
+    save_file(dict(read_weights(published.path)), run_dir / "published" / "model.safetensors")
+    network = build(spec.model)
+    weights.load(network, run_dir / "published")
+    columns = batch_columns(version + 1)
+    columns.sample["dispatch_version"][:] = version
+    batch = micro_batch(columns, version + 1, torch.device("cpu"))
+    with torch.no_grad():
+        logprob, _ = Policy(network, 64)(batch)
+    columns.token["logprob"][columns.token["trained"]] = logprob.numpy()
+    return columns
+
+
+async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
+    watch = WeightWatch(weight_dir(run_dir, attempt))
+    while (published := watch.version(version)) is None:
+        await asyncio.sleep(0.02)
+    return published.digest
+
+
+async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None) -> None:
+    """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all."""
+    argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
+    me = parse_role("orchestrator", argv)
+    ranks = spec.trainer.mesh.world_size
+    sender = make_sender(spec.transport.rollouts, run_dir, 0, ranks)
+    rendezvous.publish(me, sender.url)
+    try:
+        last = spec.stages.rl.num_steps
+        for step in [*steps, *([last + 1] if last in steps else [])]:
+            columns = batch_columns(step) if step <= last else await compare_columns(run_dir, spec, attempt)
+            digests = {str(step - 1): await digest_of(step - 1, run_dir, attempt)}
+            if change is not None:
+                change(step, columns, digests)
+            if step % spec.trainer.checkpoint.interval_steps == 0 or step == spec.stages.rl.num_steps:
+                half = checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
+                half.mkdir(parents=True, exist_ok=True)
+                (half / "state.json").write_text("{}")
+            plan = pack(columns.lengths, ranks, spec.trainer.memory.max_tokens_per_micro_batch)
+            totals = count_totals([columns], World(0, 1, torch.device("cpu"), None))
+            parts = [[[columns.select(samples)] for samples in of_rank] for of_rank in plan]
+            await asyncio.wait_for(sender.send(Batch(step, parts, totals, {"compare": step > last, "digests": digests})), DEADLINE_S)
+        await sender.drained(DEADLINE_S)
+    finally:
+        sender.close()
+
+
+def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None) -> list[tuple[int, str]]:
+    stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
+    try:
+        asyncio.run(orchestrate(run_dir, spec, steps, attempt, change))
+        return stage.end()
+    finally:
+        stage.kill()
+
+
+@pytest.fixture
+def in_shared_memory():
+    """Frees the weight folders that a test's attempts leave, as the launcher does."""
+    used = []
+    yield lambda run_dir, attempt: used.append((run_dir, attempt)) or weight_dir(run_dir, attempt)
+    for run_dir, attempt in used:
+        remove_weight_dir(run_dir, attempt)
+
+
+@pytest.mark.parametrize(("num_ranks", "wire"), [(1, "zmq"), (2, "files")])
+def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(tmp_path, in_shared_memory, num_ranks, wire):
+    spec = manifest(
+        mesh={"dp_shard": num_ranks},
+        stages={"sft": None, "rl": {"num_steps": 5}},
+        transport={"rollouts": wire, "weights": "files"},
+    )
+    straight = start_run(tmp_path / "straight", spec)
+    published = in_shared_memory(straight, 1)
+    ends = run_rl(straight, spec, range(1, 6))
+    assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
+
+    *rows, compared = [row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert compared["event"] == "compare" and compared["version"] == 5 and compared["num_trained_tokens"] > 0
+    assert 0 <= compared["logprob_max_abs_diff_same_weights"] <= 1e-5
+    names = {
+        "loss",
+        "loss_rl",
+        "loss_cross_entropy",
+        "entropy",
+        "mismatch_kl",
+        "masked_share",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_s",
+    }
+    names |= {"step_time_s", "wait_s", "forward_backward_s", "optimizer_s", "publish_s", "num_samples", "num_tokens", "num_trained_tokens"}
+    assert names <= rows[0].keys()
+    assert [row["learning_rate"] for row in rows] == [0.005, 0.01, 0.01, 0.01, 0.01]
+    assert [row["num_tokens"] for row in rows] == [batch_columns(step).num_tokens for step in range(1, 6)]
+    spans = [row["name"] for row in read(straight / "metrics" / "trainer.0.spans.jsonl")]
+    expected = {"publish": 6, "wait": 6, "forward_backward": 5, "optimizer": 5, "checkpoint": 3}
+    assert {name: spans.count(name) for name in set(spans)} == expected
+    newest = WeightWatch(published).latest()
+    assert newest.version == 5
+    kept = [version for version in range(6) if WeightWatch(published).version(version)]
+    assert kept == [2, 3, 4, 5]  # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest
+    stamped = json.loads((checkpoints.checkpoint_dir(straight, 5) / "trainer" / "published.json").read_text())
+    assert list(stamped) == ["0", "1", "2", "3", "4", "5"] and stamped["5"] == newest.digest
+    exported = load_file(straight / "weights" / "rl" / "model.safetensors")
+    assert newest.fingerprints.keys() == exported.keys()
+    assert checkpoints.steps(straight) == [4, 5]  # keep 2
+    checkpoints.verify(checkpoints.checkpoint_dir(straight, 5))
+    assert Renderer(straight / "weights" / "rl").stop_token_ids
+
+    killed = start_run(tmp_path / "killed", spec)
+    in_shared_memory(killed, 1)
+    stage = Stage(killed, "rl", num_ranks)
+    try:
+        # Three batches are there: the trainer gets through step 3, one past its checkpoint, and waits for batch 4.
+        asyncio.run(orchestrate(killed, spec, range(1, 4), 1))
+    finally:
+        stage.kill()
+    assert checkpoints.latest(killed) == 2
+    in_shared_memory(killed, 2)
+    ends = run_rl(killed, spec, range(3, 6), attempt=2)
+    assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
+    assert "resuming after step 2" in ends[0][1]
+    assert final_weights(killed, "rl") == final_weights(straight, "rl")
+    rows = [row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+@pytest.mark.parametrize(("at", "what"), [(1, "step 1"), (2, "version 1")])
+def test_log_probs_that_differ_on_the_same_weights_end_the_run(tmp_path, in_shared_memory, at, what):
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3 - at}})  # the trainer that ends at step 1 never gets to comparing
+    run_dir = start_run(tmp_path / "run", spec)
+    in_shared_memory(run_dir, 1)
+
+    def differ(step, columns, digests):
+        if step == at:
+            columns.sample["dispatch_version"][:] = step - 1
+            columns.token["logprob"][columns.token["trained"]] -= 2e-4
+
+    [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=differ)
+    assert code == 1
+    assert f"error: {what}: log-probs of trainer and engine differ by" in error
+    assert "Traceback" not in error
+
+
+def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_shared_memory):
+    run_dir = start_run(tmp_path / "run", spec := manifest(stages={"sft": None, "rl": {"num_steps": 2}}))
+    in_shared_memory(run_dir, 1)
+
+    def stamp(step, columns, digests):
+        digests["0"] = "ab"
+
+    async def run() -> list[tuple[int, str]]:
+        stage = Stage(run_dir, "rl")
+        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 2), 1, stamp))
+        try:
+            return await asyncio.to_thread(stage.end)
+        finally:
+            orchestrator.cancel()
+            await asyncio.gather(orchestrator, return_exceptions=True)
+
+    [(code, error)] = asyncio.run(run())
+    assert code == 1 and "Traceback" not in error
+    assert "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer published it with " in error
+
+
+def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(tmp_path):
+    class Wire:
+        def publish(self, version, tensors):
+            return Published(version, "", {}, f"{version:016x}")
+
+    policy = SimpleNamespace(network=build(manifest().model))
+    before, after = Publisher(policy, Wire()), Publisher(policy, Wire())
+    before.publish(1)
+    before.publish(2)
+    before.save(tmp_path)
+    with pytest.raises(RunFailed, match="batch 3: does not say which weights sampled it"):
+        before.check(3, None)
+    with pytest.raises(RunFailed, match="published no such version"):
+        after.check(3, {"1": f"{1:016x}"})
+    after.restore(tmp_path)
+    after.check(3, {"1": f"{1:016x}", "2": f"{2:016x}"})
+    with pytest.raises(RunFailed, match=r"published\.json: cannot be read"):
+        after.restore(tmp_path / "elsewhere")
+
+
+def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared_memory, monkeypatch):
+    """Nobody makes a checkpointed step again, so a kill right after the marker must find its row."""
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 2}})
+    run_dir = start_run(tmp_path / "run", spec)
+    in_shared_memory(run_dir, 1)
+    me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
+    found = []
+
+    def complete(folder):
+        found.extend(row["step"] for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl")
+        raise RunFailed("killed")
+
+    monkeypatch.setattr(checkpoints, "complete", complete)
+
+    def train():
+        with assemble_world(me) as world, assemble_rl(me, world) as rig:
+            rl(rig, me)
+
+    async def both():
+        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 3), 1))
+        with pytest.raises(RunFailed, match="killed"):
+            await asyncio.to_thread(train)
+        orchestrator.cancel()
+        await asyncio.gather(orchestrator, return_exceptions=True)
+
+    asyncio.run(both())
+    assert found == [1, 2]
+
+
+def test_mistakes_in_tasks_end_the_init_stage_before_anything_is_written(tmp_path):
+    task = manifest().tasks.evaluation[0].model_dump()
+    for change, sentence in [
+        ({"kind": "reverse_txt"}, r"tasks\.evaluation\[0\].*there is no 'reverse_txt'"),
+        ({"args": task["args"] | {"instruction": "Z"}}, r"tasks\.evaluation\[0\].*alphabet has no 'Z'"),
+    ]:
+        spec = manifest(tasks={"train": [task | {"seed": 1}], "evaluation": [task | change]})
+        (run_dir := tmp_path / sentence[-4:-1]).mkdir()
+        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
+        with pytest.raises(OrreryError, match=sentence):
+            initialize(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "init"]))
+        assert not (run_dir / "weights").exists()
+
+
+def test_the_init_stage_gives_the_same_bytes_again(tmp_path):
+    here, there = start_run(tmp_path / "a", manifest()), tmp_path / "b"
+    there.mkdir()
+    (there / "manifest.json").write_bytes(canonical_json(manifest()))
+    [(code, error)] = Stage(there, "init").end()
+    assert code == 0, error
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        assert (here / "weights" / "init" / name).read_bytes() == (there / "weights" / "init" / name).read_bytes()
+    assert [path.name for path in (there / "weights").iterdir()] == ["init"]
+
+
+def sft_spec(num_steps: int, num_ranks: int = 1):
+    sft = manifest().stages.sft.model_dump() | {"num_steps": num_steps}
+    return manifest(mesh={"dp_shard": num_ranks}, stages={"sft": sft})
+
+
+def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
+    spec = sft_spec(40)
+    runs = [start_run(tmp_path / name, spec, ("sft",)) for name in "ab"]
+    losses = [row["loss"] for row in read(runs[0] / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
+    assert len(losses) == 40
+    assert losses[0] > 2.3  # about log 16, the size of the vocabulary
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    assert final_weights(runs[0], "sft") == final_weights(runs[1], "sft")
+    # The written weights have the loss that was trained to, so what was exported is what was learned.
+    network = build(spec.model)
+    weights.load(network, runs[0] / "weights" / "sft")
+    examples = load_examples(spec, runs[0] / "weights" / "sft")
+    tokens = torch.from_numpy(examples.token["token_id"].astype(np.int64))
+    positions = torch.from_numpy(np.arange(len(tokens)) - np.repeat(examples.offsets[:-1], examples.lengths))
+    logits = network.logits(tokens, positions, torch.from_numpy(examples.offsets.astype(np.int32)))
+    logprob = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
+    loss = -logprob[torch.from_numpy(examples.token["trained"][1:])].mean().item()
+    # Losses still fall, and a batch's loss is of the weights before its own step: the last weights are better than the last five.
+    assert 0 < loss < np.mean(losses[-5:])
+
+
+def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
+    one = start_run(tmp_path / "one", sft_spec(4), ("sft",))
+    two = start_run(tmp_path / "two", sft_spec(4, num_ranks=2), ("sft",))
+    expected = load_file(one / "weights" / "sft" / "model.safetensors")
+    for name, weight in load_file(two / "weights" / "sft" / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)  # summation order; test_trainer_learner.py says more
+
+
+def test_examples_train_the_assistants_tokens_by_cross_entropy_only(tmp_path):
+    spec = manifest()
+    run_dir = start_run(tmp_path / "run", spec)
+    examples = load_examples(spec, run_dir / "weights" / "init")
+    assert examples.num_samples == 64
+    renderer = Renderer(run_dir / "weights" / "init")
+    first = examples.select([0])
+    trained = renderer.decode(first.token["token_id"][first.token["trained"]].tolist())
+    whole = renderer.decode(first.token["token_id"].tolist())
+    assert whole.endswith(trained) and trained.endswith("<|end|>") and "user" not in trained
+    assert not first.token["rl_weight"].any() and first.token["cross_entropy_weight"].all()
+
+
+def test_the_order_of_examples_is_every_example_once_an_epoch_and_another_order_each_time():
+    order = endless_order(10, seed=3)
+    epochs = [[next(order) for _ in range(10)] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = endless_order(10, seed=3)
+    assert [next(again) for _ in range(10)] == epochs[0]
+
+
+def chat_spec(path: Path, content: str, digest: str | None = None):
+    path.write_text(content)
+    data = {"kind": "chat_file", "path": str(path), "sha256": digest or hashlib.sha256(content.encode()).hexdigest()}
+    return manifest(stages={"sft": manifest().stages.sft.model_dump() | {"data": data}})
+
+
+def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
+    tokenizer = start_run(tmp_path / "run", manifest()) / "weights" / "init"
+    asked, answered = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+    chat = json.dumps({"messages": [asked, answered]})
+    good = load_examples(chat_spec(tmp_path / "good.jsonl", f"{chat}\n\n{chat}\n"), tokenizer)
+    assert good.num_samples == 2
+    cases = {
+        "not json": "broken.jsonl:2: not a chat",
+        json.dumps({"messages": [asked]}): "broken.jsonl:2: chat of roles",
+        json.dumps({"messages": [asked | {"content": "a" * 80}, answered]}): "broken.jsonl:2: 86 tokens do not fit",
+        json.dumps({"messages": [asked | {"content": "Z"}, answered]}): "broken.jsonl:2: .*alphabet has no 'Z'",
+    }
+    for line, sentence in cases.items():
+        with pytest.raises(OrreryError, match=sentence):
+            load_examples(chat_spec(tmp_path / "broken.jsonl", f"{chat}\n{line}\n"), tokenizer)
+    note = json.dumps({"messages": [asked, answered], "note": "one\u2028line"}, ensure_ascii=False)
+    assert load_examples(chat_spec(tmp_path / "lines.jsonl", f"{note}\r\n{chat}\n"), tokenizer).num_samples == 2
+    (tmp_path / "latin.jsonl").write_bytes(latin := chat.encode() + b'\n{"messages": "\xe9"}\n')
+    data = {"kind": "chat_file", "path": str(tmp_path / "latin.jsonl"), "sha256": hashlib.sha256(latin).hexdigest()}
+    with pytest.raises(OrreryError, match=r"latin\.jsonl:2: not a chat"):
+        load_examples(manifest(stages={"sft": manifest().stages.sft.model_dump() | {"data": data}}), tokenizer)
+    with pytest.raises(OrreryError, match=r"stages.sft.data.sha256: .*good.jsonl has"):
+        load_examples(chat_spec(tmp_path / "good.jsonl", chat, "0" * 64), tokenizer)
+    with pytest.raises(OrreryError, match="there is not one chat"):
+        load_examples(chat_spec(tmp_path / "empty.jsonl", "\n"), tokenizer)
+
+
+def test_an_unknown_stage_and_an_unbuilt_mesh_are_one_sentence(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    text = canonical_json(manifest()).decode()
+    assert '"cp":1' in text
+    (run_dir / "manifest.json").write_text(text.replace('"cp":1', '"cp":2'))
+    [(code, error)] = Stage(run_dir, "sft").end()
+    assert code == 2 and "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1" in error
+    assert "Traceback" not in error
+    (run_dir / "manifest.json").write_text(text)
+    [(code, error)] = Stage(run_dir, "evaluate").end()
+    assert (code, error.strip()) == (2, "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl")

@@ -1,0 +1,172 @@
+"""What the trainer's tests share: a tiny manifest, random batches, learners on one rank and on several processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orrery.manifest.schema import Manifest
+from orrery.models import build, weights
+from orrery.trainer.assemble import load_policy
+from orrery.trainer.learner import Learner
+from orrery.trainer.parallel.world import World
+from orrery.transport.columns import Columns
+from orrery.transport.packing import pack
+
+torch.set_num_threads(1)
+
+ALPHABET = "abcdefgh"
+HERE = Path(__file__).resolve().parent
+
+
+def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Manifest:
+    """A tiny run; each keyword replaces fields of its object."""
+    task = {"name": "reverse", "kind": "reverse_text", "weight": 1.0, "seed": 1, "max_turns": 1}
+    task["args"] = {"alphabet": ALPHABET, "min_length": 2, "max_length": 4, "instruction": "", "split": "train"}
+    adamw = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+    constant = {"kind": "constant", "warmup_steps": 2}
+    data = {"kind": "demonstrations", "task": task, "num_problems": 64}
+    sft = {"num_steps": 8, "examples_per_batch": 16, "optimizer": adamw, "schedule": constant, "max_grad_norm": 1.0, "data": data}
+    return Manifest.model_validate(
+        {
+            "schema_version": 1,
+            "name": "tiny",
+            "seed": 5,
+            "python_lock_sha256": "0" * 64,
+            "model": {
+                "family": "qwen3",
+                "init": {"kind": "random", "seed": 3, "std": 0.1},
+                "tokenizer": {"kind": "characters", "alphabet": ALPHABET},
+                "vocab_size": 8 + len(ALPHABET),
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_layers": 2,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+                "head_dim": 16,
+                "max_positions": 64,
+                "rope_theta": 10000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_embeddings": True,
+                "moe": None,
+                **(model or {}),
+            },
+            "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
+            "trainer": {
+                "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, **(mesh or {})},
+                "param_dtype": "float32",
+                "compute_dtype": "float32",
+                "reduce_dtype": "float32",
+                "compile": False,
+                "memory": {"activation_checkpointing": "none", "lm_head_chunk_tokens": 16, "max_tokens_per_micro_batch": 64},
+                "optimizer": adamw,
+                "schedule": constant,
+                "max_grad_norm": 1.0,
+                "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 1e-3},
+                "checkpoint": {"interval_steps": 2, "keep": 2},
+                **(trainer or {}),
+            },
+            "inference": {
+                "num_replicas": 1,
+                "devices_per_replica": 1,
+                "dtype": "float32",
+                "max_model_len_tokens": 64,
+                "kv_block_tokens": 16,
+                "kv_cache_bytes": 1 << 20,
+                "max_num_sequences": 4,
+                "max_batched_tokens": 64,
+                "enforce_eager": True,
+                "router": {"kind": "none"},
+            },
+            "orchestrator": {
+                "algorithm": {"kind": "grpo", "group_size": 2, "normalize_std": False},
+                "rollouts_per_batch": 4,
+                "drop_zero_advantage_groups": True,
+                "max_off_policy_steps": 2,
+                "max_batches_ahead": 1,
+                "admission": {"kind": "fixed", "max_in_flight": 4},
+                "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
+                "rollout_timeout_s": 5.0,
+                "evaluation": {"interval_steps": 2, "num_problems": 2, "rollouts_per_problem": 1},
+            },
+            "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
+            "transport": {"rollouts": "zmq", "weights": "files"},
+            "stages": {"sft": sft, "rl": {"num_steps": 4}, "evaluate": {"num_problems": 2, "rollouts_per_problem": 1}, **(stages or {})},
+            **fields,
+        }
+    )
+
+
+def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: int = 0) -> Columns:
+    """A batch of rollouts as an orchestrator would cut it for `step`: prompts of 3 tokens, log-probs near those of a fresh model."""
+    rng = np.random.default_rng([seed, step])
+    lengths = rng.integers(5, 20, num_samples)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total = int(offsets[-1])
+    position = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    trained = position >= 3
+    token = {
+        "token_id": rng.integers(8, vocab_size, total).astype(np.int32),
+        "trained": trained,
+        "logprob": np.where(trained, np.log(1 / vocab_size) + rng.normal(0, 0.3, total), 0).astype(np.float32),
+        "version": np.where(trained, step - 1, -1).astype(np.int32),
+        "advantage": np.repeat(rng.normal(0, 1, num_samples), lengths).astype(np.float32),
+    }
+    sample = {
+        "temperature": rng.uniform(0.7, 1.3, num_samples).astype(np.float32),
+        # Of an older policy, so that nobody compares these made-up log-probs with the trainer's.
+        "dispatch_version": np.full(num_samples, step - 2, dtype=np.int32),
+    }
+    return Columns(offsets, token, sample)
+
+
+def share(columns: Columns, num_ranks: int, rank: int, max_tokens: int = 64) -> list[Columns]:
+    return [columns.select(samples) for samples in pack(columns.lengths, num_ranks, max_tokens)[rank]]
+
+
+def write_start_weights(spec: Manifest, folder: Path) -> Path:
+    network = build(spec.model)
+    weights.initialize(network, spec.model)
+    weights.save(network, spec.model, folder)
+    return folder
+
+
+def make_learner(spec: Manifest, start: Path, world: World | None = None) -> Learner:
+    world = world or World(0, 1, torch.device("cpu"), None)
+    policy = load_policy(spec.model, spec.trainer, world, start)
+    return Learner(policy, world, spec.trainer.optimizer, spec.trainer.loss, spec.trainer.max_grad_norm)
+
+
+def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: (w.full_tensor() if hasattr(w, "full_tensor") else w).detach().clone() for name, w in learner.weights.items()}
+
+
+def run_ranks(num_ranks: int, folder: Path, jobs: list[dict]) -> list[dict[str, dict]]:
+    """Do the jobs, one after the other, on `num_ranks` processes (trainer_rank.py says what a job is): each rank's answers by job name.
+
+    Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(HERE / "trainer_rank.py"), str(folder), str(port), str(num_ranks)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, (_, stderr) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, stderr[-3000:]
+    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]

@@ -1,0 +1,91 @@
+"""One rank of a test: `trainer_rank.py FOLDER PORT WORLD_SIZE RANK` does the jobs that `trainer_cases.run_ranks` wrote to FOLDER/jobs.json.
+
+A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "resume" and "save"
+(checkpoint folders), "export" (a Hugging Face folder). Its weights go to FOLDER/<name>.safetensors; what the steps said is the last
+line of stdout.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from trainer_cases import batch_columns, make_learner, manifest, share, whole_weights, write_start_weights
+
+from orrery.manifest.errors import RunFailed
+from orrery.models import weights
+from orrery.trainer import checkpoint
+from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel.world import World, dissolve, form, mesh_of
+from orrery.transport import checkpoints
+
+
+def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: int = 64, poison: int | None = None) -> list[dict]:
+    """Steps on the made-up batches; with `poison`, that rank's first advantages are NaN."""
+    rows = []
+    for step in steps:
+        mine = share(batch_columns(step, num_samples), learner.world.size, learner.world.rank, max_tokens)
+        totals = count_totals(mine, learner.world)
+        if poison == learner.world.rank:
+            mine[0].token["advantage"][:] = float("nan")
+        rows.append(learner.learn(mine, len(mine), totals, 1.0).metrics)
+    return rows
+
+
+def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
+    """A process that is killed right after it wrote one file of step 3; here, since a new process must find it by name."""
+    learner = make_learner(manifest(), start)
+    train(learner, [1, 2, 3])
+
+    def then_die(write):
+        def write_then_die(path: Path, *content: dict) -> None:
+            write(path, *content)
+            if path.name == after_file:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return write_then_die
+
+    checkpoint.sync, checkpoint._write_json = then_die(checkpoint.sync), then_die(checkpoint._write_json)
+    checkpoint.save(learner, checkpoints.checkpoint_dir(run_dir, 3) / "trainer")
+
+
+def do(job: dict, folder: Path, world: World) -> dict:
+    spec = manifest(**job["manifest"])
+    start = folder / f"start_{job['name']}"
+    if world.is_first:
+        write_start_weights(spec, start)
+    world.barrier()
+    learner = make_learner(spec, start, World(world.rank, world.size, world.device, mesh_of(spec.trainer.mesh, world.device)))
+    if "resume" in job:
+        checkpoint.load(learner, Path(job["resume"]))
+    answer = {}
+    try:
+        answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
+    except RunFailed as error:
+        answer["error"] = str(error)
+    if "save" in job:
+        checkpoint.save(learner, Path(job["save"]))
+    if "export" in job:
+        weights.save(learner.policy.network, spec.model, Path(job["export"]))
+    whole = whole_weights(learner)
+    if world.is_first:
+        save_file(whole, folder / f"{job['name']}.safetensors")
+    return answer
+
+
+def main() -> None:
+    folder, port, size, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    jobs = json.loads((folder / "jobs.json").read_text())
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
+    world = form(manifest(**jobs[0]["manifest"]).trainer.mesh, rank, torch.device("cpu"), store)
+    answers = {job["name"]: do(job, folder, world) for job in jobs}
+    dissolve(world)
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Everything that crosses a process: columns, rollout wires, weight wires, rendezvous, checkpoints."""

@@ -1,0 +1,468 @@
+"""The engine wire, client end: token ids go to a vLLM server, sampled tokens and control calls come back.
+
+- In: token ids and sampling numbers; published weights. Out: `Generation`, one entry an array a sampled token.
+- Always: every call has a deadline. Every generated token carries the policy version that sampled it.
+- Generation may pass a router; control calls (pause, update, abort, fingerprints) go to each engine itself, because a router forwards
+  them to one.
+- An update ends in attestation: every tensor that was published must stand in every engine with the publisher's fingerprint. Where
+  it does not, engines stay paused: not one more token is sampled from weights nobody vouches for, and the run ends.
+- Never: retries. A failed generation is data for the caller; a failed update is the end of the run.
+
+    OrreryError
+    ├── GenerationFailed      the engine is there and did not finish this request (refused it, died over it, or took too long)
+    └── RunFailed
+        ├── EngineGone        nobody answers at the address, or the connection broke
+        └── UpdateFailed      weights did not arrive, or not these weights; names engine and tensor
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from orrery.manifest.errors import OrreryError, RunFailed
+
+if TYPE_CHECKING:
+    from orrery.transport.weight_wire import Published
+
+T = TypeVar("T")
+
+START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
+CONNECT_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 120.0  # pause, resume, update, fingerprints
+QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
+# Ours to close, before the server does (uvicorn's default is 5 s): a request on a connection that the server is just closing is lost.
+KEEPALIVE_S = 3.0
+# vLLM's /inference/v1/generate puts it before our ids; aborting a bare id aborts nothing, with status 200.
+REQUEST_ID_PREFIX = "generate-tokens-"
+
+
+class GenerationFailed(OrreryError):
+    """One request came to nothing; other requests are not affected."""
+
+    exit_code = 1
+
+
+class EngineGone(RunFailed):
+    """No engine (or router) answers at its address."""
+
+
+class UpdateFailed(RunFailed):
+    """The weights inside an engine are not those that were published."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request produced. The arrays have one entry a generated token."""
+
+    request_id: str
+    token_ids: np.ndarray  # i32 [n]
+    logprobs: np.ndarray  # f32 [n], log p of each token under the distribution it was sampled from (temperature applied)
+    versions: np.ndarray  # i32 [n], policy version that sampled the token; START_VERSION before the first update
+    finish_reason: str  # "stop" | "length" | "abort"
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+
+
+@dataclass(frozen=True)
+class TensorAttestation:
+    """One tensor as an engine holds it.
+
+    `how`: "resident" (read back from the processed model) or "as_consumed" (taken on its way in; repacked since).
+    """
+
+    fingerprint: int  # 64 bits, as `orrery.transport.fingerprint` computes them
+    how: str
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """The few numbers of an engine's Prometheus page that admission and the report use. Totals count from the engine's start."""
+
+    running: int
+    waiting: int
+    kv_usage: float  # share of KV blocks in use, 0 to 1
+    preemptions_total: int
+    prefix_queries_total: int  # tokens looked up in the prefix cache
+    prefix_hits_total: int  # tokens found there
+    prompt_tokens_total: int
+    generation_tokens_total: int
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one policy update did to the engines: durations over the slowest engine, tensors by how they were attested."""
+
+    version: int
+    digest: str
+    pause_s: float  # asking all engines to pause, until the last has
+    update_s: float  # start, update, finish
+    attest_s: float  # fetching and comparing fingerprints
+    paused_s: float  # from the first pause to the last resume: what generation lost
+    attested: dict[str, int]  # {"resident": …, "as_consumed": …}, of one engine
+
+
+# The response of /inference/v1/generate, as far as it is read here; msgspec skips the rest without building objects.
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _TokenLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+
+
+class EngineClient:
+    """One vLLM server (or a router before several): `async with EngineClient(url) as engine`, or `close()` it."""
+
+    def __init__(self, url: str, token: str | None = None, name: str | None = None) -> None:
+        """`url` without a path. `token` is the server's API key, if it has one; `name` is what error sentences call this engine."""
+        self.url = url.rstrip("/")
+        self.name = name or f"engine at {self.url}"
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close connections; requests in flight are aborted by the engine."""
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        max_tokens: int,
+        temperature: float,
+        cache_salt: str,
+        request_id: str,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Generation:
+        """Sample a continuation of `token_ids` (plain temperature sampling; 0 is greedy).
+
+        Prefix-cache blocks are shared only among requests of one `cache_salt`. A stop token is part of the result.
+        `request_id` is what `abort` takes; it must be unique among requests in flight.
+        Raises GenerationFailed, or EngineGone. Cancelling the coroutine aborts the request in the engine.
+        """
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "skip_special_tokens": False,
+        }
+        if stop_token_ids:
+            sampling["stop_token_ids"] = [int(token) for token in stop_token_ids]
+        if seed is not None:
+            sampling["seed"] = seed
+        if ignore_eos:
+            sampling["ignore_eos"] = True
+        prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
+        body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
+        what = f"request {request_id!r}"
+        try:
+            status, answer = await self._call(
+                "POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True
+            )
+        except EngineGone as error:
+            # A kept connection may break without harm to the server: it closes one whenever it answers 500.
+            if await self.health():
+                raise GenerationFailed(f"{self.name} hung up on {what} and is well otherwise") from error
+            raise
+        if status != 200:
+            raise GenerationFailed(f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}")
+        return _generation(request_id, answer, self.name)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; their `generate` returns what there is, with finish_reason "abort". Unknown ids are ignored."""
+        if request_ids:
+            await self._control("/abort_requests", {"request_ids": [REQUEST_ID_PREFIX + each for each in request_ids]}, QUERY_TIMEOUT_S)
+
+    async def pause(self) -> None:
+        """Freeze running requests where they are, keeping their KV and the prefix cache; new requests wait."""
+        await self._control("/pause?mode=keep&clear_cache=false")
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._control("/resume")
+
+    async def start_update(self) -> None:
+        """Make the model ready to be loaded again."""
+        await self._control("/start_weight_update", error=UpdateFailed)
+
+    async def load(self, published: "Published") -> None:
+        """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete."""
+        body = {"update_info": {"path": str(published.path), "version": published.version}}
+        await self._control("/update_weights", body, error=UpdateFailed)
+
+    async def finish_update(self, version: int) -> None:
+        """Put the loaded weights in place; tokens sampled from now on carry `version`."""
+        await self._control("/finish_weight_update", {"weight_version": str(version)}, error=UpdateFailed)
+
+    async def update_weights(self, published: "Published") -> None:
+        """Start, load, finish. The engine should be paused; it is not resumed, nor attested: `EngineFleet.update` does all."""
+        await self.start_update()
+        await self.load(published)
+        await self.finish_update(published.version)
+
+    async def fingerprints(self) -> dict[str, TensorAttestation]:
+        """Fingerprint of every tensor (HF names) as this engine holds it since its last update; empty before the first."""
+        answer = await self._control("/collective_rpc", {"method": "fingerprints"})
+        workers = msgspec.json.decode(answer)["results"]
+        for other in workers[1:]:
+            if other != workers[0]:
+                names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
+                raise UpdateFailed(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
+        return {name: TensorAttestation(int(value, 16), how) for name, (value, how) in workers[0].items()}
+
+    async def metrics(self) -> EngineMetrics:
+        """Numbers of /metrics, summed over label sets."""
+        status, answer = await self._call("GET", "/metrics", None, QUERY_TIMEOUT_S, EngineGone, "GET /metrics")
+        if status != 200:
+            raise EngineGone(f"{self.name} does not give metrics: {_sentence(status, answer)}")
+        return _metrics(answer.decode())
+
+    async def health(self) -> bool:
+        """True if the server answers that it is well; False if it answers anything else, or not at all."""
+        try:
+            status, _ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health")
+        except EngineGone:
+            return False
+        return status == 200
+
+    async def _control(
+        self, path: str, body: object = None, timeout_s: float = CONTROL_TIMEOUT_S, error: type[RunFailed] = RunFailed
+    ) -> bytes:
+        """POST that must succeed; raises `error` with the engine's own words."""
+        status, answer = await self._call("POST", path, {} if body is None else body, timeout_s, error, path)
+        if status != 200:
+            raise error(f"{self.name}: {path} failed: {_sentence(status, answer)}")
+        return answer
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        timeout_s: float,
+        on_timeout: type[OrreryError],
+        what: str,
+        keep_connection: bool = False,
+    ) -> tuple[int, bytes]:
+        """Status and body of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
+
+        Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
+        """
+        session = self._sessions.get(keep_connection)
+        if session is None:
+            kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
+            connector = aiohttp.TCPConnector(limit=0, **kept)  # type: ignore[arg-type]
+            session = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        try:
+            async with session.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
+                return response.status, await response.read()
+        except aiohttp.ServerTimeoutError as error:
+            raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
+        except TimeoutError as error:
+            raise on_timeout(f"{self.name} did not finish {what} within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
+
+
+class EngineFleet:
+    """All engines of a stage as one: generation through the router (or the only engine), control calls to every engine at once."""
+
+    def __init__(self, engine_urls: Sequence[str], router_url: str | None = None, token: str | None = None) -> None:
+        """Raises OrreryError for several engines without a router."""
+        if not engine_urls:
+            raise OrreryError("engine fleet: no engine; give at least one engine address")
+        if len(engine_urls) > 1 and router_url is None:
+            raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
+        self.engines = [EngineClient(url, token, name=f"engine {index}") for index, url in enumerate(engine_urls)]
+        self.router = EngineClient(router_url, token, name="router") if router_url is not None else None
+        self.version = START_VERSION  # of the last update that attested
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in [*self.engines, *([self.router] if self.router else [])]))
+
+    async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
+        """`EngineClient.generate`, on whichever engine the router picks."""
+        return await (self.router or self.engines[0]).generate(token_ids, **options)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort on every engine: only the router knows which one has the request, and it does not forward aborts by id."""
+        await self._every(lambda engine: engine.abort(request_ids))
+
+    async def pause(self) -> None:
+        await self._every(EngineClient.pause)
+
+    async def resume(self) -> None:
+        await self._every(EngineClient.resume)
+
+    async def metrics(self) -> list[EngineMetrics]:
+        """One an engine, in order."""
+        return await self._every(EngineClient.metrics)
+
+    async def health(self) -> list[bool]:
+        """One an engine, in order."""
+        return await self._every(EngineClient.health)
+
+    async def fingerprints(self) -> list[dict[str, TensorAttestation]]:
+        """One an engine, in order."""
+        return await self._every(EngineClient.fingerprints)
+
+    async def update(self, published: "Published") -> UpdateReport:
+        """Bring every engine to `published` with requests in flight: pause, load, attest, resume.
+
+        Raises UpdateFailed (a RunFailed) naming engine and tensor; the engines then stay paused.
+        """
+        begin = time.perf_counter()
+        await self.pause()
+        paused = time.perf_counter()
+        await self._every(lambda engine: engine.update_weights(published))
+        updated = time.perf_counter()
+        held = await self.fingerprints()
+        for engine, attestations in zip(self.engines, held, strict=True):
+            compare(published.version, published.fingerprints, attestations, engine.name)
+        attested = time.perf_counter()
+        await self.resume()
+        self.version = published.version
+        return UpdateReport(
+            version=published.version,
+            digest=published.digest,
+            pause_s=paused - begin,
+            update_s=updated - paused,
+            attest_s=attested - updated,
+            paused_s=time.perf_counter() - begin,
+            attested=dict(Counter(each.how for each in held[0].values())),
+        )
+
+    async def _every(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+        """`call` on all engines at once; waits for all, then raises the first failure, so that none is left half-way unobserved."""
+        results = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results  # type: ignore[return-value]
+
+
+def compare(version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str) -> None:
+    """Raise UpdateFailed naming a tensor unless `held` is `published`, tensor by tensor."""
+    different = sorted(name for name, value in published.items() if name in held and held[name].fingerprint != value)
+    missing, unknown = sorted(published.keys() - held.keys()), sorted(held.keys() - published.keys())
+    for names, verb in ((different, "differs from"), (missing, "is missing after"), (unknown, "is not part of")):
+        if names:
+            found = held.get(names[0])
+            how = f" (attested {found.how})" if found else ""
+            more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
+            tensor = f"{engine}: tensor {names[0]!r}{how}"
+            raise UpdateFailed(f"{tensor} {verb} published version {version}{more}; the run stops before another token is sampled")
+
+
+def _generation(request_id: str, answer: bytes, engine: str) -> Generation:
+    """Arrays out of the response; GenerationFailed where it lacks what was asked for."""
+    try:
+        generated = _decode_generated(answer)
+        choice = generated.choices[0]
+        token_ids = np.asarray(choice.token_ids, dtype=np.int32)
+        content = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = np.fromiter((each.logprob for each in content), dtype=np.float32, count=len(content))
+        versions = np.full(len(token_ids), START_VERSION - 1, dtype=np.int32)
+        for span in choice.weight_versions or ():
+            versions[span.start : span.end] = START_VERSION if span.version == "default" else int(span.version)
+    except (msgspec.MsgspecError, ValueError, IndexError) as error:
+        raise GenerationFailed(f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}") from error
+    if len(logprobs) != len(token_ids) or (versions < START_VERSION).any():
+        unversioned = int((versions < START_VERSION).sum())
+        raise GenerationFailed(
+            f"{engine} gave request {request_id!r} {len(token_ids)} tokens, {len(logprobs)} log-probs, "
+            f"{unversioned} tokens without a version"
+        )
+    details = generated.usage.prompt_tokens_details if generated.usage else None
+    cached = (details.cached_tokens if details else None) or 0
+    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached)
+
+
+_METRICS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions_total",
+    "vllm:prefix_cache_queries_total": "prefix_queries_total",
+    "vllm:prefix_cache_hits_total": "prefix_hits_total",
+    "vllm:prompt_tokens_total": "prompt_tokens_total",
+    "vllm:generation_tokens_total": "generation_tokens_total",
+}
+
+
+def _metrics(page: str) -> EngineMetrics:
+    """Pick `_METRICS` out of a Prometheus text page; a series that is not there counts 0."""
+    values = dict.fromkeys(_METRICS.values(), 0.0)
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _METRICS:
+            values[_METRICS[name]] += float(line.rpartition(" ")[2])
+    return EngineMetrics(**{name: value if name == "kv_usage" else int(value) for name, value in values.items()})  # type: ignore[arg-type]
+
+
+def _sentence(status: int, answer: bytes) -> str:
+    """The server's own words for an error, shortened."""
+    text = answer.decode(errors="replace")
+    try:
+        content = msgspec.json.decode(answer)
+        error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+        text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except msgspec.MsgspecError:
+        pass
+    return f"{text.strip()[:600] or 'no words'} (HTTP {status})"

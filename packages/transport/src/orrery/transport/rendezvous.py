@@ -1,0 +1,89 @@
+"""Rendezvous: how the roles of a stage find one another.
+
+- In: a role that listens publishes its address once, as a file in `stages/<stage>/endpoints/`.
+- Out: whoever needs it waits for the file, with a deadline and a name for what it waits for.
+- Always: a file is whole (written aside, renamed) and carries the attempt; files of an earlier attempt are not seen.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.publish import write_atomic
+
+if TYPE_CHECKING:
+    from orrery.observe.process import RoleProcess
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one process listens. `info` is whatever else it chose to say about itself (JSON values)."""
+
+    role: str
+    index: int
+    url: str
+    pid: int
+    info: dict[str, Any]
+
+
+class _File(msgspec.Struct):
+    role: str
+    index: int
+    url: str
+    pid: int
+    attempt: int
+    info: dict[str, Any]
+
+
+def _folder(me: "RoleProcess") -> Path:
+    return me.run_dir / "stages" / me.stage / "endpoints"
+
+
+def publish(me: "RoleProcess", url: str, **info: Any) -> None:
+    """Say where this process listens; a second call replaces the first."""
+    folder = _folder(me)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{me.role}.{me.index}.json"
+    write_atomic(path, msgspec.json.encode(_File(me.role, me.index, url, os.getpid(), me.attempt, info)))
+
+
+def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
+    """What `role` has published in this attempt so far, by index. Never waits."""
+    found = []
+    for path in _folder(me).glob(f"{role}.*.json"):
+        try:
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            continue
+        except msgspec.DecodeError as error:
+            raise RunFailed(f"{path}: not an endpoint file ({error}); remove it and run again") from error
+        if file.attempt == me.attempt and file.role == role:
+            found.append(Endpoint(file.role, file.index, file.url, file.pid, file.info))
+    return sorted(found, key=lambda endpoint: endpoint.index)
+
+
+def await_endpoints(me: "RoleProcess", role: str, count: int, deadline_s: float) -> list[Endpoint]:
+    """The endpoints of `role` with indices `0..count`, once all are there.
+
+    Blocks the thread: from asyncio, call it through `asyncio.to_thread`. Raises `RunFailed` after `deadline_s`.
+    """
+    with me.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
+        end = time.monotonic() + deadline_s
+        while True:
+            found = {endpoint.index: endpoint for endpoint in find_endpoints(me, role)}
+            missing = [index for index in range(count) if index not in found]
+            if not missing:
+                return [found[index] for index in range(count)]
+            if time.monotonic() >= end:
+                raise RunFailed(
+                    f"{me.role} {me.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
+                    f"read logs/{role}.{missing[0]}.log"
+                )
+            time.sleep(_POLL_S)

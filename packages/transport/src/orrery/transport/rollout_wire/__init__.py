@@ -1,0 +1,43 @@
+"""Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind, both ends in it.
+
+The protocol, whatever the kind:
+
+- The receiver pulls: it asks for (step, rank), and the sender answers when it has it. So nobody joins too late, nothing
+  is dropped, and a rank that restarts asks again.
+- `send` returns when the batch is handed over; it waits while `keep` earlier batches are not yet acknowledged by all ranks.
+- Micro-batches are made, sent and received one by one: neither end ever holds a whole batch.
+- Every message carries its step. Refused: a batch that all ranks acknowledged (it is gone), and one that comes after a
+  batch which this rank has not received (the two ends disagree about the next step).
+- No pickle. Waits end at a deadline with a sentence that says who waited for what.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from orrery.manifest.errors import OrreryError
+from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, RolloutReceiver, RolloutSender
+from orrery.transport.rollout_wire.files import FilesReceiver, FilesSender
+from orrery.transport.rollout_wire.zeromq import ZmqReceiver, ZmqSender
+
+__all__ = ["KINDS", "Batch", "ReceivedBatch", "RolloutReceiver", "RolloutSender", "make_receiver", "make_sender"]
+
+KINDS: dict[str, tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]] = {
+    "zmq": (ZmqSender, ZmqReceiver),
+    "files": (FilesSender, FilesReceiver),
+}
+
+
+def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]:
+    if kind not in KINDS:
+        raise OrreryError(f"transport.rollouts: {kind!r} is not a rollout wire; choose from {', '.join(KINDS)}")
+    return KINDS[kind]
+
+
+def make_sender(kind: str, run_dir: Path, port: int, num_ranks: int) -> RolloutSender:
+    """The orchestrator's end; `port` 0 takes a free one, `sender.url` says which. Publish the url by rendezvous."""
+    return _kind(kind)[0](Path(run_dir), port, num_ranks)
+
+
+def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:
+    """One trainer rank's end of the wire at `url`."""
+    return _kind(kind)[1](Path(run_dir), url, rank)

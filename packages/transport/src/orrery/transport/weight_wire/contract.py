@@ -1,0 +1,18 @@
+"""What every weight wire says of a version; `weight_wire/__init__.py` has the protocol in words."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up."""
+
+    version: int
+    path: str
+    fingerprints: dict[str, int]
+    digest: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)

@@ -1,0 +1,163 @@
+"""Weights as safetensors in shared memory: the trainer writes, every engine of the machine maps.
+
+- `<dir>/version_<n>/00000.safetensors …` holds the tensors in shards of bounded size, so that a lazy iterator (one
+  gathered tensor at a time, even through one reused buffer) never makes two copies of the model.
+- `<dir>/version_<n>.json` is the marker, written last; whoever looks for versions looks only for markers.
+- The publisher keeps the newest `keep`, so that a version stays while engines load it and the trainer goes on. It removes a marker
+  before the files, and a reader that maps a removed file keeps its data.
+- The folder is for its owner alone; one of another owner is refused.
+- Tensors that share memory with another of the same version (tied embeddings) are written once a name.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from safetensors import SafetensorError
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import write_atomic
+from orrery.observe.shared_memory import SHARED_MEMORY, prefix
+from orrery.transport.fingerprint import digest, tensor_fingerprint
+from orrery.transport.weight_wire.contract import Published
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 1 << 30
+
+
+def weight_dir(run_dir: Path, attempt: int) -> Path:
+    """Where this attempt's versions are: among the run's shared memory, which the launcher removes when the stage ends, however it ends."""
+    return SHARED_MEMORY / f"{prefix(Path(run_dir))}attempt{attempt}"
+
+
+def remove_weight_dir(run_dir: Path, attempt: int) -> None:
+    """Free the shared memory; nothing happens where there is none."""
+    shutil.rmtree(weight_dir(run_dir, attempt), ignore_errors=True)
+
+
+class WeightPublisher:
+    """The trainer's end. One process publishes; the folder is made at once and removed by `close`."""
+
+    def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder = Path(folder)
+        self._keep, self._shard_bytes = keep, shard_bytes
+        self._last_version: int | None = None
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
+            raise OrreryError(
+                f"{self.folder}: a link, or another user's folder, stands where weights would go; have it removed and run again"
+            )
+        self.folder.chmod(0o700)  # one that was there may be open to others
+
+    def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Published:
+        """Make `version` visible. Tensors may be on any device and are copied out one at a time."""
+        if self._last_version is not None and version <= self._last_version:
+            raise OrreryError(f"weight wire: version {version} after version {self._last_version}; versions only rise")
+        target = self.folder / f"version_{version}"
+        aside = self.folder / f".version_{version}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            taken = self._write_shards(aside, named_tensors)
+        except (SafetensorError, OSError) as error:
+            raise OrreryError(
+                f"{aside}: weights cannot be written ({error}); `df -h {SHARED_MEMORY}` says how full it is, and "
+                f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) enlarges it"
+            ) from error
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        published = Published(version, str(target), taken, digest(taken))
+        write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
+        self._last_version = version
+        for old in sorted(_versions(self.folder))[: -self._keep]:
+            (self.folder / f"version_{old}.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / f"version_{old}", ignore_errors=True)
+        return published
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_shards(self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> dict[str, int]:
+        import torch
+        from safetensors.torch import save_file
+
+        taken: dict[str, int] = {}
+        shard: dict[str, torch.Tensor] = {}
+        num_shards = shard_bytes = 0
+
+        def flush() -> None:
+            nonlocal num_shards, shard_bytes
+            if shard:
+                save_file(shard, aside / f"{num_shards:05d}.safetensors")
+                num_shards += 1
+                shard.clear()
+                shard_bytes = 0
+
+        for name, tensor in named_tensors:
+            if name in taken:
+                raise OrreryError(f"weight wire: tensor {name!r} was given twice")
+            tensor = tensor.detach()
+            taken[name] = tensor_fingerprint(tensor)
+            tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if shard and shard_bytes + tensor.nbytes > self._shard_bytes:
+                flush()
+            shard[name] = tensor
+            shard_bytes += tensor.nbytes
+        flush()
+        if not taken:
+            raise OrreryError("weight wire: a version without tensors")
+        return taken
+
+
+class WeightWatch:
+    """The end of whoever needs to know which versions there are; needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def latest(self) -> Published | None:
+        """The newest version, or None before the first."""
+        for version in sorted(_versions(self.folder), reverse=True):
+            found = self.version(version)
+            if found is not None:
+                return found
+        return None
+
+    def version(self, version: int) -> Published | None:
+        """What was published as `version`, or None where it is not there (yet, or any more)."""
+        path = self.folder / f"version_{version}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Published)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise OrreryError(f"{path}: not a marker of published weights ({error})") from error
+
+
+def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
+    """(name, tensor) of every tensor at `Published.path`, shard by shard, in no order that means anything."""
+    from safetensors import safe_open
+
+    folder = Path(path)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise OrreryError(f"{folder}: no weights here; the publisher keeps only the newest versions, so ask for the latest again")
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt", device=device) as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except FileNotFoundError as error:
+            raise OrreryError(
+                f"{shard}: removed while it was read; the publisher keeps only the newest versions, so ask for the latest again"
+            ) from error
+
+
+def _versions(folder: Path) -> list[int]:
+    names = [path.stem.removeprefix("version_") for path in folder.glob("version_*.json")]
+    return [int(name) for name in names if name.isdigit()]

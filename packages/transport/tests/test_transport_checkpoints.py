@@ -1,0 +1,174 @@
+"""Checkpoints, rendezvous and stored batches: files that count only once they are whole."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from transport_documents import documents, same
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.transport import checkpoints, rendezvous, rollout_store, safetensors_columns
+from orrery.transport.columns import Columns
+
+
+def written(run_dir, step, whole=True):
+    folder = checkpoints.checkpoint_dir(run_dir, step)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "rank_0.safetensors").write_bytes(b"weights %d" % step)
+    (folder / "orchestrator.json").write_text("{}")
+    if whole:
+        checkpoints.complete(folder)
+    return folder
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    assert checkpoints.latest(tmp_path) is None
+    for step in (2, 10):
+        written(tmp_path, step)
+    written(tmp_path, 12, whole=False)
+    assert checkpoints.latest(tmp_path) == 10
+    assert checkpoints.steps(tmp_path) == [2, 10]
+    assert checkpoints.discard_incomplete(tmp_path) == [12]
+    assert not checkpoints.checkpoint_dir(tmp_path, 12).exists()
+
+
+def test_a_complete_checkpoint_verifies(tmp_path):
+    checkpoints.verify(written(tmp_path, 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "trainer/rank_0.safetensors").write_bytes(b"Weights 1"), "rank_0.safetensors: its sha256"),
+        (lambda f: (f / "orchestrator.json").unlink(), "orchestrator.json: is in files.json but missing"),
+        (lambda f: (f / "trainer/extra").write_bytes(b""), "extra: is not in files.json"),
+        (lambda f: (f / "files.json").write_text("{"), "files.json: cannot be read"),
+        (lambda f: (f / "COMPLETE").unlink(), "has no COMPLETE"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, message):
+    folder = written(tmp_path, 1)
+    damage(folder)
+    with pytest.raises(OrreryError, match=message):
+        checkpoints.verify(folder)
+
+
+def test_an_empty_checkpoint_is_not_completed(tmp_path):
+    tmp_path.joinpath("step_1").mkdir()
+    with pytest.raises(OrreryError, match="nothing to complete"):
+        checkpoints.complete(tmp_path / "step_1")
+
+
+def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
+    for step in (1, 2, 3):
+        written(tmp_path, step)
+    written(tmp_path, 4, whole=False)
+    assert checkpoints.prune(tmp_path, keep=2) == [1]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3", "step_4"]
+    with pytest.raises(OrreryError, match="keep at least 1"):
+        checkpoints.prune(tmp_path, keep=0)
+
+
+def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, monkeypatch):
+    for step in (1, 2):
+        written(tmp_path, step)
+
+    def dies(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.prune(tmp_path, keep=1)
+    assert checkpoints.steps(tmp_path) == [2]
+
+
+# Rendezvous -----------------------------------------------------------------------------------------------------------
+
+
+def process(run_dir, role, index=0, attempt=1):
+    @contextlib.contextmanager
+    def waiting(what, deadline_s):
+        yield
+
+    return SimpleNamespace(run_dir=run_dir, stage="rl", role=role, index=index, attempt=attempt, health=SimpleNamespace(waiting=waiting))
+
+
+def test_endpoints_are_found_by_index_with_what_they_say_of_themselves(tmp_path):
+    for index in (1, 0):
+        rendezvous.publish(process(tmp_path, "inference", index), f"http://127.0.0.1:{8000 + index}", devices=[index])
+    found = rendezvous.await_endpoints(process(tmp_path, "orchestrator"), "inference", 2, deadline_s=5)
+    assert [(e.index, e.url, e.info) for e in found] == [(i, f"http://127.0.0.1:{8000 + i}", {"devices": [i]}) for i in (0, 1)]
+
+
+def test_waiting_ends_when_the_last_one_says_where_it_is(tmp_path):
+    rendezvous.publish(process(tmp_path, "inference", 0), "http://a")
+    late = threading.Timer(0.05, rendezvous.publish, (process(tmp_path, "inference", 1), "http://b"))
+    late.start()
+    assert len(rendezvous.await_endpoints(process(tmp_path, "orchestrator"), "inference", 2, deadline_s=10)) == 2
+    late.join()
+
+
+def test_an_earlier_attempts_endpoint_is_not_seen(tmp_path):
+    rendezvous.publish(process(tmp_path, "router", attempt=1), "http://old")
+    with pytest.raises(RunFailed, match=r"orchestrator 0 waited 0\.1 s for router 0 to say where it listens; read logs/router\.0\.log"):
+        rendezvous.await_endpoints(process(tmp_path, "orchestrator", attempt=2), "router", 1, deadline_s=0.1)
+
+
+def test_a_second_publication_replaces_the_first(tmp_path):
+    for url in ("http://a", "http://b"):
+        rendezvous.publish(process(tmp_path, "router"), url)
+    assert [e.url for e in rendezvous.find_endpoints(process(tmp_path, "x"), "router")] == ["http://b"]
+
+
+def test_a_damaged_endpoint_file_is_named(tmp_path):
+    rendezvous.publish(process(tmp_path, "router"), "http://a")
+    [path] = tmp_path.glob("stages/rl/endpoints/*.json")
+    path.write_text("{}")
+    with pytest.raises(RunFailed, match=r"router\.0\.json: not an endpoint file"):
+        rendezvous.find_endpoints(process(tmp_path, "x"), "router")
+
+
+# Stored batches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_batch_is_read_back_with_its_info(tmp_path):
+    parts = documents([3, 0, 70_000, 5])
+    rollout_store.write_batch(tmp_path, 7, parts, version=6)
+    columns, info = rollout_store.read_batch(tmp_path, 7)
+    assert same(columns, Columns.concatenate(parts))
+    assert info == {"step": 7, "version": 6}
+    assert rollout_store.steps(tmp_path) == [7]
+
+
+def test_a_stored_batch_is_a_safetensors_file_that_the_library_reads(tmp_path):
+    parts = documents([3, 4])
+    whole = Columns.concatenate(parts)
+    tensors = load_file(rollout_store.write_batch(tmp_path, 1, parts))
+    expected = {"offsets": whole.offsets}
+    expected |= {f"token/{name}": array for name, array in whole.token.items()}
+    expected |= {f"sample/{name}": array for name, array in whole.sample.items()}
+    assert tensors.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(tensors[name], array) and tensors[name].dtype == array.dtype
+
+
+def test_a_file_that_the_library_wrote_is_read(tmp_path):
+    save_file({"offsets": np.array([0, 2]), "token/token_id": np.array([5, 6], np.int32)}, tmp_path / "x.safetensors")
+    columns, info = safetensors_columns.read(tmp_path / "x.safetensors")
+    assert columns.token["token_id"].tolist() == [5, 6] and info == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", (20).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(OrreryError, match=r"x\.safetensors: not a safetensors file of columns"):
+        safetensors_columns.read(path)
+
+
+def test_a_batch_that_is_not_stored_is_named(tmp_path):
+    with pytest.raises(OrreryError, match=r"step_3\.safetensors: no such file"):
+        rollout_store.read_batch(tmp_path, 3)

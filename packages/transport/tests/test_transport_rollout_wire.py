@@ -1,0 +1,577 @@
+"""One contract for every kind of rollout wire."""
+
+import asyncio
+import contextlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from transport_documents import documents, same
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.transport.buffers import BufferPool
+from orrery.transport.columns import Columns
+from orrery.transport.packing import LazyMicroBatches
+from orrery.transport.rollout_wire import KINDS, Batch, make_receiver, make_sender
+
+pytestmark = pytest.mark.timeout(60)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request):
+    return request.param
+
+
+class Wire:
+    """A sender in this loop and receivers in threads."""
+
+    def __init__(self, kind: str, run_dir: Path, num_ranks: int) -> None:
+        self.kind, self.run_dir = kind, run_dir
+        self.sender = make_sender(kind, run_dir, 0, num_ranks)
+        self.receivers = []
+
+    def receiver(self, rank=0):
+        self.receivers.append(make_receiver(self.kind, self.run_dir, self.sender.url, rank))
+        return self.receivers[-1]
+
+    def close(self):
+        for receiver in self.receivers:
+            receiver.close()
+        self.sender.close()
+
+
+@contextlib.asynccontextmanager
+async def wire_of(kind, run_dir, num_ranks=1):
+    wire = Wire(kind, run_dir, num_ranks)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+def copied(columns: Columns) -> Columns:
+    """Outlives the wire's buffers, so that reuse of a buffer would show."""
+    return Columns(columns.offsets.copy(), *({n: a.copy() for n, a in c.items()} for c in (columns.token, columns.sample)))
+
+
+def take(receiver, step, deadline_s=DEADLINE_S):
+    received = receiver.receive(step, deadline_s)
+    return received, [copied(columns) for columns in received]
+
+
+async def taken(receiver, step, deadline_s=DEADLINE_S):
+    return await asyncio.to_thread(take, receiver, step, deadline_s)
+
+
+def batch_of(step, lengths=((3, 2), (4,)), num_ranks=1):
+    """Micro-batches differ by rank, step and position."""
+    return Batch(
+        step,
+        [[documents(part, seed=100 * step + 10 * rank + at) for at, part in enumerate(lengths)] for rank in range(num_ranks)],
+        totals={"num_trained_tokens": 7, "weight": 0.5},
+        info={"digest": "abc"},
+    )
+
+
+def check(received, columns, batch, rank=0):
+    assert (received.step, received.rank, received.totals, received.info) == (batch.step, rank, batch.totals, batch.info)
+    assert received.num_micro_batches == len(columns) == len(batch.micro_batches[rank])
+    for got, parts in zip(columns, batch.micro_batches[rank], strict=True):
+        assert same(got, Columns.concatenate([parts] if isinstance(parts, Columns) else parts))
+
+
+def test_a_batch_arrives_as_it_was_sent(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1)
+            await wire.sender.send(batch)
+            check(*await taken(wire.receiver(), 1), batch)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_an_ask_before_the_batch_is_answered_when_it_is_there(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            waiting = asyncio.create_task(taken(wire.receiver(), 4))
+            assert await wire.sender.wanted(at_least=4) == 4
+            batch = batch_of(4)
+            await wire.sender.send(batch)
+            check(*await waiting, batch)
+
+    asyncio.run(run())
+
+
+def test_nobody_has_asked_yet_says_minus_one(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            assert await wire.sender.wanted() == -1
+
+    asyncio.run(run())
+
+
+def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            receivers = [wire.receiver(0), wire.receiver(1)]
+            for step in (1, 2, 3):
+                batch = batch_of(step, num_ranks=2)
+                await wire.sender.send(batch)
+                for rank, (received, columns) in enumerate(await asyncio.gather(*(taken(r, step) for r in receivers))):
+                    check(received, columns, batch, rank)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
+    """Rank 0 asks for batch 2 while rank 1 has not taken batch 1: batch 1 stays, batch 2 waits for room."""
+
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            fast, slow = wire.receiver(0), wire.receiver(1)
+            first, second = batch_of(1, num_ranks=2), batch_of(2, num_ranks=2)
+            await wire.sender.send(first)
+            check(*await taken(fast, 1), first, 0)
+            ahead = asyncio.create_task(taken(fast, 2))
+            await wire.sender.wanted(at_least=2)
+            handing = asyncio.create_task(wire.sender.send(second))
+            check(*await taken(slow, 1), first, 1)
+            await handing
+            check(*await ahead, second, 0)
+            check(*await taken(slow, 2), second, 1)
+
+    asyncio.run(run())
+
+
+def test_send_waits_until_the_batch_before_is_acknowledged(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            handing = asyncio.create_task(wire.sender.send(batch_of(2)))
+            await asyncio.wait([handing], timeout=0.1)
+            assert not handing.done()
+            receiver = wire.receiver()
+            await taken(receiver, 1)
+            await handing
+            check(*await taken(receiver, 2), batch_of(2))
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1, lengths=((3,), (4,), (5,)))
+            await wire.sender.send(batch)
+            first = make_receiver(kind, tmp_path, wire.sender.url, 0)
+
+            def take_one():
+                next(iter(first.receive(1, DEADLINE_S)))
+                first.close()
+
+            await asyncio.to_thread(take_one)
+            check(*await taken(wire.receiver(), 1), batch)
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_path):
+    """As `zip(received, steps)` does; nothing after the last micro-batch is asked of the iterator."""
+
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1)
+            await wire.sender.send(batch)
+            receiver = wire.receiver()
+
+            def take_exactly():
+                received = receiver.receive(1, DEADLINE_S)
+                return [next(received.micro_batches) for _ in range(received.num_micro_batches)], received
+
+            kept, _received = await asyncio.to_thread(take_exactly)
+            await wire.sender.drained(DEADLINE_S)
+            for columns, parts in zip(kept, batch.micro_batches[0], strict=True):
+                assert same(columns, Columns.concatenate(parts))
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            receiver = wire.receiver()
+            for step in (1, 2):
+                await wire.sender.send(batch_of(step))
+                await taken(receiver, step)
+            await wire.sender.drained(DEADLINE_S)
+            with pytest.raises(RunFailed, match=r"rank 0 asked.*batch 1.*gone, the wire is at batch 2"):
+                await taken(receiver, 1)
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_would_skip_a_batch_is_refused(kind, tmp_path):
+    """Resumed from different checkpoints: whether the ask or the batch is first, nothing is dropped silently."""
+
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            refused = r"rank 0 asked.*batch 2 and was refused: batch 1 comes first"
+            early = asyncio.create_task(taken(wire.receiver(), 2))
+            await wire.sender.wanted(at_least=2)
+            await wire.sender.send(batch_of(1))
+            with pytest.raises(RunFailed, match=refused):
+                await early
+            with pytest.raises(RunFailed, match=refused):
+                await taken(wire.receiver(), 2)
+            check(*await taken(wire.receiver(), 1), batch_of(1))
+
+    asyncio.run(run())
+
+
+def test_steps_only_rise(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(5))
+            with pytest.raises(OrreryError, match="batch 5: the wire already took batch 5"):
+                await wire.sender.send(batch_of(5))
+
+    asyncio.run(run())
+
+
+def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            uneven = Batch(1, [[documents([2])], []])
+            with pytest.raises(OrreryError, match=r"batch 1: micro-batches a rank \[1, 0\]"):
+                await wire.sender.send(uneven)
+
+    asyncio.run(run())
+
+
+def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            with pytest.raises(RunFailed, match=r"trainer rank 0 asked the orchestrator at .* for batch 3, but nothing came within 0\.1 s"):
+                await taken(wire.receiver(), 3, deadline_s=0.1)
+            await wire.sender.send(batch_of(3))
+            with pytest.raises(RunFailed, match=r"waited 0\.1 s.*batch 3 by trainer rank 0"):
+                await wire.sender.drained(0.1)
+
+    asyncio.run(run())
+
+
+def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            left, right = documents([2, 2])
+            del right.token["logprob"]
+            receiver = wire.receiver()
+            with pytest.raises(OrreryError, match=r"micro-batch 0 of rank 0 cannot be sent: token columns \['logprob'\] are in some parts"):
+                await wire.sender.send(Batch(1, [[[left, right]]]))
+                with pytest.raises(RunFailed, match="cannot be sent"):
+                    await taken(receiver, 1)
+                await wire.sender.wanted()
+
+    asyncio.run(run())
+
+
+def test_empty_micro_batches_arrive_empty(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            nothing = documents([3])[0].select([])
+            await wire.sender.send(Batch(1, [[[], nothing, documents([2])]]))
+            _, columns = await taken(wire.receiver(), 1)
+            assert [c.num_tokens for c in columns] == [0, 0, 2]
+            assert columns[1].token["routed_experts"].shape == (0, 3, 2)
+
+    asyncio.run(run())
+
+
+def test_a_batch_without_micro_batches_arrives_and_is_acknowledged(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(Batch(1, [[]], {"n": 0}))
+            received, columns = await taken(wire.receiver(), 1)
+            assert columns == [] and received.totals == {"n": 0}
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_frames_of_many_megabytes_arrive_whole(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            rng = np.random.default_rng(1)
+            sizes = [20_000, 5, 9_000]
+            parts = [
+                Columns(np.array([0, n]), {"routed_experts": rng.integers(0, 65536, (n, 39, 8), dtype=np.uint16)}) for n in sizes
+            ]  # 624 bytes a token, 18 MB
+            batch = Batch(1, [[parts, parts[:1]]])
+            await wire.sender.send(batch)
+            check(*await taken(wire.receiver(), 1), batch)
+
+    asyncio.run(run())
+
+
+def test_micro_batches_are_made_one_at_a_time_when_they_are_needed(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            made = []
+            lazy = LazyMicroBatches(6, lambda at: made.append(at) or documents([at + 1], seed=at))
+            await wire.sender.send(Batch(1, [lazy]))
+            if kind == "zmq":
+                assert made == []
+            _, columns = await taken(wire.receiver(), 1)
+            assert [c.num_tokens for c in columns] == [1, 2, 3, 4, 5, 6]
+            assert made == list(range(6))
+
+    asyncio.run(run())
+
+
+def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1, lengths=[(5,)] * 6)
+            await wire.sender.send(batch)
+            receiver = wire.receiver()
+            kept = await asyncio.to_thread(lambda: list(receiver.receive(1, DEADLINE_S)))
+            for columns, parts in zip(kept, batch.micro_batches[0], strict=True):
+                assert same(columns, parts[0])
+
+    asyncio.run(run())
+
+
+def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
+    async def run():
+        monkeypatch.setenv("ORRERY_TOKEN", "ours")
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            monkeypatch.setenv("ORRERY_TOKEN", "theirs")
+            stranger = wire.receiver()
+            with pytest.raises(RunFailed, match="token"):
+                await taken(stranger, 2, deadline_s=DEADLINE_S)
+            assert await wire.sender.wanted() == -1
+            monkeypatch.setenv("ORRERY_TOKEN", "ours")
+            check(*await taken(wire.receiver(), 1), batch_of(1))
+
+    asyncio.run(run())
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"):
+        make_sender("carrier_pigeon", Path(), 0, 1)
+
+
+# ZeroMQ only ----------------------------------------------------------------------------------------------------------
+
+
+def test_garbage_on_the_socket_is_counted_and_ignored(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            context = zmq.Context()
+            stranger = context.socket(zmq.DEALER)
+            stranger.linger = 0
+            stranger.connect(wire.sender.url)
+            for message in ([b"\x80\x04\x95pickle"], [b"", b"x", b"y"], [b"{}"], [b"\xc1" * 1000]):
+                stranger.send_multipart(message)
+            await wire.sender.send(batch_of(1))
+            check(*await taken(wire.receiver(), 1), batch_of(1))
+            while wire.sender.num_foreign < 4:
+                await asyncio.sleep(0.01)
+            context.destroy(linger=0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [b"hello", b"\x80\x04pickle"])
+def test_a_foreign_program_behind_the_url_is_said_so(answer):
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def reply():
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, answer])
+
+    thread = threading.Thread(target=reply)
+    thread.start()
+    receiver = make_receiver("zmq", Path(), f"tcp://127.0.0.1:{port}", 0)
+    try:
+        with pytest.raises(RunFailed, match="does another program listen there"):
+            receiver.receive(1, DEADLINE_S)
+    finally:
+        thread.join()
+        receiver.close()
+        context.destroy(linger=0)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            port = int(wire.sender.url.rsplit(":", 1)[1])
+            with pytest.raises(OrreryError, match=f"cannot listen on 127.0.0.1:{port}"):
+                make_sender("zmq", tmp_path, port, 1)
+
+    asyncio.run(run())
+
+
+def test_the_sender_listens_on_loopback_only(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            assert wire.sender.url.startswith("tcp://127.0.0.1:")
+
+    asyncio.run(run())
+
+
+def test_buffers_are_reused_only_once_nobody_looks_at_them():
+    pool = BufferPool()
+    first = pool.take(100)
+    address = first.ctypes.data
+    view = first[:10].view(np.int8)
+    del first
+    second = pool.take(100)
+    assert second.ctypes.data != address, "a view still looks at the first buffer"
+    del view
+    assert pool.take(80).ctypes.data == address
+
+
+def test_buffers_that_torch_looks_at_are_not_reused():
+    torch = pytest.importorskip("torch")
+    pool = BufferPool()
+    first = pool.take(64)
+    address = first.ctypes.data
+    tensor = torch.from_numpy(first.view(np.float32))
+    del first
+    assert pool.take(64).ctypes.data != address
+    del tensor
+    assert pool.take(64).ctypes.data == address
+
+
+def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            receiver = wire.receiver()
+            post = receiver._socket.send
+
+            class Lossy:
+                def __getattr__(self, name):
+                    return getattr(socket, name)
+
+                def send(self, message):
+                    if b"done" not in message:
+                        post(message)
+
+            socket, receiver._socket = receiver._socket, Lossy()
+            await taken(receiver, 1)
+            receiver._socket = socket
+            waiting = asyncio.create_task(taken(receiver, 2))
+            await wire.sender.drained(DEADLINE_S)
+            await wire.sender.send(batch_of(2))
+            check(*await waiting, batch_of(2))
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path, monkeypatch):
+    """A relay cuts the connection after two megabytes of chunks; the receiver comes back on another and goes on from there."""
+    monkeypatch.setattr("orrery.transport.rollout_wire.zeromq.ASK_AGAIN_S", 0.2)
+
+    async def relay(reader, writer, limit_bytes):
+        passed = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                passed += len(data)
+                if passed > limit_bytes:
+                    break
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            port, connections = int(wire.sender.url.rsplit(":", 1)[1]), []
+
+            async def connect(reader, writer):
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+                connections.append(writer)
+                limit_bytes = 2 << 20 if len(connections) == 1 else 1 << 40
+                back = asyncio.create_task(relay(reader, up_writer, 1 << 40))
+                await relay(up_reader, writer, limit_bytes)
+                up_writer.close()
+                await back
+
+            async with await asyncio.start_server(connect, "127.0.0.1", 0) as between:
+                rng = np.random.default_rng(1)
+                parts = [Columns(np.array([0, 8000]), {"routed_experts": rng.integers(0, 65536, (8000, 39, 8), dtype=np.uint16)})]  # 5 MB
+                batch = Batch(1, [[parts, documents([3])]])
+                await wire.sender.send(batch)
+                receiver = make_receiver("zmq", tmp_path, f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}", 0)
+                try:
+                    check(*await taken(receiver, 1), batch)
+                    await wire.sender.drained(DEADLINE_S)
+                finally:
+                    receiver.close()
+            assert len(connections) > 1
+
+    asyncio.run(run())
+
+
+# Files only -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_sender_does_not_show_the_batches_of_the_one_before(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as old:
+            await old.sender.send(batch_of(1))
+            async with wire_of("files", tmp_path) as new:
+                with pytest.raises(RunFailed, match="nothing came"):
+                    await taken(new.receiver(), 1, deadline_s=0.1)
+                with pytest.raises(RunFailed, match="closed"):
+                    await taken(old.receiver(), 1, deadline_s=0.1)
+
+    asyncio.run(run())
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            [path] = tmp_path.glob("rollouts/wire/*/step_1/rank_0.micro_0.safetensors")
+            path.write_bytes(b"\xff" * 100)
+            with pytest.raises(RunFailed, match=r"rank_0\.micro_0\.safetensors: not a safetensors file"):
+                await taken(wire.receiver(), 1)
+
+    asyncio.run(run())
+
+
+def test_no_file_holds_the_runs_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORRERY_TOKEN", "a-secret-of-this-run")
+
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            await asyncio.to_thread(wire.receiver().receive, 1, DEADLINE_S)
+            files = [path for path in tmp_path.rglob("*") if path.is_file()]
+            assert any(path.name.startswith("ask.") for path in files)
+            assert not any(b"a-secret-of-this-run" in path.read_bytes() for path in files)
+
+    asyncio.run(run())
+
+
+def test_an_ask_that_does_not_decode_is_counted_and_ignored(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            folder = Path(wire.sender.url.removeprefix("file://"))
+            (folder / "ask.rank_0.json").write_bytes(b"\x80\x04pickle")
+            assert await wire.sender.wanted() == -1
+            assert await wire.sender.wanted() == -1
+            assert wire.sender.num_foreign == 1
+
+    asyncio.run(run())

@@ -1,0 +1,189 @@
+"""Weight wire: versions appear whole, only rise, and can be read until as many newer ones are there as the publisher keeps."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from orrery.manifest.errors import OrreryError
+from orrery.transport.fingerprint import digest, tensor_fingerprint
+from orrery.transport.weight_wire import (
+    KINDS,
+    WeightPublisher,
+    WeightWatch,
+    make_publisher,
+    make_watch,
+    read_weights,
+    remove_weight_dir,
+    weight_dir,
+)
+
+
+def tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    yield "b.weight", torch.randn(4, 3, generator=generator)
+    yield "a.weight", torch.randn(5, generator=generator).to(torch.bfloat16)
+    yield "norm", torch.ones(2, 2).t()
+
+
+@pytest.fixture(params=sorted(KINDS))
+def ends(request, tmp_path, monkeypatch):
+    monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
+    publisher = make_publisher(request.param, tmp_path / "run", 1, keep=2)
+    yield publisher, make_watch(request.param, tmp_path / "run", 1)
+    publisher.close()
+
+
+def test_what_is_read_is_what_was_published_bit_for_bit(ends):
+    publisher, watch = ends
+    assert watch.latest() is None
+    published = publisher.publish(3, tensors(0))
+    assert watch.latest() == published and published.version == 3
+    read = dict(read_weights(published.path))
+    assert list(read) and read.keys() == dict(tensors(0)).keys()
+    for name, tensor in tensors(0):
+        assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        assert published.fingerprints[name] == tensor_fingerprint(tensor) == tensor_fingerprint(read[name])
+    assert published.digest == digest(published.fingerprints)
+
+
+def test_as_many_versions_stay_as_are_kept(ends):
+    publisher, watch = ends
+    published = [publisher.publish(version, tensors(version)) for version in range(4)]
+    assert watch.latest() == published[3]
+    assert [watch.version(version) is not None for version in range(4)] == [False, False, True, True]
+    assert dict(read_weights(published[2].path))
+    with pytest.raises(OrreryError, match="keeps only the newest versions"):
+        list(read_weights(published[0].path))
+    three = WeightPublisher(publisher.folder.with_name("three"), keep=3)
+    assert all([dict(read_weights(each.path)) for each in [three.publish(version, tensors(version)) for version in range(3)]])
+
+
+def test_a_reader_survives_the_removal_of_the_file_it_maps(ends):
+    publisher, _ = ends
+    reading = read_weights(publisher.publish(0, tensors(0)).path)
+    first = next(reading)
+    publisher.publish(1, tensors(1))
+    publisher.publish(2, tensors(2))
+    read = dict([first, *reading])
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors(0))
+
+
+def test_versions_only_rise(ends):
+    publisher, _ = ends
+    publisher.publish(2, tensors(2))
+    with pytest.raises(OrreryError, match="version 2 after version 2"):
+        publisher.publish(2, tensors(2))
+
+
+def test_a_half_written_version_is_not_seen(ends):
+    publisher, watch = ends
+    first = publisher.publish(0, tensors(0))
+
+    def breaks():
+        yield from tensors(1)
+        raise RuntimeError("the trainer died")
+
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        publisher.publish(1, breaks())
+    assert watch.latest() == first
+    assert publisher.publish(1, tensors(1)).version == 1
+
+
+def test_tied_tensors_are_written_under_both_names(ends):
+    publisher, _ = ends
+    weight = torch.randn(3, 2)
+    read = dict(read_weights(publisher.publish(0, [("embed", weight), ("head", weight)]).path))
+    assert torch.equal(read["embed"], weight) and torch.equal(read["head"], weight)
+
+
+def test_the_same_name_twice_is_refused(ends):
+    publisher, watch = ends
+    with pytest.raises(OrreryError, match="'w' was given twice"):
+        publisher.publish(0, [("w", torch.ones(1)), ("w", torch.ones(1))])
+    assert watch.latest() is None
+
+
+def test_a_version_of_many_shards_is_read_whole(tmp_path):
+    publisher = WeightPublisher(tmp_path / "w", shard_bytes=64)
+    named = [(f"t{i}", torch.full((8,), float(i))) for i in (5, 1, 4, 2, 3)]
+    published = publisher.publish(0, iter(named))
+    assert len(list(published.folder.glob("*.safetensors"))) == 3
+    read = dict(read_weights(published.path))
+    assert read.keys() == dict(named).keys() and all(torch.equal(read[name], tensor) for name, tensor in named)
+
+
+def test_a_tensor_that_reuses_its_memory_after_the_next_is_asked_for_is_published_as_it_was(tmp_path):
+    """A gather buffer that every tensor passes through."""
+    buffer = torch.empty(4)
+
+    def through_one_buffer():
+        for i in range(3):
+            yield f"t{i}", buffer.fill_(float(i))
+
+    published = WeightPublisher(tmp_path / "w").publish(0, through_one_buffer())
+    assert [tensor[0].item() for _, tensor in read_weights(published.path)] == [0.0, 1.0, 2.0]
+
+
+def test_close_leaves_nothing_in_shared_memory(ends):
+    publisher, _ = ends
+    publisher.publish(0, tensors(0))
+    publisher.close()
+    assert not publisher.folder.exists()
+
+
+def test_the_folder_is_its_owners_alone_and_one_of_another_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "w").mkdir(mode=0o755)
+    for folder in (tmp_path / "w", tmp_path / "new"):
+        WeightPublisher(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "w")
+    with pytest.raises(OrreryError, match="link: a link, or another user's folder"):
+        WeightPublisher(tmp_path / "link")
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(OrreryError, match="w: a link, or another user's folder"):
+        WeightPublisher(tmp_path / "w")
+
+
+def test_a_full_disk_is_one_sentence_that_says_how_to_enlarge_it(tmp_path):
+    watch = WeightWatch(tmp_path / "w")
+    script = (
+        "import resource, sys, torch; from orrery.transport.weight_wire import WeightPublisher\n"
+        "from orrery.manifest.errors import OrreryError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"try: WeightPublisher({str(tmp_path / 'w')!r}).publish(0, [('a', torch.ones(1 << 14))])\n"
+        "except OrreryError as error: print(error)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True).stdout
+    assert "weights cannot be written" in said and "mount -o remount,size=" in said
+    assert watch.latest() is None
+
+
+def test_a_damaged_marker_is_named(tmp_path):
+    (tmp_path / "version_7.json").write_text("{")
+    with pytest.raises(OrreryError, match=r"version_7\.json: not a marker"):
+        WeightWatch(tmp_path).latest()
+
+
+def test_the_watch_needs_no_torch(tmp_path):
+    script = (
+        "import sys; from orrery.transport.weight_wire import WeightWatch\n"
+        "from orrery.transport import checkpoints, packing, rendezvous, rollout_wire\n"
+        f"assert WeightWatch({str(tmp_path)!r}).latest() is None; assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path)
+    folders = {weight_dir(tmp_path / run, attempt) for run in ("a-0123", "b-4567", "c/a-0123") for attempt in (1, 2)}
+    assert len(folders) == 6
+    assert weight_dir(tmp_path / "a-0123", 1).name.startswith("orrery-0123-"), "by which the launcher finds it"
+    weight_dir(tmp_path / "a", 1).mkdir()
+    remove_weight_dir(tmp_path / "a", 1)
+    remove_weight_dir(tmp_path / "a", 1)
+    assert not weight_dir(tmp_path / "a", 1).exists()
