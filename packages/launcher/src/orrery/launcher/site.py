@@ -1,0 +1,161 @@
+"""The site file: what is true of a cluster and of no run. Nothing in it changes a manifest's id.
+
+- TOML, `site.toml` at the checkout's root or where the variable ORRERY_SITE points; chosen once.
+- No file: this machine alone, no Slurm, no containers.
+- Unknown keys, wrong types and values that cannot work are one sentence each; nothing starts.
+"""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from orrery.manifest.check import nearest
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Record
+from orrery.manifest.workspace import Workspace
+
+VARIABLE = "ORRERY_SITE"
+FILE = "site.toml"
+
+OURS = {  # sbatch options that follow from the manifest or from other keys
+    "nodes", "N", "ntasks", "n", "ntasks-per-node", "gres", "gpus-per-node", "gpus", "G", "mem", "time", "t", "partition", "p", "account", "A",
+    "job-name", "J", "output", "o", "error", "e", "comment", "signal", "requeue", "no-requeue", "cpus-per-task", "c", "wrap", "parsable",
+}  # fmt: skip
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w.@:+-]+(,[\w.@:+-]+)*", text):
+        raise ValueError(f"{text!r} is not a name; letters, digits and . _ - @ : + are")
+    return text
+
+
+Word = Annotated[str, AfterValidator(_word)]
+NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
+
+
+class Slurm(Record):
+    """How this site's Slurm is asked for nodes. Times in the unit of their name."""
+
+    partition: Word
+    account: NoWord = ""
+    time_limit_min: PositiveInt
+    warning_s: PositiveInt = 300
+    gpu_type: NoWord = ""
+    cpus_per_node: PositiveInt
+    memory_per_node_mb: PositiveInt
+    poll_s: PositiveInt = 10
+    extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def extra_leaves_ours_alone(self) -> "Slurm":
+        for option in self.extra:
+            name = re.fullmatch(r"--?([A-Za-z][\w-]*)(?:[=].*)?", option)
+            if name is None or re.search(r"[\s:'\"$`;|&]", option):
+                raise ValueError(f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'")
+            if name[1] in OURS:
+                raise ValueError(f"extra: {option!r} is set from the manifest or from another key of [slurm]; take it out")
+        return self
+
+    @model_validator(mode="after")
+    def warning_is_before_the_limit(self) -> "Slurm":
+        if self.warning_s >= 60 * self.time_limit_min:
+            raise ValueError(f"warning_s {self.warning_s} is not below the time limit of {60 * self.time_limit_min} s; lower it")
+        return self
+
+
+def _mount(text: str) -> str:
+    parts = text.split(":")
+    if not all(part.startswith("/") for part in parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]) or "," in text:
+        raise ValueError(f"mounts: {text!r} is not 'SRC', 'SRC:DST' or 'SRC:DST:ro' with absolute folders")
+    return text
+
+
+class Containers(Record):
+    """Apptainer images and what of the host they see."""
+
+    images: str
+    mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
+    scratch: str = "/tmp"
+    modules: Annotated[tuple[Word, ...], Field(strict=False)] = ()
+
+
+class Network(Record):
+    """The interface that roles of several nodes listen on; roles of one node stay on loopback."""
+
+    interface: Word
+
+
+class Roles(Record):
+    """`deadline_scale` multiplies every deadline that is a constant of the code: above 1 where disks or starts are slow."""
+
+    deadline_scale: PositiveFloat = 1.0
+
+
+class Site(Record):
+    """One cluster, or one machine."""
+
+    slurm: Slurm | None = None
+    containers: Containers | None = None
+    network: Network | None = None
+    roles: Roles = Roles()
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
+
+    @model_validator(mode="after")
+    def environment_is_not_ours(self) -> "Site":
+        for name in self.environment:
+            if name.startswith(("ORRERY_", "SLURM_", "APPTAINER")):
+                raise ValueError(f"environment: {name} is set by the launcher; take it out")
+            if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
+                raise ValueError(f"environment: {name} looks like a secret, which a site file is no place for; export it in your shell")
+        return self
+
+
+def site_path(workspace: Workspace) -> Path | None:
+    """The file that is in force, or None."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser()
+    path = workspace.root / FILE
+    return path if path.exists() else None
+
+
+def load_site(workspace: Workspace) -> Site:
+    """The site in force; raises `OrreryError` with one sentence that names file and field."""
+    path = site_path(workspace)
+    if path is None:
+        return Site()
+    try:
+        return Site.model_validate(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise OrreryError(f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise OrreryError(f"{workspace.shown(path)}: not TOML: {error}") from None
+    except ValidationError as error:
+        raise OrreryError(f"{workspace.shown(path)}: {_sentence(error)}") from None
+
+
+def cluster(workspace: Workspace) -> Slurm:
+    """The site's Slurm; raises `OrreryError` where it has none."""
+    site = load_site(workspace)
+    if site.slurm is None:
+        where = site_path(workspace) or workspace.root / FILE
+        raise OrreryError(f"{workspace.shown(where)}: there is no [slurm] in the site file; docs/cluster.md shows what to write")
+    return site.slurm
+
+
+def _sentence(error: ValidationError) -> str:
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key says more than the one it leaves missing
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        model = {"slurm": Slurm, "containers": Containers, "network": Network, "roles": Roles}.get(str(first["loc"][0]), Site)
+        model = model if len(first["loc"]) > 1 else Site
+        near = nearest(str(first["loc"][-1]), list(model.model_fields))
+        return f"{field}: there is no such key; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}")
+    if first["type"] == "missing":
+        return f"{field}: is missing; docs/cluster.md shows what to write"
+    if first["type"] == "value_error":
+        return f"{field}: {first['ctx']['error']}" if field else str(first["ctx"]["error"])
+    return f"{field}: {first['msg'].lower()} ({first['input']!r})"
