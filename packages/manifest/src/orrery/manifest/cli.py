@@ -1,11 +1,13 @@
 """The commands about specs: `render | check | show | diff | explain | plan`. The launcher adds them to the one `orrery` command.
 
-A run is named by its name (rendered from Jsonnet) or by the path of a manifest. Mistakes end as one line and exit code 2.
+A run is named by its name (rendered from Jsonnet), by the path of a manifest or of its folder, or by the folder's name in `runs/`.
+What has run is told by its receipt, too. Mistakes end as one line and exit code 2.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,7 @@ import typer
 
 from orrery.manifest import fields
 from orrery.manifest.check import nearest
+from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import explain as explanations
@@ -27,17 +30,59 @@ from orrery.manifest.workspace import find_workspace
 app = typer.Typer(help="Specs and manifests.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs by name; all when none is named.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the path of a manifest.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest.")]
+Side = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest or of a receipt.")]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a word names: one of the two may be missing, not both."""
+
+    manifest: Manifest | None
+    receipt: Receipt | None
 
 
 def manifest_of(run: str) -> Manifest:
-    """A run by name, rendered, or by the path of a manifest (`*.json`, or a run directory)."""
-    path = Path(run)
-    if path.is_dir() and (path / "manifest.json").is_file():
-        return load(path / "manifest.json")
+    """A run by name, rendered, or by the path of a manifest (`*.json`, or a run's folder)."""
+    if (folder := _folder(run)) is not None:
+        return load(folder / "manifest.json")
     if run.endswith(".json") or "/" in run:
-        return load(path)
+        return load(Path(run))
     return render_run(find_workspace(), run).manifest
+
+
+def named(run: str) -> Named:
+    """A run's manifest and receipt; of a run by name the receipt is the one of the folder that its present manifest names, if it has run.
+
+    A manifest's path names that alone; a receipt's path brings the manifest beside it.
+    """
+    path = Path(run)
+    if path.is_file() and _is_receipt(path):
+        beside = path.with_name("manifest.json")
+        return Named(load(beside) if beside.is_file() else None, read_receipt(path))
+    manifest, folder = manifest_of(run), _folder(run)
+    if folder is None and not (run.endswith(".json") or "/" in run):
+        folder = run_dir(find_workspace().root / "runs", manifest)
+    receipt = folder / RECEIPT if folder is not None else None
+    return Named(manifest, read_receipt(receipt) if receipt is not None and receipt.is_file() else None)
+
+
+def _folder(run: str) -> Path | None:
+    """The run's folder that a path or a folder's name in `runs/` is."""
+    if (Path(run) / "manifest.json").is_file():
+        return Path(run)
+    if "/" in run or run.endswith(".json"):
+        return None
+    path = find_workspace().root / "runs" / run
+    return path if (path / "manifest.json").is_file() else None
+
+
+def _is_receipt(path: Path) -> bool:
+    """By name, or, wherever a copy of one lies, by what is in it."""
+    try:
+        return path.name == RECEIPT or json.loads(path.read_bytes()).keys() == {"schema", "run", "stages"}
+    except (ValueError, AttributeError):
+        return False
 
 
 def _chosen(names: list[str] | None) -> list[Rendered]:
@@ -92,8 +137,18 @@ def check(names: Names = None) -> None:
 
 
 @app.command()
-def show(run: Run, field: Annotated[str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")] = None) -> None:
+def show(
+    run: Side,
+    field: Annotated[str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")] = None,
+    receipt: Annotated[bool, typer.Option("--receipt", help="Print the receipt instead: what ran, where, and what came out.")] = False,
+) -> None:
     """Print a run's manifest, or one field of it."""
+    if receipt:
+        data = named(run).receipt
+        if data is None:
+            raise OrreryError(f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery status`")
+        print(json.dumps(data if field is None else fields.lookup(data, fields.parse(field), f"{run}: receipt"), indent=2))
+        return
     manifest = manifest_of(run)
     if field is None:
         print(pretty_json(manifest), end="")
@@ -102,10 +157,24 @@ def show(run: Run, field: Annotated[str | None, typer.Argument(help="Only this f
 
 
 @app.command()
-def diff(before: Run, after: Run) -> None:
-    """Print the fields in which two runs differ, before → after."""
-    for difference in differences(manifest_of(before), manifest_of(after)):
-        print(difference)
+def diff(
+    before: Side,
+    after: Side,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Of receipts also what always differs: times, job ids, earlier attempts.")
+    ] = False,
+) -> None:
+    """Print in what two runs differ, before → after: the fields of their manifests, then of their receipts where both have run."""
+    a, b = named(before), named(after)
+    if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):
+        alone = before if a.manifest is None else after
+        raise OrreryError(f"{alone}: a receipt without a manifest.json beside it can only be compared with another receipt")
+    if a.manifest and b.manifest:
+        for difference in differences(a.manifest, b.manifest):
+            print(difference)
+    if a.receipt and b.receipt:
+        for difference in diff_receipts(a.receipt, b.receipt, everything):
+            print(difference)
 
 
 @app.command()

