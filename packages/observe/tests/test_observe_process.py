@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.observe import shared_memory
+from orrery.observe import shared_memory, watchdog
 from orrery.observe.health import HealthFile, health_dir, read_health
 from orrery.observe.lifeline import LAUNCHER_PID
 from orrery.observe.process import parse_role
@@ -58,6 +58,15 @@ def test_sigterm_runs_finally_blocks(tmp_path):
     assert process.stdout.readline() == "tidy\n"
     assert process.wait(20) == 143
     assert read_health(tmp_path, "rl")["trainer.1"].doing == "terminated"
+
+
+def test_a_role_that_winds_down_has_an_exit_code_of_its_own_and_is_neither_failed_nor_done(tmp_path):
+    process = role(tmp_path, "from orrery.observe.wind_down import WoundDown\nraise WoundDown(7)")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 75 and "Traceback" not in stderr and "wound down at step 7" in stderr
+    health = read_health(tmp_path, "rl")["trainer.1"]
+    assert health.sentence() == "wound down at step 7" and health.error is None
+    assert watchdog.look({"trainer.1": health}, health.time_s + 1e6) is None
 
 
 def test_sigusr1_writes_stacks(tmp_path):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
+FAILED, DONE, STARTING, TERMINATED, WOUND_DOWN = "failed", "done", "starting", "terminated", "wound down"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Health:
             return f"waiting {now_s - self.wait.since_s:.0f} s for {self.wait.what}"
         if self.doing in (DONE, FAILED, TERMINATED):
             return self.doing
+        if self.doing == WOUND_DOWN:
+            return f"{self.doing} at step {self.step}"
         step = "" if self.step is None else f" (step {self.step})"
         return f"{self.doing}{step} for {now_s - self.since_s:.0f} s"
 
@@ -136,10 +138,13 @@ class HealthFile:
     def terminated(self) -> None:
         self._end(TERMINATED)
 
-    def _end(self, doing: str) -> None:
+    def wound_down(self, step: int) -> None:
+        self._end(WOUND_DOWN, step)
+
+    def _end(self, doing: str, step: int | None = None) -> None:
         with self._lock:
             self._waits.clear()
-            self.doing(doing)
+            self.doing(doing, step)
 
     def _write(self) -> None:
         health = Health(

@@ -1,9 +1,10 @@
 """A role's process: everything that all roles do alike, so that a role's `__main__` starts with its own work.
 
 - In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --port P`.
-- Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline.
+- Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
 - An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
   traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
+- `WoundDown` ends it with its own exit code and health `wound down`: neither failed nor done (`wind_down.py`).
 - SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): the watchdog asks for them on a stall.
 """
 
@@ -22,11 +23,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe import shared_memory
+from orrery.observe import network, shared_memory
 from orrery.observe.health import HealthFile
 from orrery.observe.lifeline import Lifeline
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.system_error import explain
+from orrery.observe.wind_down import WOUND_DOWN, WoundDown
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
@@ -52,6 +54,11 @@ class RoleProcess:
         return f"{self.role}.{self.index}"
 
     @cached_property
+    def host(self) -> str:
+        """The IPv4 address that this process listens on and publishes. Raises `OrreryError` where the interface is not there."""
+        return network.address()
+
+    @cached_property
     def manifest(self) -> "Manifest":
         from orrery.manifest.identity import load  # here, so that roles in tests need no manifest
 
@@ -69,7 +76,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
     parser.add_argument("--stage", required=True)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--attempt", type=int, default=1)
-    parser.add_argument("--port", type=int, default=0, help="a free loopback port that is this process's own; 0: none was given")
+    parser.add_argument("--port", type=int, default=0, help="a free port that is this process's own; 0: it takes one itself")
     args = parser.parse_args(argv)
     return RoleProcess(role, args.run_dir.resolve(), args.stage, args.index, args.attempt, args.port)
 
@@ -87,6 +94,10 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     me.lifeline.start()
     try:
         yield me
+    except WoundDown as end:
+        me.health.wound_down(end.step)
+        me.log.info("%s", end)
+        raise SystemExit(WOUND_DOWN) from None
     except OrreryError as error:
         me.health.failed(str(error))
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orrery.observe.health import DONE, FAILED, TERMINATED, Health
+from orrery.observe.health import DONE, FAILED, TERMINATED, WOUND_DOWN, Health
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
 
-ENDED = (DONE, FAILED, TERMINATED)
+ENDED = (DONE, FAILED, TERMINATED, WOUND_DOWN)
 
 
 @dataclass(frozen=True)

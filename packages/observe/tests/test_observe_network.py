@@ -1,0 +1,82 @@
+"""Where a role listens, how long it waits, and whether it is asked to wind down: what the site and the launcher say."""
+
+import os
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe import network, wind_down
+from orrery.observe.deadline import scaled
+from orrery.observe.process import parse_role
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    for name in ("ORRERY_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NO_PROXY", "no_proxy", "ORRERY_DEADLINE_SCALE"):
+        monkeypatch.delenv(name, raising=False)
+    copy = os.environ.copy()
+    monkeypatch.setattr(os, "environ", copy)
+    return copy
+
+
+def addresses(**interfaces):
+    """What `psutil.net_if_addrs` says of them, as far as it is read."""
+    return {
+        name: [
+            SimpleNamespace(family=socket.AF_INET6, address="fe80::1"),
+            *([SimpleNamespace(family=socket.AF_INET, address=ip)] if ip else []),
+        ]
+        for name, ip in interfaces.items()
+    }
+
+
+def test_a_role_listens_on_loopback_unless_an_interface_is_named(environ, tmp_path, monkeypatch):
+    assert parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"]).host == "127.0.0.1"
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses(lo="127.0.0.1", ib0="10.1.2.3"))
+    environ["ORRERY_INTERFACE"] = "ib0"
+    assert parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"]).host == "10.1.2.3"
+
+
+@pytest.mark.parametrize("name", ["ib9", "down0"])
+def test_an_interface_that_cannot_be_used_is_a_sentence_with_those_that_can(environ, monkeypatch, name):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses(lo="127.0.0.1", ib0="10.1.2.3", down0=None))
+    environ["ORRERY_INTERFACE"] = name
+    with pytest.raises(OrreryError, match=rf"ORRERY_INTERFACE: {name} is not .*; it has ib0 \(10\.1\.2\.3\), lo \(127\.0\.0\.1\); set"):
+        network.address()
+
+
+def test_gloo_and_nccl_get_the_interface_by_name_and_keep_what_the_site_chose(environ):
+    network.name_interface()
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    environ.update(ORRERY_INTERFACE="ib0", NCCL_SOCKET_IFNAME="=ib1")
+    del environ["GLOO_SOCKET_IFNAME"]
+    network.name_interface()
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib1")
+
+
+def test_peers_are_spoken_to_without_the_sites_proxy(environ):
+    environ["no_proxy"] = "intranet,10.1.2.3"
+    network.without_proxy(["10.1.2.3", "10.1.2.4", "10.1.2.4"])
+    assert environ["NO_PROXY"] == environ["no_proxy"] == "intranet,10.1.2.3,10.1.2.4"
+
+
+def test_deadlines_are_multiplied_by_what_the_site_says(environ):
+    assert scaled(60) == 60
+    environ["ORRERY_DEADLINE_SCALE"] = "2.5"
+    assert scaled(60) == 150
+    for wrong in ("", "0", "-1", "nan", "inf", "two"):
+        environ["ORRERY_DEADLINE_SCALE"] = wrong
+        with pytest.raises(OrreryError, match=f"ORRERY_DEADLINE_SCALE: '{wrong}' is not a positive number"):
+            scaled(60)
+
+
+def test_only_the_rl_stage_winds_down_and_only_when_its_file_is_there(tmp_path):
+    assert not wind_down.is_asked(tmp_path, "rl")
+    for stage in ("rl", "sft"):
+        wind_down.path(tmp_path, stage).parent.mkdir(parents=True)
+        assert not wind_down.is_asked(tmp_path, stage)
+        wind_down.path(tmp_path, stage).touch()
+    assert wind_down.is_asked(tmp_path, "rl") and not wind_down.is_asked(tmp_path, "sft")
