@@ -1,18 +1,28 @@
 #!/usr/bin/env bash
-# Makes .venv from locks/cpu.txt, with every file checked against its hash, and installs the rooms editable.
-# Run at the root of the checkout, by `make setup`. Whatever fails says what to do.
+# Makes .venv from a lock, with every file checked against its hash, and installs the rooms editable. Run at the root of the checkout:
+#   bash locks/install.sh         everything, from cpu.txt (`make setup` runs this)
+#   bash locks/install.sh login   what submits and watches runs on a cluster, from login.txt: no torch, no vLLM
+# Whatever fails says what to do.
 set -euo pipefail
 
 say() { printf '\033[1m%s\033[0m\n' "setup: $*"; }
 fail() { printf 'setup failed: %s\n' "$*" >&2; exit 1; }
 
+case ${1:-cpu} in
+    cpu) lock=cpu rooms=(packages/*/) needs_mb=4000 again='make setup' modules='torch, vllm, snakemake, _gojsonnet, orrery.manifest.schema' ;;
+    login)
+        lock=login rooms=(packages/{manifest,observe,launcher}/) needs_mb=600 again='bash locks/install.sh login'
+        modules='snakemake, snakemake_executor_plugin_slurm, _gojsonnet, orrery.launcher.cli'
+        ;;
+    *) fail "there is no environment '$1'; there are cpu and login" ;;
+esac
 version=$(<.python-version)
 uv_version=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' locks/uv.txt)
 
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || fail "$(uname -s) $(uname -m): the lock is for Linux on x86_64"
-[[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libnuma.so.1* ]] || fail "libnuma.so.1 is missing and vLLM needs it; run: apt-get install -y libnuma1"
+[ "$lock" = login ] || [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libnuma.so.1* ]] || fail "libnuma.so.1 is missing and vLLM needs it; run: apt-get install -y libnuma1"
 free_kib=$(df -Pk . | awk 'NR == 2 {print $4}')
-[ -d .venv ] || [ "$free_kib" -gt 4000000 ] || fail "$((free_kib / 1000)) MB are free here; the environment needs about 4000 MB"
+[ -d .venv ] || [ "$free_kib" -gt "${needs_mb}000" ] || fail "$((free_kib / 1000)) MB are free here; the environment needs about $needs_mb MB"
 
 python=$(command -v "python$version" || command -v python3) || fail "python3 is missing; run: apt-get install -y python3 python3-pip"
 
@@ -25,7 +35,7 @@ if [ -z "$uv" ]; then
     say "uv $uv_version into .tools"
     if "$python" -m pip --version >/dev/null 2>&1; then
         "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --upgrade --target .tools --require-hashes -r locks/uv.txt ||
-            fail "pip could not install uv; check the network (or pip's index), then run make setup again"
+            fail "pip could not install uv; check the network (or pip's index), then type again: $again"
         uv=.tools/bin/uv
     elif command -v uv >/dev/null; then
         uv=uv
@@ -42,16 +52,14 @@ if [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 
         fail "no Python $version was found or could be fetched; run: apt-get install -y python$version"
 fi
 
-say "packages of locks/cpu.txt ($(grep -c '^[a-z].*==' locks/cpu.txt), about 2 GB unpacked)"
-"$uv" pip install --python .venv/bin/python --no-deps --require-hashes --compile-bytecode "${from[@]}" -r locks/cpu.txt ||
-    fail "see uv's message above; what was fetched is kept, so after mending it type again: make setup"
+say "packages of locks/$lock.txt ($(grep -c '^[a-z].*==' "locks/$lock.txt"))"
+"$uv" pip install --python .venv/bin/python --no-deps --require-hashes --compile-bytecode "${from[@]}" -r "locks/$lock.txt" ||
+    fail "see uv's message above; what was fetched is kept, so after mending it type again: $again"
 
 say "rooms of packages/, editable"
-rooms=()
-for room in packages/*/pyproject.toml; do rooms+=(-e "${room%/pyproject.toml}"); done
-"$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --offline "${rooms[@]}" ||
+"$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --offline "${rooms[@]/#/--editable=}" ||
     fail "a package under packages/ does not build; uv's message above names it"
 
-.venv/bin/python -c 'import torch, vllm, snakemake, _gojsonnet, orrery.manifest.schema' ||
-    fail "the packages do not import; remove .venv and run make setup again"
+.venv/bin/python -c "import $modules" ||
+    fail "the packages do not import; remove .venv and type again: $again"
 say "done; the command is .venv/bin/orrery"

@@ -1,19 +1,35 @@
 #!/usr/bin/env bash
-# Writes cpu.txt and uv.txt anew from cpu.in and uv.in. Run at the root of the checkout, by `make lock`, after `make setup`.
+# Writes the locks anew: `bash locks/lock.sh` all of them (`make lock`), `bash locks/lock.sh login trainer.cpu` those.
+# Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images take every version from cpu.txt.
 set -euo pipefail
+
+names=("$@")
+[ $# -gt 0 ] || names=(uv cpu login orchestrator trainer.cpu inference.cpu inference.cuda trainer.cuda)
 
 version=$(<.python-version)
 python=$(command -v python3)
 source locks/sources.sh
 
-compile() {
+compile() { # NAME, then further options of uv
+    local name=$1
+    shift
     uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-        --python-platform x86_64-manylinux_2_28 --python-version "$version" "$@"
+        --python-platform x86_64-manylinux_2_28 --python-version "$version" "$@" "locks/$name.in" -o "locks/$name.txt"
+    if grep -nE '^[^#]*(://|--find-links|--.*index-url)' "locks/$name.txt"; then
+        echo "lock failed: the lines above of locks/$name.txt hold an address; a lock must not" >&2
+        exit 1
+    fi
 }
-compile "${from[@]}" --overrides locks/overrides.txt locks/cpu.in -o locks/cpu.txt
-compile locks/uv.in -o locks/uv.txt
-if grep -nE '^[^#]*(://|--find-links|--.*index-url)' locks/cpu.txt locks/uv.txt; then
-    echo "lock failed: the lines above hold an address; a lock must not" >&2
-    exit 1
-fi
-echo "lock: cpu.txt is part of every run's identity; now: make setup render"
+
+for name in "${names[@]}"; do
+    case $name in
+        uv) compile uv ;;
+        cpu) compile cpu "${from[@]}" --overrides locks/overrides.txt ;;
+        login | orchestrator | *.cpu) compile "$name" "${from[@]}" --overrides locks/overrides.txt --constraints locks/cpu.txt ;;
+        # The default index has torch's CUDA build. What trainer and engines share stands in the same version in both.
+        inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
+        trainer.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/inference.cuda.txt ;;
+        *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
+    esac
+done
+[[ " ${names[*]} " != *" cpu "* ]] || echo "lock: cpu.txt is part of every run's identity; now: make setup render"
