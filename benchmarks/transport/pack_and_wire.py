@@ -106,7 +106,7 @@ async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, An
     rollouts = Rollouts(num_rollouts * num_documents, ROLLOUT_TOKENS // num_documents)
     before = usage()
     with tempfile.TemporaryDirectory() as run_dir:
-        sender = make_sender(kind, Path(run_dir), 0, 1)
+        sender = make_sender(kind, Path(run_dir), "127.0.0.1", 0, 1)
         argv = [sys.executable, __file__, "--receive", kind, run_dir, sender.url]
         receiver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
         await sender.wanted(at_least=1)  # the receiver has started: its imports are not the wire's

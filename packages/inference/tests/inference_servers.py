@@ -86,12 +86,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_role(module: str, run_dir: Path, index: int, port: int, token: str = "") -> "subprocess.Popen[bytes]":
+def start_role(module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo") -> "subprocess.Popen[bytes]":
     """A role process in a process group of its own, writing to `logs/`."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(str(path) for path in sorted(REPOSITORY.glob("packages/*/src"))),
         "OMP_NUM_THREADS": "1",
         "ORRERY_TOKEN": token,
+        "ORRERY_INTERFACE": interface,
     }
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
@@ -110,7 +111,7 @@ def start_role(module: str, run_dir: Path, index: int, port: int, token: str = "
                 "--attempt",
                 "1",
                 "--port",
-                str(port),
+                "0",
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -134,7 +135,7 @@ def await_published(run_dir: Path, role: str, index: int, process: "subprocess.P
 @contextmanager
 def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     """A server (its process and its address), ended at the end."""
-    process = start_role("orrery.inference", run_dir, index, free_port())
+    process = start_role("orrery.inference", run_dir, index)
     try:
         yield process, await_published(run_dir, "inference", index, process)
     finally:

@@ -40,7 +40,7 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
     manifest = make_manifest(
         max_model_len_tokens=96, kv_block_tokens=32, kv_cache_bytes=12345678, max_num_sequences=17, max_batched_tokens=640
     )
-    said = flags(server_arguments(manifest, tmp_path, index=3, port=4567))
+    said = flags(server_arguments(manifest, tmp_path, index=3, host="10.1.2.3", port=4567))
     assert said["--model"] == str(tmp_path)
     assert said["--max-model-len"] == "96"
     assert said["--block-size"] == "32"
@@ -49,14 +49,14 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
     assert said["--max-num-batched-tokens"] == "640"
     assert said["--dtype"] == "float32"
     assert said["--seed"] == str(manifest.seed + 3)
-    assert (said["--host"], said["--port"]) == ("127.0.0.1", "4567")
+    assert (said["--host"], said["--port"]) == ("10.1.2.3", "4567")
     assert "--enforce-eager" in said
-    assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, 1))
+    assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, "127.0.0.1", 1))
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
     with pytest.raises(OrreryError, match=r"devices_per_replica 2"):
-        server_arguments(make_manifest(devices_per_replica=2), tmp_path, 0, 1)
+        server_arguments(make_manifest(devices_per_replica=2), tmp_path, 0, "127.0.0.1", 1)
 
 
 def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
@@ -73,21 +73,22 @@ def test_the_environment_keeps_what_placement_has_set(make_manifest, monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ.update(OMP_NUM_THREADS="5", VLLM_CPU_KVCACHE_SPACE="9")
-    engine_environment(make_manifest())
+    engine_environment(make_manifest(), "10.1.2.3")
     assert os.environ["OMP_NUM_THREADS"] == "5"
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+    assert os.environ["VLLM_HOST_IP"] == "10.1.2.3"
 
 
 def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts_it(make_manifest):
     router = {"kind": "vllm_router", "policy": "power_of_two", "balance_abs_threshold": 3, "balance_rel_threshold": 1.25}
-    arguments = router_arguments(make_manifest(router=router), ["http://a", "http://b"], 10, 11)
+    arguments = router_arguments(make_manifest(router=router), ["http://a", "http://b"], "10.1.2.3", 10, 11)
     said = flags(arguments)
     assert arguments[arguments.index("--worker-urls") + 1 :][:2] == ["http://a", "http://b"]
     assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == ("power_of_two", "3", "1.25")
-    assert said["--host"] == said["--prometheus-host"] == "127.0.0.1"
+    assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
     with pytest.raises(OrreryError, match="has no router"):
-        router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], 10, 11)
+        router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11)
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
@@ -117,4 +118,7 @@ def test_the_door_opens_to_the_runs_token_only(monkeypatch, token, path, given, 
 
 
 def test_every_engine_has_the_door(make_manifest, tmp_path):
-    assert flags(server_arguments(make_manifest(), tmp_path, 0, 1))["--middleware"] == f"{RequireToken.__module__}.{RequireToken.__name__}"
+    assert (
+        flags(server_arguments(make_manifest(), tmp_path, 0, "127.0.0.1", 1))["--middleware"]
+        == f"{RequireToken.__module__}.{RequireToken.__name__}"
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -240,10 +241,7 @@ def test_an_engine_that_nobody_started_is_gone():
 
 
 def test_servers_listen_on_loopback_only(server):
-    for process in family(server[0]):
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                assert connection.laddr.ip == "127.0.0.1"
+    assert listening(server[0]) == {"127.0.0.1"}
 
 
 # The tests below end servers; the shared one goes first, then one is started whose parts are killed.
@@ -271,11 +269,14 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
 
 
 def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(run_dir, tmp_path):
-    first = start_role("orrery.inference", run_dir, 1, free_port())
-    second = start_role("orrery.inference", run_dir, 2, free_port())
+    first = start_role("orrery.inference", run_dir, 1)
+    interface, address = another_interface()
+    second = start_role("orrery.inference", run_dir, 2, interface=interface)
     try:
-        for index, process in ((1, first), (2, second)):
-            await_published(run_dir, "inference", index, process)
+        await_published(run_dir, "inference", 1, first)
+        url = await_published(run_dir, "inference", 2, second)
+        assert url.startswith(f"http://{address}:")
+        assert listening(second) == {address}
         core = family(first)[1]
         core.kill()
         assert first.wait(5) == 1
@@ -293,6 +294,19 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def listening(process) -> set[str]:
+    """The addresses at which a server and its children take connections."""
+    every = (connection for member in family(process) for connection in member.net_connections("inet"))
+    return {connection.laddr.ip for connection in every if connection.status == psutil.CONN_LISTEN}
+
+
+def another_interface() -> tuple[str, str]:
+    """Name and IPv4 address of an interface beside loopback; loopback itself on a machine without one."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    every = {name: one.address for name, each in psutil.net_if_addrs().items() for one in each if one.family == socket.AF_INET}
+    return next(((name, address) for name, address in every.items() if name in up and name != "lo"), ("lo", "127.0.0.1"))
 
 
 def alive(process: psutil.Process) -> bool:

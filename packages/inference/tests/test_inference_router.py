@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, family, free_port, make_module, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
@@ -33,7 +33,7 @@ def run_dir(tmp_path_factory):
 def stage(run_dir):
     """Processes by role and index, and their addresses."""
     roles = {("inference", 0): "orrery.inference", ("inference", 1): "orrery.inference", ("router", 0): "orrery.inference.router"}
-    processes = {key: start_role(module, run_dir, key[1], free_port(), TOKEN) for key, module in roles.items()}
+    processes = {key: start_role(module, run_dir, key[1], TOKEN) for key, module in roles.items()}
     try:
         yield processes, {key: await_published(run_dir, *key, process) for key, process in processes.items()}
     finally:

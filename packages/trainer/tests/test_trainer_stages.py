@@ -114,7 +114,7 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
     me = parse_role("orchestrator", argv)
     ranks = spec.trainer.mesh.world_size
-    sender = make_sender(spec.transport.rollouts, run_dir, 0, ranks)
+    sender = make_sender(spec.transport.rollouts, run_dir, me.host, me.port, ranks)
     rendezvous.publish(me, sender.url)
     try:
         last = spec.stages.rl.num_steps

@@ -30,7 +30,7 @@ class Wire:
 
     def __init__(self, kind: str, run_dir: Path, num_ranks: int) -> None:
         self.kind, self.run_dir = kind, run_dir
-        self.sender = make_sender(kind, run_dir, 0, num_ranks)
+        self.sender = make_sender(kind, run_dir, "127.0.0.1", 0, num_ranks)
         self.receivers = []
 
     def receiver(self, rank=0):
@@ -364,7 +364,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
 
 def test_an_unknown_kind_is_named():
     with pytest.raises(OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"):
-        make_sender("carrier_pigeon", Path(), 0, 1)
+        make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
 
 
 # ZeroMQ only ----------------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         async with wire_of("zmq", tmp_path) as wire:
             port = int(wire.sender.url.rsplit(":", 1)[1])
             with pytest.raises(OrreryError, match=f"cannot listen on 127.0.0.1:{port}"):
-                make_sender("zmq", tmp_path, port, 1)
+                make_sender("zmq", tmp_path, "127.0.0.1", port, 1)
 
     asyncio.run(run())
 

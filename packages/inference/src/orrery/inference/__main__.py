@@ -11,8 +11,8 @@ def main() -> None:
     with role_process("inference") as me:
         me.health.doing("loading vLLM")
         manifest = me.manifest
-        engine_environment(manifest)
-        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.port)
+        engine_environment(manifest, me.host)
+        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port)
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments, fork_engine=manifest.hardware.accelerator == "cpu")

@@ -1,7 +1,7 @@
 """From the manifest to vLLM's own words: its command line and its environment. Imports no vLLM.
 
 - The flags that shape results come from `manifest.inference`; the rest is fixed here, with the reason beside it.
-- Servers listen on loopback only, and to this run's roles only.
+- Servers listen on the address that they are given, and to this run's roles only.
 """
 
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
+from orrery.observe.network import name_interface
 
-HOST = "127.0.0.1"
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery_files"  # name of our receiver among vLLM's weight-transfer backends
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
@@ -26,13 +26,13 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     return path
 
 
-def server_arguments(manifest: Manifest, weights: Path, index: int, port: int) -> list[str]:
+def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, port: int) -> list[str]:
     """The command line of `vllm serve` for replica `index`."""
     inference = manifest.inference
     arguments = {
         "--model": str(weights),
         "--served-model-name": "policy",
-        "--host": HOST,
+        "--host": host,
         "--port": str(port),
         "--seed": str(manifest.seed + index),
         "--dtype": inference.dtype,
@@ -68,18 +68,19 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, port: int) -
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
 
-def engine_environment(manifest: Manifest) -> None:
+def engine_environment(manifest: Manifest, host: str) -> None:
     """Set the variables that vLLM and torch read when they are imported; what is set already as a matter of placement stays."""
     os.environ.update(
         VLLM_SERVER_DEV_MODE="1",  # /pause, /resume, weight updates, /collective_rpc
         VLLM_PLUGINS=PLUGIN,  # ours and no other that happens to be installed
-        VLLM_HOST_IP=HOST,
+        VLLM_HOST_IP=host,
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(KEEP_ALIVE_S),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
     )
+    name_interface()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if manifest.hardware.accelerator == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core

@@ -2,11 +2,12 @@
 
 - In: the engines' endpoints, by rendezvous. Out: the router's own endpoint, once it answers and knows every engine.
 - The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
-- Everything listens on loopback, its Prometheus page too.
+- Everything listens on `me.host`, its Prometheus page too; the engines are reached without the site's proxy.
 - It retries nothing and breaks no circuit: a failed request is the caller's data, and an engine that dies ends the stage.
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
+import random
 import socket
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import ExitStack
+from urllib.parse import urlsplit
 
-from orrery.inference.assemble import HOST
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.lifeline import die_with_parent
+from orrery.observe.network import without_proxy
 from orrery.observe.process import RoleProcess, role_process
 from orrery.transport import rendezvous
 
@@ -26,9 +29,10 @@ ENGINES_DEADLINE_S = 600.0  # engines compile or load first
 START_DEADLINE_S = 60.0
 STOP_S = 2.0
 POLL_S = 0.05
+PORTS = range(20_000, 32_768)  # below those that the kernel gives to outgoing connections, which could take one before the router does
 
 
-def router_arguments(manifest: Manifest, engine_urls: Sequence[str], port: int, metrics_port: int) -> list[str]:
+def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int) -> list[str]:
     """The command line of `vllm-router`. Raises OrreryError where the manifest has no router."""
     router = manifest.inference.router
     if router.kind == "none":
@@ -40,8 +44,8 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], port: int, 
         *("--policy", router.policy),
         *("--balance-abs-threshold", str(router.balance_abs_threshold)),
         *("--balance-rel-threshold", str(router.balance_rel_threshold)),
-        *("--host", HOST, "--port", str(port)),
-        *("--prometheus-host", HOST, "--prometheus-port", str(metrics_port)),
+        *("--host", host, "--port", str(port)),
+        *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),
         *("--request-timeout-secs", str(int(manifest.orchestrator.rollout_timeout_s) + 60)),
         *("--log-level", "warning"),
@@ -53,13 +57,17 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], port: int, 
 def main() -> None:
     with role_process("router") as me:
         engines = rendezvous.await_endpoints(me, "inference", me.manifest.inference.num_replicas, ENGINES_DEADLINE_S)
-        metrics_port = _free_port()
-        arguments = router_arguments(me.manifest, [engine.url for engine in engines], me.port, metrics_port)
+        urls = [engine.url for engine in engines]
+        free_port, metrics_port = _free_ports(me.host, 2)
+        port = me.port or free_port
+        arguments = router_arguments(me.manifest, urls, me.host, port, metrics_port)
+        without_proxy([me.host, *(host for url in urls if (host := urlsplit(url).hostname))])
         me.health.doing("starting vllm-router")
         process = subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *arguments], preexec_fn=die_with_parent)
         try:
-            _await_healthy(me, process)
-            rendezvous.publish(me, f"http://{HOST}:{me.port}", metrics_url=f"http://{HOST}:{metrics_port}/metrics")
+            url = f"http://{me.host}:{port}"
+            _await_healthy(me, process, url)
+            rendezvous.publish(me, url, metrics_url=f"http://{me.host}:{metrics_port}/metrics")
             me.health.doing("serving")
             code = process.wait()
             raise RunFailed(f"router: vllm-router ended by itself (exit code {code}); read logs/{me.name}.log")
@@ -67,7 +75,7 @@ def main() -> None:
             _stop(process)
 
 
-def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]") -> None:
+def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]", url: str) -> None:
     """Return when the router says that all its engines are ready."""
     end = time.monotonic() + START_DEADLINE_S
     with me.health.waiting("vllm-router to answer /health", deadline_s=START_DEADLINE_S):
@@ -75,7 +83,7 @@ def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]") -> None:
             if process.poll() is not None:
                 raise RunFailed(f"router: vllm-router did not start (exit code {process.returncode}); read logs/{me.name}.log")
             try:
-                with urllib.request.urlopen(f"http://{HOST}:{me.port}/health", timeout=2) as answer:
+                with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, OSError):
@@ -94,11 +102,22 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _free_port() -> int:
-    """A loopback port that is free now; the router has no way to choose one and say which."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def _free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free on `host` now; the router has no way to choose one and say which."""
+    with ExitStack() as held:
+        probes = [held.enter_context(_bound(host)) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _bound(host: str) -> socket.socket:
+    for port in random.sample(PORTS, k=len(PORTS)):
+        probe = socket.socket()
+        try:
+            probe.bind((host, port))
+            return probe
+        except OSError:
+            probe.close()
+    raise RunFailed(f"router: none of the ports {PORTS.start} to {PORTS.stop - 1} is free on {host}; end what holds them")
 
 
 if __name__ == "__main__":

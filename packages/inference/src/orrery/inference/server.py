@@ -81,12 +81,13 @@ def _exit_now() -> None:
 
 async def _serve(me: RoleProcess, args: Namespace) -> None:
     address, socket = setup_server(args, reuse_port=False)
+    args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     me.health.doing("starting the engine")
     async with build_async_engine_client(args) as engine:
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         stopping = _announce_stop(engine)
         serving = asyncio.ensure_future(build_and_serve(engine, address, socket, args))
-        announcing = asyncio.ensure_future(_announce(me, args.port))
+        announcing = asyncio.ensure_future(_announce(me, args.host, args.port))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         done, _ = await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
         if serving in done and announcing.done() and not announcing.cancelled():
@@ -141,27 +142,27 @@ async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None
         await asyncio.sleep(WATCH_S)
 
 
-async def _announce(me: RoleProcess, port: int) -> None:
+async def _announce(me: RoleProcess, host: str, port: int) -> None:
     """Publish this server's address as soon as /health answers 200."""
     end = time.monotonic() + START_DEADLINE_S
-    while not await _healthy(port):
+    while not await _healthy(host, port):
         if time.monotonic() > end:
             raise RunFailed(f"inference {me.index}: /health did not answer within {START_DEADLINE_S:g} s of the engine being up")
         await asyncio.sleep(0.02)
     gc.collect()
     gc.freeze()  # what start-up made stays; later collections need not look at it again
     gc.enable()
-    rendezvous.publish(me, f"http://127.0.0.1:{port}")
+    rendezvous.publish(me, f"http://{host}:{port}")
     me.health.doing("serving")
 
 
-async def _healthy(port: int) -> bool:
+async def _healthy(host: str, port: int) -> bool:
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(host, port)
     except OSError:
         return False
     try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         return b" 200 " in await reader.readline()
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""The run's token at an engine's door: on a machine with other users, loopback alone keeps nobody from driving an engine."""
+"""The run's token at an engine's door: whoever else can reach its address must not drive an engine."""
 
 import hmac
 import os

@@ -41,7 +41,7 @@ def policy_dir(me: Any, *stages: str) -> Any:
 
 def sender(me: Any) -> RolloutSender:
     """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
-    wire = make_sender(me.manifest.transport.rollouts, me.run_dir, me.port, me.manifest.trainer.mesh.world_size)
+    wire = make_sender(me.manifest.transport.rollouts, me.run_dir, me.host, me.port, me.manifest.trainer.mesh.world_size)
     rendezvous.publish(me, wire.url)
     return wire
 

@@ -1,7 +1,8 @@
 """The ranks of a trainer and the few collectives it uses by itself.
 
 - One rank: no process group at all; every collective is the identity.
-- Several: rank 0 opens a TCPStore on a loopback socket and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU.
+- Several: rank 0 opens a TCPStore at `me.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
+  both on the interface of `orrery.observe.network`.
 - The mesh is (dp_replicate, dp_shard): weights are sharded over the second axis and repeated over the first.
 - A collective that fails or takes longer than COLLECTIVE_DEADLINE_S is the end of the process.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orrery.manifest.schema import Mesh
+from orrery.observe.network import name_interface
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
@@ -88,8 +90,7 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
     """The world of `mesh.world_size` ranks; `store` is where they meet (None with one rank that needs no process group)."""
     if store is None:
         return World(rank, 1, device, None)
-    if device.type == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    name_interface()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -106,18 +107,16 @@ def mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def meet(me: "RoleProcess", world_size: int) -> dist.Store:
-    """The TCPStore of this stage's trainer ranks: rank 0 serves it on loopback, the others find it by its published address."""
+    """The TCPStore of this stage's trainer ranks: rank 0 serves it, the others find it by its published address."""
     from orrery.transport import rendezvous
 
     timeout = timedelta(seconds=JOIN_DEADLINE_S)
     if me.index == 0:
-        listener = socket.create_server(("127.0.0.1", me.port))
+        listener = socket.create_server((me.host, me.port))
         port = listener.getsockname()[1]
         # Handing over a bound socket is the only way to keep TCPStore off the other interfaces.
-        store = dist.TCPStore(
-            "127.0.0.1", port, world_size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        rendezvous.publish(me, f"tcp://127.0.0.1:{port}")
+        store = dist.TCPStore(me.host, port, world_size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        rendezvous.publish(me, f"tcp://{me.host}:{port}")
         return store
     with me.health.waiting("the address of trainer.0", deadline_s=JOIN_DEADLINE_S):
         first = rendezvous.await_endpoints(me, "trainer", 1, JOIN_DEADLINE_S)[0]

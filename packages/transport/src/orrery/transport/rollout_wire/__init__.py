@@ -33,9 +33,9 @@ def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., Rollou
     return KINDS[kind]
 
 
-def make_sender(kind: str, run_dir: Path, port: int, num_ranks: int) -> RolloutSender:
-    """The orchestrator's end; `port` 0 takes a free one, `sender.url` says which. Publish the url by rendezvous."""
-    return _kind(kind)[0](Path(run_dir), port, num_ranks)
+def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
+    """The orchestrator's end, listening at `host`; `port` 0 takes a free one. Publish `sender.url` by rendezvous."""
+    return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
 
 
 def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:

@@ -66,9 +66,9 @@ def _write(path: Path, message: msgspec.Struct) -> None:
 
 
 class FilesSender:
-    """See `contract.RolloutSender`. `port` is not used."""
+    """See `contract.RolloutSender`. `host` and `port` are not used."""
 
-    def __init__(self, run_dir: Path, port: int, num_ranks: int, keep: int = 1) -> None:
+    def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
         self.num_foreign = 0
         self._keep = keep

@@ -86,7 +86,7 @@ _to_receiver = msgspec.msgpack.Decoder(BatchHead | MicroBatchHead | Refusal)
 class ZmqSender:
     """See `contract.RolloutSender`."""
 
-    def __init__(self, run_dir: Path, port: int, num_ranks: int, keep: int = 1) -> None:
+    def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
         self.num_foreign = 0
         self._keep = keep
@@ -97,14 +97,11 @@ class ZmqSender:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credit bounds what is queued; a full queue would drop
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            if port:
-                self._socket.bind(f"tcp://127.0.0.1:{port}")
-            else:
-                port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OrreryError(f"rollout wire: cannot listen on 127.0.0.1:{port} ({error}); choose a free port") from error
-        self.url = f"tcp://127.0.0.1:{port}"
+            raise OrreryError(f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port") from error
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
         self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
