@@ -39,6 +39,7 @@ local python_lock_sha256 = std.sha256(importstr 'locks/cpu.txt');
 
   inference: {
     num_replicas: run.layout.engines,
+    prefill_replicas: 0,
     devices_per_replica: 1,
     max_model_len_tokens: run.context_tokens,
     // any one engine can take every rollout in flight, whatever the router does

@@ -3,9 +3,12 @@
 - The only place that knows the table; the launcher starts what it says, the pipeline makes one job of each stage.
 - `after` names the stages whose `DONE` a stage waits for; without `stages.sft` the rl stage follows init.
 - `ends`: "itself" runs to its own end; "with_stage" is a server, stopped when every "itself" process has exited with 0.
+- Nodes are numbered within the stage. One node holds everything; of several, each belongs to one group, and which follows from the manifest
+  alone: inference first (prefill, then decode, where they are apart), then trainer; orchestrator and router share the first node.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from orrery.manifest.errors import OrreryError
@@ -17,22 +20,40 @@ Role = Literal["trainer", "inference", "router", "orchestrator", "report"]
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: `python -m <module>` as `role` number `index`, holding `num_devices` of the hardware's accelerator."""
+    """One process: `python -m <module>` as `role` number `index` on `node`, holding `num_devices` of the hardware's accelerator."""
 
     role: Role
     index: int
     module: str
     num_devices: int
     ends: Literal["itself", "with_stage"]
+    node: int = 0
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage, all of one shape."""
+
+    name: str
+    first_node: int
+    num_nodes: int
+
+
+ONE_NODE = (NodeGroup("all", 0, 1),)
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: what must be done before it, and its processes (servers first)."""
+    """One stage: what must be done before it, its processes (servers first), and its nodes."""
 
     name: StageName
     after: tuple[StageName, ...]
     processes: tuple[ProcessPlan, ...]
+    groups: tuple[NodeGroup, ...] = ONE_NODE
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.num_nodes for group in self.groups)
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
@@ -42,9 +63,9 @@ def plan(manifest: Manifest) -> list[StagePlan]:
     servers = _servers(manifest)
     stages = [StagePlan("init", (), ranks[:1])]
     if manifest.stages.sft is not None:
-        stages.append(StagePlan("sft", ("init",), ranks))
-    stages.append(StagePlan("rl", (stages[-1].name,), (*servers, orchestrator, *ranks)))
-    stages.append(StagePlan("evaluate", ("rl",), (*servers, orchestrator)))
+        stages.append(_placed(manifest, StagePlan("sft", ("init",), ranks)))
+    stages.append(_placed(manifest, StagePlan("rl", (stages[-1].name,), (*servers, orchestrator, *ranks))))
+    stages.append(_placed(manifest, StagePlan("evaluate", ("rl",), (*servers, orchestrator))))
     stages.append(StagePlan("report", ("evaluate",), (ProcessPlan("report", 0, "orrery.observe.report", 0, "itself"),)))
     return stages
 
@@ -56,6 +77,33 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
         if one.name == name:
             return one
     raise OrreryError(f"stage {name!r}: {manifest.name} has no such stage; choose from {', '.join(s.name for s in stages)}")
+
+
+def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
+    """The stage over the hardware's nodes."""
+    hardware, inference = manifest.hardware, manifest.inference
+    if hardware.num_nodes == 1:
+        return stage
+    engines = [process for process in stage.processes if process.role == "inference"]
+    split = inference.prefill_replicas
+    kinds: list[tuple[str, Sequence[ProcessPlan]]] = [
+        *([("prefill", engines[:split]), ("decode", engines[split:])] if split else [("inference", engines)]),
+        ("trainer", [process for process in stage.processes if process.role == "trainer"]),
+    ]
+    groups: list[NodeGroup] = []
+    node_of: dict[ProcessPlan, int] = {}
+    following = 0
+    for name, processes in kinds:
+        if not processes:
+            continue
+        devices = 0
+        for process in processes:
+            node_of[process] = following + devices // hardware.devices_per_node
+            devices += process.num_devices
+        groups.append(NodeGroup(name, following, -(-devices // hardware.devices_per_node)))
+        following += groups[-1].num_nodes
+    placed = tuple(replace(process, node=node_of.get(process, 0)) for process in stage.processes)
+    return replace(stage, processes=placed, groups=tuple(groups))
 
 
 def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:

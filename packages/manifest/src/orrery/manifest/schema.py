@@ -224,9 +224,13 @@ class VllmRouter(Record):
 
 
 class Inference(Record):
-    """The engines: `num_replicas` independent vLLM servers."""
+    """The engines: `num_replicas` independent vLLM servers, of which the first `prefill_replicas` prefill and the others decode.
+
+    With 0 every engine serves whole requests.
+    """
 
     num_replicas: PositiveInt
+    prefill_replicas: NonNegativeInt
     devices_per_replica: PositiveInt
     dtype: DType
     max_model_len_tokens: PositiveInt
