@@ -1,0 +1,139 @@
+"""Builds one image, byte for byte the same wherever it is built, and keeps `containers/images.lock`.
+
+    python containers/build.py build IMAGE HARDWARE IMAGES_FOLDER      the SIF file, and a note of it under IMAGES_FOLDER/built
+    python containers/build.py lock RECORD...                         writes what was built into containers/images.lock
+
+- Runs as root or as a plain user, alike: in a user namespace of its own where it is root, since root in a container lacks rights on some hosts.
+- Needs apptainer, uv and room for the image's files in TMPDIR (3 GB on CPUs, 12 GB with CUDA; a memory file system is much faster).
+- The same sha256 follows from the recipe, and from the versions of apptainer and squashfs-tools; a digest that is not the lock's is said.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+from normalise import normalise
+
+from orrery.launcher import images
+from orrery.launcher.images import Built, Hardware, Image
+from orrery.manifest.workspace import Workspace, find_workspace
+
+EPOCH = 1700000000  # every time in an image
+MKSQUASHFS = f"-comp zstd -Xcompression-level 1 -all-root -no-xattrs -all-time {EPOCH} -mkfs-time {EPOCH}"
+
+
+def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
+    """Puts the image into `folder` under the name of its digest; raises CalledProcessError when a tool fails."""
+    recipe = images.recipe(workspace, image, hardware)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"orrery-{image}-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        environment = _environment(workspace, folder, work)
+        if image != "base":
+            (work / "base.sif").symlink_to(_built(workspace, folder, "base", hardware))
+            lock = next(part for part in images.parts(image, hardware) if part.startswith("locks/"))
+            compiler = _built(workspace, folder, "base", "cuda")
+            subprocess.run(
+                ["bash", workspace.root / "containers/python.sh", lock, environment["BUILD_PACKAGES"], compiler],
+                env=environment,
+                check=True,
+            )
+        _apptainer(workspace.root / f"containers/{image}.def", hardware, work, environment)
+        normalise(work / "image.sif")
+        built = Built(recipe, images.sha256(work / "image.sif"))
+        part = folder / f".{image}-{hardware}.{os.getpid()}"
+        shutil.copyfile(work / "image.sif", part)
+        part.chmod(0o755)
+        part.replace(folder / images.file_name(image, hardware, built.sif))
+    record = images.record_path(workspace, folder, image, hardware)
+    record.parent.mkdir(exist_ok=True)
+    record.write_text(json.dumps(built._asdict()) + "\n")
+    return built
+
+
+def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, str]:
+    """What the definition files and python.sh read."""
+    own = {
+        "BUILD_PYTHON": sys.executable,
+        "BUILD_ROOT": workspace.root,
+        "BUILD_CACHE": folder / "debian",
+        "BUILD_PACKAGES": work / "packages",
+    }
+    tools = [str(Path(sys.executable).parent), str(workspace.root / ".tools/bin")]
+    paths = {"PATH": os.pathsep.join([*tools, os.environ["PATH"]]), "APPTAINER_TMPDIR": str(work), "TMPDIR": str(work)}
+    return {**os.environ, **{name: str(Path(value).absolute()) for name, value in own.items()}, **paths}
+
+
+def _apptainer(definition: Path, hardware: Hardware, work: Path, environment: dict[str, str]) -> None:
+    alone = ["unshare", "--user", "--map-root-user"] if os.geteuid() == 0 else []
+    argument = ["--build-arg", f"HARDWARE={hardware}"] if definition.name == "base.def" else []
+    command = [
+        *alone,
+        "apptainer",
+        "--silent",
+        "build",
+        "--force",
+        *argument,
+        f"--mksquashfs-args={MKSQUASHFS}",
+        "image.sif",
+        str(definition),
+    ]
+    done = subprocess.run(command, cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        done.check_returncode()
+
+
+def _built(workspace: Workspace, folder: Path, image: Image, hardware: Hardware) -> Path:
+    record = images.record_path(workspace, folder, image, hardware)
+    return (folder / images.file_name(image, hardware, images.read_record(record).sif)).absolute()
+
+
+def against_lock(name: str, built: Built, locked: Built | None) -> str:
+    """How what was built stands to `images.lock`, in one sentence."""
+    if locked is None:
+        return f"{name}: {built.sif[:16]}; it is not in {images.LOCK} yet"
+    if locked == built:
+        return f"{name}: {built.sif[:16]}, as {images.LOCK} says"
+    if locked.recipe != built.recipe:
+        return f"{name}: {built.sif[:16]}; the recipe has changed since {images.LOCK} was written, so this is another image"
+    return (
+        f"{name}: {built.sif[:16]} is not the {locked.sif[:16]} of {images.LOCK}, though the recipe is the same: "
+        f"{_version('apptainer', '--version')} or {_version('mksquashfs', '-version')} differs from what wrote the lock"
+    )
+
+
+def _version(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].partition(" (")[0]
+
+
+def write_lock(workspace: Workspace, records: list[Path]) -> None:
+    """Merges records (`<image>-<hardware>-<recipe>.json`) into images.lock."""
+    lock = images.locked(workspace)
+    for record in records:
+        image, hardware, _ = record.name.split("-")
+        lock[f"{hardware}/{image}"] = images.read_record(record)
+    text = json.dumps({name: built._asdict() for name, built in sorted(lock.items())}, indent=2)
+    (workspace.root / images.LOCK).write_text(text + "\n")
+
+
+def main(argv: list[str]) -> None:
+    workspace = find_workspace(Path(__file__))
+    match argv:
+        case ["build", image, hardware, folder] if image in images.IMAGES and hardware in get_args(Hardware):
+            built = build(workspace, image, hardware, Path(folder))  # type: ignore[arg-type]
+            name = f"{hardware}/{image}"
+            print(against_lock(name, built, images.locked(workspace).get(name)))
+        case ["lock", *records] if records:
+            write_lock(workspace, [Path(record) for record in records])
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Lays out the packages of a lock as they stand below /usr/local in an image, each file checked against its hash:
+#     python.sh LOCK FOLDER COMPILER      COMPILER: the image base-cuda, in which packages that publish no wheel are compiled
+# uv, its cache and where it and pip look for packages are the host's; the packages are those for the image's Python.
+set -euo pipefail
+lock=$1 folder=$2 compiler=$3
+cd "$(dirname "$0")/.."
+
+version=$(<.python-version)
+python=$(command -v python3)
+source locks/sources.sh
+[[ $lock != *.cuda.txt ]] || from=() UV_FIND_LINKS='' # torch's CUDA build is that of the default index
+
+packages=$folder/lib/python$version/dist-packages
+sdists=$(mktemp -d)
+trap 'rm -rf "$sdists"' EXIT
+split() { # the lock's blocks of the packages of sdists.in (1), or all others (0)
+    awk -v wanted="$1" 'NR == FNR { if (/^[a-z]/) compiled[$1] = 1; next }
+        /^[a-z]/ { split($1, name, "=="); take = (name[1] in compiled) == wanted } take' containers/sdists.in "$lock"
+}
+split 0 >"$sdists/wheels.txt"
+split 1 >"$sdists/sources.txt"
+
+uv pip install --quiet --target "$packages" --python "$BUILD_PYTHON" --python-version "$version" --python-platform x86_64-manylinux_2_36 \
+    --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$sdists/wheels.txt"
+
+if grep -q '^[a-z]' "$sdists/sources.txt"; then
+    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --require-hashes -r "$sdists/sources.txt" -d "$sdists"
+    apptainer --quiet exec --userns --contain --cleanenv --no-home --bind "$sdists:/sdists,$packages:/packages:ro,$PWD/containers/wheel.py:/wheel.py:ro" \
+        --env PYTHONPATH=/packages,CFLAGS=-g0,SOURCE_DATE_EPOCH=1700000000 --pwd /tmp "$compiler" python3 /wheel.py /sdists >"$sdists/log" 2>&1 ||
+        { cat "$sdists/log" >&2; exit 1; }
+    for wheel in "$sdists"/*.whl; do "$python" -m zipfile -e "$wheel" "$packages"; done
+fi
+
+# Scripts name the host's Python in their first line, and metadata the script's digest: the image's Python in the one, no line in the other.
+if [ -d "$packages/bin" ]; then
+    find "$packages/bin" -type f -exec sed -i "1s|^#!.*python.*|#!/usr/bin/python$version|" {} +
+    mv "$packages/bin" "$folder/bin"
+fi
+find "$packages" -path '*.dist-info/RECORD' -exec sed -i '/^\(\.\.\/\)*bin\//d' {} +
+rm -f "$packages/.lock"
+chmod -R u=rwX,go=rX "$folder"

@@ -1,0 +1,53 @@
+# The images that roles run in, each built when its recipe has no image yet:
+#     snakemake -s pipelines/images.smk --cores all cpu        (or: cuda; one image: trainer_cpu)
+#     snakemake -s pipelines/images.smk --cores all lock_cpu   (the same, then writes containers/images.lock)
+# TMPDIR says where the work is done (a memory file system is much faster), --config images=FOLDER where the images go.
+import sys
+
+from orrery.launcher.images import IMAGES, record_path
+from orrery.manifest.workspace import find_workspace
+
+WORKSPACE = find_workspace()
+FOLDER = Path(config.get("images", "images"))
+RECORDS = {
+    (image, hardware): str(record_path(WORKSPACE, FOLDER, image, hardware))
+    for hardware in ("cpu", "cuda")
+    for image in IMAGES
+}
+
+
+for hardware in ("cpu", "cuda"):
+
+    rule:
+        name:
+            hardware
+        input:
+            [RECORDS[image, hardware] for image in IMAGES],
+
+    rule:
+        name:
+            f"lock_{hardware}"
+        input:
+            [RECORDS[image, hardware] for image in IMAGES],
+        params:
+            python=sys.executable,
+        shell:
+            "{params.python} containers/build.py lock {input}"
+
+    for image in IMAGES:
+
+        rule:
+            name:
+                f"{image}_{hardware}"
+            input:
+                [] if image == "base" else [RECORDS["base", hardware], RECORDS["base", "cuda"]],
+            output:
+                RECORDS[image, hardware],
+            params:
+                python=sys.executable,
+                image=image,
+                hardware=hardware,
+                folder=FOLDER,
+            threads: 2
+            shell:
+                "{params.python} containers/build.py build {params.image} {params.hardware} {params.folder}"
