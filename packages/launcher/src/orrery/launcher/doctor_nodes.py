@@ -60,7 +60,7 @@ def _meeting(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> li
     slowest = max((seconds for one in probes for seconds in one["rename_s"].values() if seconds is not None), default=None)
     mend = "put the checkout on a file system that every node has mounted, without a cache of absent names (NFS: `lookupcache=positive`)"
     told = "one node, nothing to compare" if len(probes) == 1 else "files are seen by all" if slowest is None else ""
-    found.append(over_nodes("shared files", told or f"a renamed file is seen by all within {slowest:.2f} s", alone, mend))
+    found.append(over_nodes("shared files", told or f"a renamed file is seen by all within {slowest:.3f} s", alone, mend))
     if not alone and slowest is not None and slowest > SLOW_S:
         found[-1] = Finding(
             "shared files", found[-1].found, "set [roles] deadline_scale above 1, or mount with `lookupcache=positive`", False

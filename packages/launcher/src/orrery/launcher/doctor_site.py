@@ -28,7 +28,7 @@ from orrery.manifest.workspace import Workspace
 COMMAND_S, START_S, PROBE_S = 20, 60, 120
 PROBED = 32  # nodes at most
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
-IDLE, GONE = ("idle",), ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
+GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ def _folders(workspace: Workspace, site: Site) -> list[Finding]:
     folders = {"runs/": runs, **({"images/": workspace.root / site.containers.images} if site.containers else {})}
     found = []
     for name, folder in folders.items():
-        if not folder.is_dir():
-            continue
-        found.append(judge_space(name, {"here": shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None}, RUNS_GIB))
-        if folder.stat().st_mode & 0o002:
+        writable = os.access(folder, os.W_OK)
+        if writable or folder == runs:  # images may come from a store that only others write
+            found.append(judge_space(name, {"here": shutil.disk_usage(folder).free if writable else None}, RUNS_GIB))
+        if folder.is_dir() and folder.stat().st_mode & 0o002:
             found.append(Finding(name, "every user may write there", f"type `chmod o-w {workspace.shown(folder)}`"))
     return found
 
@@ -152,7 +152,7 @@ def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapp
     """One small job over the nodes that are idle now."""
     slurm = site.slurm
     assert slurm is not None
-    idle = [node for node in nodes if node.answers and node.state.startswith(IDLE)][:PROBED]
+    idle = [node for node in nodes if node.state == "idle"][:PROBED]
     if not idle:
         return [Finding("probe", "no node is idle now", "ask again when one is; until then `--no-probe` says the rest", must=False)]
     gpus = min(node.num_gpus(slurm.gpu_type) for node in idle)
@@ -285,7 +285,9 @@ def judge_no_probe(answer: Answer) -> Finding:
     """No node wrote a line: why not?"""
     if "can't open file" in answer.said:
         return Finding("probe", "the nodes do not see this checkout", "move it to the file system that all nodes share")
-    said = (answer.said or " ".join(answer.out.split()) or f"exit code {answer.code}")[-300:]
+    said = (answer.said or " ".join(answer.out.split()) or f"exit code {answer.code}")[:300]
+    if "module: command not found" in said:
+        return Finding("probe", "a login shell on the nodes has no `module`", "empty containers.modules, or ask who runs the cluster")
     if answer.code is None or re.search(r"unable to allocate|immediate|busy|unavailable", said, re.IGNORECASE):
         mend = "ask again when the queue is shorter; `--no-probe` says the rest"
         return Finding("probe", f"its job did not start within {START_S} s ({said})", mend, must=False)
