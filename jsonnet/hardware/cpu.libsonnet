@@ -1,6 +1,6 @@
-// One machine without an accelerator, 2 cores: one engine and one trainer rank in float32, batches over ZMQ, weights through shared memory.
+// Machines without an accelerator: one of 2 cores with one engine and one trainer rank in float32; a run file may ask for more of each.
 {
-  layout:: { trainer_ranks: 1, engines: 1 },
+  layout:: { trainer_ranks: 1, engines: 1, prefill_engines: 0, devices_per_engine: 1 },
   hardware+: { accelerator: 'cpu', num_nodes: 1, devices_per_node: 2 },
   trainer+: { param_dtype: 'float32', compute_dtype: 'float32', reduce_dtype: 'float32', compile: false },
   inference+: {

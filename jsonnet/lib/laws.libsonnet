@@ -2,6 +2,7 @@
 // Hidden settings never reach the schema, so a misspelt one is caught here.
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
 local settings = ['layout', 'problems', 'context_tokens', 'seeds'];
+local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
 // Rules of the pipeline, which share one namespace with runs.
 local targets = ['init', 'sft', 'rl', 'evaluate', 'report', 'all'];
 local bytes = { float32: 4, bfloat16: 2 };
@@ -11,12 +12,31 @@ local bytes = { float32: 4, bfloat16: 2 };
   local mesh = run.trainer.mesh,
   local group = run.orchestrator.algorithm.group_size,
   local batch = run.orchestrator.rollouts_per_batch,
-  local kv_token_bytes = 2 * run.model.num_layers * run.model.num_kv_heads * run.model.head_dim * bytes[run.inference.dtype],
+  local mla = run.model.mla,
+  // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of every head
+  local kv_layer_numbers =
+    if mla == null then 2 * run.model.num_kv_heads * run.model.head_dim
+    else mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim,
+  local kv_token_bytes = run.model.num_layers * kv_layer_numbers * bytes[run.inference.dtype],
+
+  local per_node = run.hardware.devices_per_node,
+  local prefill = run.inference.prefill_replicas,
+  local groups = [
+    [group[0], group[1], group[1] / per_node]
+    for group in
+      (if prefill == 0 then [] else [['prefill', prefill * run.inference.devices_per_replica]]) +
+      [
+        [if prefill == 0 then 'inference' else 'decode', (run.inference.num_replicas - prefill) * run.inference.devices_per_replica],
+        ['trainer', mesh.dp_replicate * mesh.dp_shard * mesh.cp],
+      ]
+  ],
+  local broken = [group for group in groups if group[2] != std.floor(group[2])],
+  local num_nodes = std.foldl(function(sum, group) sum + group[2], groups, 0),
 
   assert unknown(run, std.objectFields(run) + settings) == [] :
          'there is no setting %s; the settings are %s' % [std.join(', ', unknown(run, std.objectFields(run) + settings)), std.join(', ', settings)],
-  assert unknown(run.layout, ['trainer_ranks', 'engines']) == [] :
-         'layout: there is no %s; layout has trainer_ranks and engines' % std.join(', ', unknown(run.layout, ['trainer_ranks', 'engines'])),
+  assert unknown(run.layout, layout) == [] :
+         'layout: there is no %s; layout has %s' % [std.join(', ', unknown(run.layout, layout)), std.join(', ', layout)],
   assert unknown(run.seeds, ['training', 'warm_start', 'held_out']) == [] :
          'seeds: there is no %s; seeds has training, warm_start and held_out' % std.join(', ', unknown(run.seeds, ['training', 'warm_start', 'held_out'])),
 
@@ -35,6 +55,22 @@ local bytes = { float32: 4, bfloat16: 2 };
          'trainer.mesh.ep: %d does not divide model.moe.num_experts = %d' % [mesh.ep, run.model.moe.num_experts],
   assert run.model.num_heads % run.model.num_kv_heads == 0 :
          'model.num_kv_heads: %d does not divide num_heads = %d' % [run.model.num_kv_heads, run.model.num_heads],
+
+  assert prefill < run.inference.num_replicas :
+         'inference.prefill_replicas: %d of %d engines leave none to decode' % [prefill, run.inference.num_replicas],
+  assert run.hardware.num_nodes == 1 || per_node % run.inference.devices_per_replica == 0 :
+         'inference.devices_per_replica: %d does not divide the %d devices of a node, and no engine spans nodes' % [
+    run.inference.devices_per_replica,
+    per_node,
+  ],
+  assert run.hardware.num_nodes == 1 || broken == [] :
+         'hardware.devices_per_node: %s has %d devices, which fill no whole number of nodes of %d' % [broken[0][0], broken[0][1], per_node],
+  assert run.hardware.num_nodes == 1 || num_nodes == run.hardware.num_nodes :
+         'hardware.num_nodes: %s nodes are %d, not %d' % [
+    std.join(' + ', ['%s %d' % [group[0], group[2]] for group in groups]),
+    num_nodes,
+    run.hardware.num_nodes,
+  ],
 
   assert batch % group == 0 :
          'orchestrator.rollouts_per_batch: %d is not a multiple of the group size %d; try %d' % [batch, group, std.max(1, std.floor(batch / group)) * group],

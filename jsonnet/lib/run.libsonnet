@@ -1,7 +1,8 @@
 // A run: what every axis must say, and what follows from several axes, written once and late-bound.
 // A run file adds one axis of each kind and then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
 // Hidden fields (::) are settings from which visible fields follow; lib/laws.libsonnet knows their names.
-local python_lock_sha256 = std.sha256(importstr 'locks/cpu.txt');
+// What runs in the trainer decides the weights, so its lock names the software.
+local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/trainer.cuda.txt' };
 
 (import 'lib/laws.libsonnet') + {
   local run = self,
@@ -9,7 +10,7 @@ local python_lock_sha256 = std.sha256(importstr 'locks/cpu.txt');
   schema_version: 1,
   name: error 'name: a run takes its name from lib/named.libsonnet',
   seed: error 'seed: say it in the run file, for example seed: 1',
-  python_lock_sha256: python_lock_sha256,
+  python_lock_sha256: std.sha256(python_locks[self.hardware.accelerator]),
 
   // Settings: how many processes of each role (hardware), and what the problems need (tasks).
   layout:: error 'layout: no hardware axis; add (import "hardware/cpu.libsonnet")',
@@ -39,8 +40,8 @@ local python_lock_sha256 = std.sha256(importstr 'locks/cpu.txt');
 
   inference: {
     num_replicas: run.layout.engines,
-    prefill_replicas: 0,
-    devices_per_replica: 1,
+    prefill_replicas: run.layout.prefill_engines,
+    devices_per_replica: run.layout.devices_per_engine,
     max_model_len_tokens: run.context_tokens,
     // any one engine can take every rollout in flight, whatever the router does
     max_num_sequences: run.orchestrator.admission.max_in_flight,

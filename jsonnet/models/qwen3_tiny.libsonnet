@@ -15,5 +15,6 @@
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
     moe: null,
+    mla: null,
   },
 }

@@ -7,7 +7,6 @@
   alone: inference first (prefill, then decode, where they are apart), then trainer; orchestrator and router share the first node.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,30 +79,22 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """The stage over the hardware's nodes."""
-    hardware, inference = manifest.hardware, manifest.inference
-    if hardware.num_nodes == 1:
+    """The stage over the nodes of those groups that it has processes for; the schema's law is that each group fills whole nodes."""
+    if manifest.hardware.num_nodes == 1:
         return stage
-    engines = [process for process in stage.processes if process.role == "inference"]
-    split = inference.prefill_replicas
-    kinds: list[tuple[str, Sequence[ProcessPlan]]] = [
-        *([("prefill", engines[:split]), ("decode", engines[split:])] if split else [("inference", engines)]),
-        ("trainer", [process for process in stage.processes if process.role == "trainer"]),
-    ]
+    per_node = manifest.hardware.devices_per_node
+    roles = {process.role for process in stage.processes}
     groups: list[NodeGroup] = []
-    node_of: dict[ProcessPlan, int] = {}
-    following = 0
-    for name, processes in kinds:
-        if not processes:
-            continue
-        devices = 0
-        for process in processes:
-            node_of[process] = following + devices // hardware.devices_per_node
-            devices += process.num_devices
-        groups.append(NodeGroup(name, following, -(-devices // hardware.devices_per_node)))
-        following += groups[-1].num_nodes
-    placed = tuple(replace(process, node=node_of.get(process, 0)) for process in stage.processes)
-    return replace(stage, processes=placed, groups=tuple(groups))
+    for name, devices in manifest.group_devices.items():
+        if ("trainer" if name == "trainer" else "inference") in roles:
+            groups.append(NodeGroup(name, sum(group.num_nodes for group in groups), devices // per_node))
+    trainer = groups[-1].first_node
+
+    def node(process: ProcessPlan) -> int:
+        first = trainer if process.role == "trainer" else 0
+        return first + process.index * process.num_devices // per_node
+
+    return replace(stage, processes=tuple(replace(p, node=node(p)) for p in stage.processes), groups=tuple(groups))
 
 
 def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:

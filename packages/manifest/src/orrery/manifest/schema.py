@@ -18,6 +18,7 @@ TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pip
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
+QWEN3_MOE = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}  # its only experts
 
 
 class Record(BaseModel):
@@ -62,18 +63,48 @@ class PretrainedTokenizer(Record):
 
 
 class MoE(Record):
-    """Mixture-of-experts feed-forward of `qwen3_moe`; every layer is sparse."""
+    """Mixture-of-experts feed-forward of every layer but the first `num_dense_layers`.
+
+    - `score` turns router logits into weights of experts; with "sigmoid" a bias of each expert takes part in the choice, not in the weight.
+    - `routed_scale` multiplies what the routed experts add; the shared experts serve every token, unscaled.
+    """
 
     num_experts: PositiveInt
     num_experts_per_token: PositiveInt
     expert_intermediate_size: PositiveInt
     normalize_top_k: bool
+    num_dense_layers: NonNegativeInt
+    num_shared_experts: NonNegativeInt
+    score: Literal["softmax", "sigmoid"]
+    routed_scale: PositiveFloat
+
+
+class Indexer(Record):
+    """DeepSeek sparse attention (DSA): the indexer scores earlier tokens, and a query attends to the `top_k` best of them."""
+
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    top_k: PositiveInt
+
+
+class MLA(Record):
+    """Multi-head latent attention: queries, and keys with values, go through low ranks; `rope_head_dim` of a head turn with position."""
+
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    nope_head_dim: PositiveInt
+    rope_head_dim: PositiveInt
+    value_head_dim: PositiveInt
+    indexer: Indexer
 
 
 class Model(Record):
-    """Architecture in this project's names; `orrery.models` maps it to and from a Hugging Face `config.json`."""
+    """Architecture in this project's names; `orrery.models` maps it to and from a Hugging Face `config.json`.
 
-    family: Literal["qwen3", "qwen3_moe"]
+    `head_dim` is that of queries and keys. `glm5` is GLM-5, which transformers calls `glm_moe_dsa`.
+    """
+
+    family: Literal["qwen3", "qwen3_moe", "glm5"]
     init: Annotated[RandomInit | PretrainedInit, Field(discriminator="kind")]
     tokenizer: Annotated[CharacterTokenizer | PretrainedTokenizer, Field(discriminator="kind")]
     vocab_size: PositiveInt
@@ -88,13 +119,29 @@ class Model(Record):
     rms_norm_eps: PositiveFloat
     tie_embeddings: bool
     moe: MoE | None
+    mla: MLA | None
 
     @model_validator(mode="after")
     def heads_divide(self) -> "Model":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if (self.moe is not None) != (self.family == "qwen3_moe"):
-            raise ValueError(f"family {self.family!r} and moe {'null' if self.moe is None else 'set'} do not go together")
+        if (mla := self.mla) is not None and self.head_dim != mla.nope_head_dim + mla.rope_head_dim:
+            raise ValueError(
+                f"head_dim {self.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + mla.rope_head_dim {mla.rope_head_dim}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def family_has_its_parts(self) -> "Model":
+        has = {"moe": ("qwen3_moe", "glm5"), "mla": ("glm5",)}
+        for part, families in has.items():
+            value = getattr(self, part)
+            if (value is not None) != (self.family in families):
+                raise ValueError(f"family {self.family!r} and {part} {'null' if value is None else 'set'} do not go together")
+        if self.family == "qwen3_moe" and self.moe is not None:
+            for field, only in QWEN3_MOE.items():
+                if (value := getattr(self.moe, field)) != only:
+                    raise ValueError(f"moe.{field} {value!r}: family 'qwen3_moe' has {only!r} only")
         return self
 
 
@@ -245,6 +292,15 @@ class Inference(Record):
     def replicas_have_a_router(self) -> "Inference":
         if self.num_replicas > 1 and self.router.kind == "none":
             raise ValueError(f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'")
+        return self
+
+    @model_validator(mode="after")
+    def somebody_decodes(self) -> "Inference":
+        if self.prefill_replicas >= self.num_replicas:
+            raise ValueError(
+                f"prefill_replicas {self.prefill_replicas} of num_replicas {self.num_replicas} leave none to decode; "
+                f"choose from 0 to {self.num_replicas - 1}"
+            )
         return self
 
 
@@ -398,6 +454,15 @@ class Manifest(Record):
     transport: Transport
     stages: Stages
 
+    @property
+    def group_devices(self) -> dict[str, int]:
+        """Devices of every group of nodes, in the order of the nodes."""
+        inference = self.inference
+        prefill = inference.prefill_replicas * inference.devices_per_replica
+        rest = inference.num_replicas * inference.devices_per_replica - prefill
+        engines = {"prefill": prefill, "decode": rest} if prefill else {"inference": rest}
+        return {**engines, "trainer": self.trainer.mesh.world_size}
+
     @model_validator(mode="after")
     def name_is_free(self) -> "Manifest":
         if self.name in TARGETS:
@@ -407,8 +472,8 @@ class Manifest(Record):
     @model_validator(mode="after")
     def mesh_fits_hardware(self) -> "Manifest":
         mesh, model = self.trainer.mesh, self.model
-        if self.hardware.accelerator != "cpu":
-            devices = self.hardware.num_nodes * self.hardware.devices_per_node
+        if self.hardware.accelerator != "cpu" and self.hardware.num_nodes == 1:
+            devices = self.hardware.devices_per_node
             used = mesh.world_size + self.inference.num_replicas * self.inference.devices_per_replica
             if used > devices:
                 raise ValueError(f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}")
@@ -429,13 +494,24 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
-    def asks_for_what_is_built(self) -> "Manifest":
-        for axis, what in (("cp", "context"), ("ep", "expert")):
-            if (size := getattr(self.trainer.mesh, axis)) != 1:
-                raise ValueError(f"trainer.mesh.{axis}: {what} parallel is not built yet ({size}); set trainer.mesh.{axis} to 1")
-        if self.hardware.accelerator == "cpu" and (devices := self.inference.devices_per_replica) != 1:
+    def groups_fill_nodes(self) -> "Manifest":
+        num_nodes, per_node = self.hardware.num_nodes, self.hardware.devices_per_node
+        if num_nodes == 1:
+            return self
+        if per_node % (devices := self.inference.devices_per_replica):
+            fits = [n for n in range(1, per_node + 1) if per_node % n == 0]
             raise ValueError(
-                f"inference.devices_per_replica {devices}: an engine of several processes is not built yet on CPU; "
-                f"set inference.devices_per_replica to 1, and inference.num_replicas to {devices} for as many engines"
+                f"inference.devices_per_replica {devices} does not divide hardware.devices_per_node {per_node}, "
+                f"and no engine spans nodes; choose from {fits}"
             )
+        for name, devices in self.group_devices.items():
+            if devices % per_node:
+                raise ValueError(
+                    f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill no whole number of nodes; "
+                    f"try {devices // per_node * per_node or per_node}"
+                )
+        nodes = {name: devices // per_node for name, devices in self.group_devices.items()}
+        if (needed := sum(nodes.values())) != num_nodes:
+            shares = " + ".join(f"{name} {count}" for name, count in nodes.items())
+            raise ValueError(f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes to {needed}")
         return self

@@ -14,5 +14,6 @@
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
     moe: null,
+    mla: null,
   },
 }

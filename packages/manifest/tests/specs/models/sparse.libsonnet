@@ -13,6 +13,16 @@
     rope_theta: 100,
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
-    moe: { num_experts: 4, num_experts_per_token: 2, expert_intermediate_size: 8, normalize_top_k: true },
+    moe: {
+      num_experts: 4,
+      num_experts_per_token: 2,
+      expert_intermediate_size: 8,
+      normalize_top_k: true,
+      num_dense_layers: 0,
+      num_shared_experts: 0,
+      score: 'softmax',
+      routed_scale: 1.0,
+    },
+    mla: null,
   },
 }

@@ -1,0 +1,18 @@
+// The shape of glm5_run over four nodes without accelerators: one prefills, one decodes, two train, with a tiny policy and few steps.
+(import 'lib/named.libsonnet')({
+  glm5_shape_smoke:
+    (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke {
+      layout+:: { prefill_engines: 1 },
+      hardware+: { num_nodes: 4, devices_per_node: 1 },
+      trainer+: { checkpoint+: { interval_steps: 2 } },
+      orchestrator+: {
+        rollouts_per_batch: 64,
+        evaluation+: { interval_steps: 4, num_problems: 16 },
+      },
+      stages+: {
+        sft+: { num_steps: 8, data+: { num_problems: 256 } },
+        rl+: { num_steps: 6 },
+        evaluate+: { num_problems: 32 },
+      },
+    },
+})

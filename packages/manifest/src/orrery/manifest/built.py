@@ -1,0 +1,32 @@
+"""Built: a manifest may say more than today's code can run; such a run is rendered, planned and shown, and refused when a stage starts.
+
+Each table below names what runs today; whoever builds more adds it there and nowhere else.
+"""
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+FAMILIES = ("qwen3", "qwen3_moe")  # that orrery.models has networks of
+MESH_AXES = {"cp": "context", "ep": "expert"}  # that orrery.trainer cannot spread over yet
+PREFILL_APART = ("cpu",)  # accelerators on which orrery.inference hands a prefilled cache from engine to engine
+WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
+
+
+def check_built(manifest: Manifest) -> None:
+    """Raises `OrreryError` with one sentence where a stage of this run cannot start yet."""
+    accelerator, inference = manifest.hardware.accelerator, manifest.inference
+    if (family := manifest.model.family) not in FAMILIES:
+        raise OrreryError(f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}")
+    for axis, what in MESH_AXES.items():
+        if (size := getattr(manifest.trainer.mesh, axis)) != 1:
+            raise OrreryError(f"trainer.mesh.{axis}: {what} parallel is not built yet ({size}); set trainer.mesh.{axis} to 1")
+    if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
+        raise OrreryError(
+            f"inference.devices_per_replica {devices}: an engine of several processes is not built yet on {accelerator}; "
+            f"set inference.devices_per_replica to 1, and inference.num_replicas to {devices} for as many engines"
+        )
+    if accelerator not in PREFILL_APART and (count := inference.prefill_replicas):
+        raise OrreryError(
+            f"inference.prefill_replicas {count}: engines that only prefill are not built yet on {accelerator}; "
+            f"set inference.prefill_replicas to 0"
+        )
