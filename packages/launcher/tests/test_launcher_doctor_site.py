@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,9 +25,11 @@ from orrery.launcher.doctor_site import (
     judge_time_limit,
     parse_nodes,
 )  # fmt: skip
+from orrery.launcher.images import recipe
 from orrery.launcher.site import Site
 from orrery.manifest.workspace import Workspace
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(60)
 SLURM = {"partition": "gpu", "account": "lab", "time_limit_min": 60, "gpu_type": "h200", "cpus_per_node": 64, "memory_per_node_mb": 60000}
 SITE = {"slurm": SLURM, "containers": {"images": "images"}, "network": {"interface": "eth0"}}
@@ -152,13 +155,35 @@ def test_a_probe_that_says_nothing_is_a_finding_too(answer, found, must):
 
 
 def test_images_of_one_hardware_suffice(tmp_path):
-    images = {name: tmp_path / f"{name.replace('/', '-')}.sif" for name in ("cpu/trainer", "cpu/inference", "cuda/trainer")}
-    assert all(one.must for one in judge_images(images, site()))
-    images["cuda/trainer"].touch()
-    (cpu, cuda) = judge_images(images, site())
-    assert cpu.mend and not cpu.must and cpu.found == "cpu-trainer.sif, cpu-inference.sif missing" and not cuda.mend
+    images = {
+        "cpu/trainer": "images/t.sif: the image is missing; type `build trainer_cpu`",
+        "cpu/inference": tmp_path,
+        "cuda/trainer": "x; y",
+    }
+    assert [(one.found, one.mend, one.must) for one in judge_images(images, site())] == [
+        ("images/t.sif: the image is missing", "type `build trainer_cpu`", True), ("x", "y", True),
+    ]  # fmt: skip
+    (cpu, cuda) = judge_images({**images, "cuda/trainer": tmp_path}, site())
+    assert cpu.mend and not cpu.must and not cuda.mend
     assert "names none" in judge_images({}, site())[0].found
     assert not judge_images({}, site(containers=None))[0].must
+
+
+def test_images_are_those_of_the_lock(checkout):
+    assert "names none" in troubles(examine_site(checkout, site()))["images"]
+    for name in ("containers", "locks"):
+        shutil.copytree(ROOT / name, checkout.root / name, dirs_exist_ok=True)
+    shutil.copy(ROOT / ".python-version", checkout.root)
+    lock = {
+        f"cpu/{image}": {"recipe": recipe(checkout, image, "cpu"), "sif": "0" * 64} for image in ("trainer", "inference", "orchestrator")
+    }
+    (checkout.root / "containers/images.lock").write_text(json.dumps(lock))
+    told = troubles(examine_site(checkout, site()))["cpu images"]
+    assert told.startswith("images/trainer-cpu-0000000000000000.sif: the image is missing: type `snakemake -s pipelines/images.smk")
+    (checkout.root / "images").mkdir()
+    for image in ("trainer", "inference", "orchestrator"):
+        (checkout.root / "images" / f"{image}-cpu-0000000000000000.sif").touch()
+    assert "cpu images" not in troubles(examine_site(checkout, site()))
 
 
 # Nodes ------------------------------------------------------------------------------------------------------------------

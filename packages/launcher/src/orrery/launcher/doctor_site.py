@@ -16,17 +16,21 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from orrery.launcher.doctor import Finding
 from orrery.launcher.doctor_nodes import RUNS_GIB, WAIT_S, judge_probe, judge_space, over_nodes, parse_probes
+from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
 from orrery.launcher.runs import runs_root
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm import seconds
 from orrery.launcher.submission import gres
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
 COMMAND_S, START_S, PROBE_S = 20, 60, 120
 PROBED = 32  # nodes at most
+HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -121,16 +125,19 @@ def _where(slurm: Slurm) -> list[str]:
     return [f"--partition={slurm.partition}", *([f"--account={slurm.account}"] if slurm.account else [])]
 
 
-def _images(workspace: Workspace, site: Site) -> dict[str, Path]:
-    """Where each image of the lock should be, by `hardware/role`; none without a lock."""
-    lock = workspace.root / "containers" / "images.lock"
-    if site.containers is None or not lock.is_file():
-        return {}
-    folder = workspace.root / site.containers.images
-    found = {}
-    for name, digests in json.loads(lock.read_text()).items():
-        hardware, _, role = name.partition("/")
-        found[name] = folder / f"{role}-{hardware}-{digests['sif'][:16]}.sif"
+def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
+    """By `hardware/image`, for each hardware that the lock knows: the file, or why there is none and what mends it."""
+    found: dict[str, Path | str] = {}
+    if site.containers is None:
+        return found
+    for hardware in HARDWARE:
+        for image in IMAGES:
+            if image == "base" or not any(name.startswith(f"{hardware}/") for name in locked(workspace)):
+                continue
+            try:
+                found[f"{hardware}/{image}"] = find(workspace, workspace.root / site.containers.images, image, hardware)
+            except OrreryError as error:
+                found[f"{hardware}/{image}"] = str(error)
     return found
 
 
@@ -148,7 +155,7 @@ def _folders(workspace: Workspace, site: Site) -> list[Finding]:
     return found
 
 
-def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapping[str, Path]) -> list[Finding]:
+def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapping[str, Path | str]) -> list[Finding]:
     """One small job over the nodes that are idle now."""
     slurm = site.slurm
     assert slurm is not None
@@ -160,7 +167,7 @@ def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapp
     folder = runs_root(workspace) / f".doctor-{word}"
     options = {
         "folder": str(folder), "interface": site.network.interface if site.network else "", "python": sys.executable, "gpus": gpus > 0,
-        "images": {name: str(path) for name, path in images.items() if path.is_file()},
+        "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
         "folders": {"runs": str(runs_root(workspace)), "scratch": site.containers.scratch if site.containers else "/tmp"},
         "mounts": [mount.split(":")[0] for mount in site.containers.mounts] if site.containers else [],
         "wait_s": WAIT_S, "limit_s": PROBE_S - 20,
@@ -297,22 +304,19 @@ def judge_no_probe(answer: Answer) -> Finding:
 # Judging: files ---------------------------------------------------------------------------------------------------------
 
 
-def judge_images(images: Mapping[str, Path], site: Site) -> list[Finding]:
+def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
     """Are the images of the lock there? One hardware's suffice to run on it."""
     if site.containers is None:
         return [Finding("containers", "none: roles run in the checkout's .venv", "add [containers] for runs that others can repeat", False)]
     if not images:
-        return [Finding("images", "containers/images.lock names none", "check it out again, or build them as docs/cluster.md says")]
+        mend = "check it out again, or type `snakemake -s pipelines/images.smk --cores all lock_cpu`"
+        return [Finding("images", f"{LOCK} names none", mend)]
     by_hardware: dict[str, list[str]] = {}
-    for name, path in images.items():
-        by_hardware.setdefault(name.partition("/")[0], []).extend([] if path.is_file() else [path.name])
+    for name, file in images.items():
+        by_hardware.setdefault(name.partition("/")[0], []).extend([file] if isinstance(file, str) else [])
     none_whole = all(by_hardware.values())
-    return [
-        Finding(
-            f"{hardware} images",
-            f"{', '.join(missing)} missing" if missing else "there, as containers/images.lock names them",
-            "build or copy them, as docs/cluster.md says" if missing else "",
-            must=none_whole,
-        )
-        for hardware, missing in sorted(by_hardware.items())
-    ]
+    found = []
+    for hardware, missing in by_hardware.items():
+        what, _, mend = missing[0].partition("; ") if missing else (f"there, as {LOCK} names them", "", "")
+        found.append(Finding(f"{hardware} images", what, mend, must=none_whole))
+    return found

@@ -74,7 +74,8 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
     entry = receipt["stages"].setdefault(stage, {"attempts": []})
     rows = [row for row in entry["attempts"] if row["attempt"] != attempt]
     rows += [{"attempt": lost, "state": "unrecorded"} for lost in range(1, attempt) if lost not in seen]
-    kept = {role: known.get(path.name) or _image(path) for role, path in sorted(images.items())}
+    known |= {path.name: _image(path) for path in set(images.values()) if path.name not in known}
+    kept = {role: known[path.name] for role, path in sorted(images.items())}
     row = {
         "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
         "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
