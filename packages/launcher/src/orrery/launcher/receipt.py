@@ -60,9 +60,11 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
            images: Mapping[str, Path], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
            secrets: Iterable[str] = ()) -> None:  # fmt: skip
     """Write how an attempt at a stage ended. `images` by role, empty where roles are plain processes; `code` None: as it is now;
-    `secrets`: further texts to strike out. Raises OSError where the folder cannot be written, and for nothing else that it meets."""
-    receipt, manifest = _so_far(run_dir), load(run_dir / "manifest.json")
-    receipt = {"schema": RECEIPT_SCHEMA, "run": {"name": manifest.name, "id": run_id(manifest)}, "stages": receipt.get("stages", {})}
+    `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out is told as such in the receipt; raises
+    OSError where the run's folder cannot be written."""
+    manifest = load(run_dir / "manifest.json")
+    run = {"name": manifest.name, "id": run_id(manifest)}
+    receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": run, "stages": _so_far(run_dir).get("stages", {})}
     known = {
         one["file"]: one
         for entry in receipt["stages"].values()
