@@ -1,6 +1,7 @@
 """Specs that belong to these tests: small axes and runs under `specs/`, with the repository's own `lib/` and lock.
 
-The runs: `words`, `sums`, `words_sparse` (a mixture of experts), `words_wide` (two engines, two ranks, overrides), `words_seed_1` and `_2`.
+The runs: `words`, `sums`, `words_sparse` (a mixture of experts), `words_wide` (two engines, two ranks, overrides),
+`words_nodes` (five nodes, of which one prefills), `words_seed_1` and `_2`.
 """
 
 import shutil

@@ -18,7 +18,19 @@ from orrery.manifest.schema import TARGETS
 from orrery.manifest.workspace import Workspace
 
 with tempfile.TemporaryDirectory() as _folder:
-    GOOD = json.loads(canonical_json(render(manifest_specs.checkout(Path(_folder)), "words").manifest))
+    _workspace = manifest_specs.checkout(Path(_folder))
+    GOOD, NODES, SPARSE = (
+        json.loads(canonical_json(render(_workspace, name).manifest)) for name in ("words", "words_nodes", "words_sparse")
+    )
+
+MLA = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "nope_head_dim": 12,
+    "rope_head_dim": 4,
+    "value_head_dim": 8,
+    "indexer": {"num_heads": 2, "head_dim": 4, "top_k": 4},
+}
 
 
 def broken(path, value, data=None):
@@ -45,15 +57,48 @@ SENTENCES = [
     (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
     (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),
     (broken(("trainer", "mesh", "ep"), 3), "trainer.mesh.ep 3 does not divide dp_shard·cp = 1"),
-    (broken(("trainer", "mesh", "cp"), 2), "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1"),
     (
-        broken(("trainer", "mesh"), {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "ep": 2}),
-        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
+        broken(("inference", "prefill_replicas"), 1),
+        "inference: prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
     ),
     (
-        broken(("inference", "devices_per_replica"), 2),
-        "inference.devices_per_replica 2: an engine of several processes is not built yet on CPU; set inference.devices_per_replica to 1",
+        broken(("inference", "num_replicas"), 2),
+        "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
+    (
+        broken(("hardware", "num_nodes"), 2),
+        "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of nodes; try 2",
+    ),
+    (
+        broken(("trainer", "mesh", "dp_shard"), 7, NODES),
+        "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of nodes; try 6",
+    ),
+    (
+        broken(("inference", "prefill_replicas"), 3, NODES),
+        "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of nodes; try 2",
+    ),
+    (
+        broken(("inference", "devices_per_replica"), 4, NODES),
+        "inference.devices_per_replica 4 does not divide hardware.devices_per_node 2, and no engine spans nodes; choose from [1, 2]",
+    ),
+    (
+        broken(("hardware", "num_nodes"), 4, NODES),
+        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
+    ),
+    (
+        broken(("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, NODES)),
+        "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
+    ),
+    (broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}), "trainer 1 + inference 1 devices do not fit 1"),
+    (broken(("model", "family"), "glm4"), "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe' or 'glm5'"),
+    (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
+    (broken(("model", "mla"), MLA), "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4"),
+    (
+        broken(("model", "mla"), {**MLA, "nope_head_dim": 4}),
+        "model: family 'qwen3' and mla set do not go together",
+    ),
+    (broken(("model", "moe", "num_shared_experts"), 1, SPARSE), "model: moe.num_shared_experts 1: family 'qwen3_moe' has 0 only"),
+    (broken(("model", "moe", "score"), "sigmoid", SPARSE), "model: moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only"),
     (
         broken(("orchestrator", "rollouts_per_batch"), 9),
         "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
@@ -154,17 +199,29 @@ MISTAKES = {
         "models/dens.",
         "did you mean 'models/dense.libsonnet'",
     ),
-    "a form of parallelism that is not built": (
-        "runs/words_wide.jsonnet",
-        "trainer+: {",
-        "trainer+: { mesh+: { ep: 2 },",
-        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
+    "engines of which none decodes": (
+        "runs/words_nodes.jsonnet",
+        "prefill_engines: 2",
+        "prefill_engines: 6",
+        "inference.prefill_replicas: 6 of 6 engines leave none to decode",
     ),
-    "an engine of several processes on CPU": (
-        "hardware/two_cores.libsonnet",
-        "inference+: {",
-        "inference+: { devices_per_replica: 2,",
-        "jsonnet/runs/sums.jsonnet: sums: inference.devices_per_replica 2: an engine of several processes is not built yet on CPU",
+    "a group of half a node": (
+        "runs/words_nodes.jsonnet",
+        "prefill_engines: 2",
+        "prefill_engines: 3",
+        "hardware.devices_per_node: prefill has 3 devices, which fill no whole number of nodes of 2",
+    ),
+    "too few nodes": (
+        "runs/words_nodes.jsonnet",
+        "num_nodes: 5",
+        "num_nodes: 4",
+        "hardware.num_nodes: prefill 1 + decode 2 + trainer 2 nodes are 5, not 4",
+    ),
+    "an engine over several nodes": (
+        "runs/words_nodes.jsonnet",
+        "prefill_engines: 2",
+        "prefill_engines: 2, devices_per_engine: 4",
+        "inference.devices_per_replica: 4 does not divide the 2 devices of a node, and no engine spans nodes",
     ),
     "a run called like a rule of the pipeline": ("runs/sums.jsonnet", "  sums:\n", "  report:\n", "no run is called 'report'"),
     "a kind of task that does not exist": (
@@ -265,7 +322,7 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
 def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
     edited(checkout, "tasks/words.libsonnet", "kind: 'reverse_text'", "kind: 'revers_text'")
-    assert len(render_all(Workspace(checkout))) == 6
+    assert len(render_all(Workspace(checkout))) == 7
 
 
 def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):

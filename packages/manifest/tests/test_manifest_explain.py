@@ -56,7 +56,28 @@ def test_explain_says_from_what_a_value_is_derived(why):
     assert why("words_seed_2", "model.init.seed").sources[0].file == "jsonnet/runs/words_seeds.jsonnet"
 
 
-@pytest.mark.parametrize("name", ["words", "words_wide", "words_seed_2", "sums"])
+def test_explain_says_from_what_the_shape_over_nodes_follows(why):
+    prefill = why("words_nodes", "inference.prefill_replicas")
+    assert (prefill.how, prefill.value) == ("derived", 2)
+    assert [s.file for s in prefill.sources] == ["jsonnet/hardware/two_cores.libsonnet", "jsonnet/runs/words_nodes.jsonnet"]
+    nodes = why("words_nodes", "hardware.num_nodes")
+    assert (nodes.how, nodes.value, nodes.overrides, nodes.place.file) == ("run file", 5, 1, "jsonnet/runs/words_nodes.jsonnet")
+
+
+def test_explain_knows_the_fields_of_a_run_on_gpus():
+    def of(field):
+        (one,) = explain(manifest_specs.REPOSITORY, "glm5_run", field)
+        return one.value, one.how, one.place.axis or [source.axis for source in one.sources]
+
+    assert of("hardware.num_nodes") == (28, "axis", "hardware")
+    assert of("inference.devices_per_replica") == (8, "derived", ["hardware"])
+    assert of("model.mla.indexer.top_k") == (2048, "axis", "models")
+    assert of("trainer.mesh.cp") == (8, "axis", "memory")
+    assert of("trainer.mesh.dp_shard") == (12, "derived", ["hardware", "memory"])
+    assert of("python_lock_sha256")[1:] == ("derived", ["hardware"])
+
+
+@pytest.mark.parametrize("name", ["words", "words_wide", "words_nodes", "words_seed_2", "sums"])
 def test_every_leaf_of_a_run_can_be_explained(name, workspace):
     found = {e.field: e.value for part in ("trainer", "inference", "transport", "stages.rl") for e in explain(workspace, name, part)}
     data = render(workspace, name).manifest.model_dump(mode="json")

@@ -35,7 +35,7 @@ def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(name):
     assert canonical_json(whole.manifest) == canonical_json(render(WORKSPACE, name).manifest)
 
 
-@pytest.mark.parametrize("name", ["reverse_text", "reverse_text_moe", "calculator", "reasoning_gym", "reverse_text_smoke"])
+@pytest.mark.parametrize("name", ["reverse_text", "reverse_text_moe", "calculator", "reasoning_gym", "reverse_text_smoke", "glm5_run"])
 def test_every_order_of_the_axes_gives_the_same_manifest(name):
     run = render(WORKSPACE, name)
     files = list(axes(WORKSPACE, run.closure))
@@ -109,9 +109,12 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
 
 
 def test_a_run_carries_the_digest_of_the_python_lock():
-    lock = (WORKSPACE.root / "locks" / "cpu.txt").read_bytes()
-    for run in render_all(WORKSPACE):
-        assert run.manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
+    locks = {"cpu": "cpu.txt", "h200": "trainer.cuda.txt"}
+    runs = [run.manifest for run in render_all(WORKSPACE)]
+    assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
+    for manifest in runs:
+        lock = (WORKSPACE.root / "locks" / locks[manifest.hardware.accelerator]).read_bytes()
+        assert manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
 
 
 def test_seeds_change_training_and_keep_held_out_problems():

@@ -1,0 +1,67 @@
+"""What is built: each form of a run that cannot start is one sentence, which says what to set."""
+
+import pytest
+
+from orrery.manifest.built import check_built
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.plan import plan
+from orrery.manifest.schema import Manifest
+from orrery.manifest.workspace import find_workspace
+
+WORKSPACE = find_workspace()
+
+
+def changed(name: str, **fields) -> Manifest:
+    """A checked-in run with other fields, each named by its path with `__` between the parts."""
+    data = load(WORKSPACE.manifest_path(name)).model_dump(mode="json")
+    for path, value in fields.items():
+        *parts, last = path.split("__")
+        at = data
+        for part in parts:
+            at = at[part]
+        at[last] = value
+    return check(data, name)
+
+
+H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+REFUSED = [
+    (changed("glm5_run"), "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe"),
+    (changed("reverse_text", trainer__mesh__cp=2), "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1"),
+    (
+        changed("reverse_text_smoke", trainer__mesh__ep=2),
+        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
+    ),
+    (
+        changed("reverse_text", inference__devices_per_replica=2),
+        "inference.devices_per_replica 2: an engine of several processes is not built yet on cpu; "
+        "set inference.devices_per_replica to 1, and inference.num_replicas to 2 for as many engines",
+    ),
+    (
+        changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1),
+        "inference.prefill_replicas 1: engines that only prefill are not built yet on h200; set inference.prefill_replicas to 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("manifest", "sentence"), REFUSED, ids=[sentence[:30] for _, sentence in REFUSED])
+def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(manifest, sentence):
+    assert plan(manifest)
+    with pytest.raises(OrreryError) as caught:
+        check_built(manifest)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json")))
+def test_every_checked_in_run_without_gpus_is_built(name):
+    manifest = load(WORKSPACE.manifest_path(name))
+    if manifest.hardware.accelerator == "cpu":
+        check_built(manifest)
+    else:
+        with pytest.raises(OrreryError):
+            check_built(manifest)
+
+
+def test_one_h200_node_of_a_built_network_is_built():
+    check_built(changed("reverse_text", hardware=H200, inference__devices_per_replica=4))

@@ -1,0 +1,131 @@
+"""The plan of runs: golden for the checked-in runs of several nodes, laws for every shape."""
+
+import itertools
+
+import pytest
+
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.plan import ONE_NODE, NodeGroup, StagePlan, plan, stage
+from orrery.manifest.schema import Manifest
+from orrery.manifest.workspace import find_workspace
+
+WORKSPACE = find_workspace()
+
+
+def shown(one: StagePlan) -> list[str]:
+    """A stage as text: its groups, then what is on which of its nodes."""
+    lines = [f"{group.name} {group.first_node}+{group.num_nodes}" for group in one.groups]
+    for node in range(one.num_nodes):
+        here = [process for process in one.processes if process.node == node]
+        lines.append(f"{node}: " + " ".join(f"{process.role}{process.index}/{process.num_devices}" for process in here))
+    return lines
+
+
+def ranks(first: int) -> str:
+    return " ".join(f"trainer{rank}/1" for rank in range(first, first + 8))
+
+
+def glm5(trainer_nodes: int) -> dict[str, list[str]]:
+    engines = ["0: inference0/8 router0/0 orchestrator0/0", *(f"{node}: inference{node}/8" for node in range(1, 16))]
+    trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
+    return {
+        "init": ["all 0+1", "0: trainer0/1"],
+        "rl": ["prefill 0+8", "decode 8+8", f"trainer 16+{trainer_nodes}", *engines, *trainers],
+        "evaluate": ["prefill 0+8", "decode 8+8", *engines],
+        "report": ["all 0+1", "0: report0/0"],
+    }
+
+
+GOLDEN = {
+    "glm5_run": glm5(12),
+    "glm5_run_32": glm5(16),
+    "glm5_shape_smoke": {
+        "init": ["all 0+1", "0: trainer0/1"],
+        "sft": ["trainer 0+2", "0: trainer0/1", "1: trainer1/1"],
+        "rl": [
+            "prefill 0+1",
+            "decode 1+1",
+            "trainer 2+2",
+            "0: inference0/1 router0/0 orchestrator0/0",
+            "1: inference1/1",
+            "2: trainer0/1",
+            "3: trainer1/1",
+        ],
+        "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 router0/0 orchestrator0/0", "1: inference1/1"],
+        "report": ["all 0+1", "0: report0/0"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_run_of_several_nodes_is_placed_as_written_here(name):
+    assert {one.name: shown(one) for one in plan(load(WORKSPACE.manifest_path(name)))} == GOLDEN[name]
+
+
+def test_a_run_of_one_node_has_one_group_in_every_stage():
+    for one in plan(load(WORKSPACE.manifest_path("reverse_text_smoke"))):
+        assert one.groups == ONE_NODE == (NodeGroup("all", 0, 1),) and one.num_nodes == 1
+        assert {process.node for process in one.processes} == {0}
+
+
+def shape(per_node: int, wide: int, prefill_nodes: int, other_nodes: int, trainer_nodes: int) -> Manifest:
+    """A run of engines of `wide` devices over so many whole nodes."""
+    data = load(WORKSPACE.manifest_path("glm5_shape_smoke")).model_dump(mode="json")
+    engines = per_node // wide
+    data["hardware"] |= {"num_nodes": prefill_nodes + other_nodes + trainer_nodes, "devices_per_node": per_node}
+    data["inference"] |= {
+        "num_replicas": (prefill_nodes + other_nodes) * engines,
+        "prefill_replicas": prefill_nodes * engines,
+        "devices_per_replica": wide,
+    }
+    data["trainer"]["mesh"]["dp_shard"] = trainer_nodes * per_node
+    return check(data, "shape")
+
+
+SHAPES = [
+    (per_node, wide, *nodes)
+    for per_node, wide in ((1, 1), (2, 1), (4, 2), (8, 1), (8, 8))
+    for nodes in itertools.product((0, 1, 3), (1, 2), (1, 2, 5))
+]
+
+
+def test_every_shape_fills_its_nodes_in_order_and_mixes_no_groups():
+    for per_node, wide, prefill, other, trainer in SHAPES:
+        manifest = shape(per_node, wide, prefill, other, trainer)
+        for one in plan(manifest):
+            # groups follow one another without a gap, and nobody is outside them
+            assert [group.first_node for group in one.groups] == [
+                sum(group.num_nodes for group in one.groups[:number]) for number in range(len(one.groups))
+            ]
+            assert {process.node for process in one.processes} == set(range(one.num_nodes))
+            for node in range(one.num_nodes):
+                here = [process for process in one.processes if process.node == node]
+                assert len({process.role for process in here if process.num_devices}) <= 1
+                if one.groups != ONE_NODE:
+                    assert sum(process.num_devices for process in here) == per_node
+            for role in ("inference", "trainer"):
+                nodes = [process.node for process in one.processes if process.role == role]
+                assert nodes == sorted(nodes)
+            assert all(process.node == 0 for process in one.processes if process.role in ("router", "orchestrator", "report"))
+        rl = stage(manifest, "rl")
+        assert rl.num_nodes == manifest.hardware.num_nodes
+        first = {group.name: range(group.first_node, group.first_node + group.num_nodes) for group in rl.groups}
+        assert list(first) == (["prefill", "decode", "trainer"] if prefill else ["inference", "trainer"])
+        if prefill:
+            apart = [process.node in first["prefill"] for process in rl.processes if process.role == "inference"]
+            assert apart.count(True) == manifest.inference.prefill_replicas and apart == sorted(apart, reverse=True)
+        assert stage(manifest, "sft").num_nodes == trainer
+        assert stage(manifest, "evaluate").groups == rl.groups[:-1]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_shape_with_a_node_too_many_or_too_few_is_refused(change):
+    for per_node, wide, *nodes in SHAPES:
+        data = shape(per_node, wide, *nodes).model_dump(mode="json")
+        data["hardware"]["num_nodes"] += change
+        if data["hardware"]["num_nodes"] == 1:
+            continue  # one node holds everything: what follows is the law of one machine
+        with pytest.raises(OrreryError, match=rf"nodes are {sum(nodes)}; set hardware.num_nodes to {sum(nodes)}$"):
+            check(data, "shape")
