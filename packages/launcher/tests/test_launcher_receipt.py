@@ -186,6 +186,13 @@ def test_no_secret_enters_a_receipt_or_a_kept_diff(run_dir, monkeypatch):
     assert "a secret was struck out" in told["code"]["note"]
 
 
+def test_a_run_whose_manifest_is_gone_has_a_receipt_that_says_so(run_dir):
+    (run_dir / "manifest.json").unlink()
+    told = ended(run_dir)
+    assert told["run"]["name"] == run_dir.name and told["run"]["id"].startswith("unknown: reverse_text-0123456789ab/manifest.json")
+    assert ended(run_dir, "sft", 2)["stages"].keys() == {"init", "sft"}
+
+
 def test_a_damaged_receipt_is_put_aside(run_dir):
     write(run_dir / "receipt.json", '{"schema": 1')
     assert ended(run_dir)["stages"].keys() == {"init"}

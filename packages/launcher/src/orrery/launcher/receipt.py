@@ -62,9 +62,7 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
     """Write how an attempt at a stage ended. `images` by role, empty where roles are plain processes; `code` None: as it is now;
     `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out is told as such in the receipt; raises
     OSError where the run's folder cannot be written."""
-    manifest = load(run_dir / "manifest.json")
-    run = {"name": manifest.name, "id": run_id(manifest)}
-    receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": run, "stages": _so_far(run_dir).get("stages", {})}
+    receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
     known = {
         one["file"]: one
         for entry in receipt["stages"].values()
@@ -90,6 +88,14 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
         entry["outputs"], entry["metrics"] = _outputs(run_dir, stage), _metrics(run_dir, stage)
     text = _struck(json.dumps(receipt, indent=1), [*_secret_values(os.environ), *secrets])
     write_atomic(run_dir / RECEIPT, (text + "\n").encode())
+
+
+def _run(run_dir: Path) -> dict[str, str]:
+    try:
+        manifest = load(run_dir / "manifest.json")
+    except OrreryError as error:
+        return {"name": run_dir.name, "id": f"unknown: {error}".replace(str(run_dir), run_dir.name)}
+    return {"name": manifest.name, "id": run_id(manifest)}
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
