@@ -1,5 +1,5 @@
 # The pipeline init → sft → rl → evaluate → report of every checked-in run; one job a stage, one target a run or a group of runs:
-#     snakemake --profile local reverse_text          snakemake --profile local reverse_text_seeds          snakemake -n reverse_text
+#     snakemake --profile local reverse_text        snakemake --profile slurm reverse_text_seeds        snakemake --profile slurm -n glm5_run
 # A stage is done when its DONE is there. Folders are named by the manifest's hash: an edited spec makes a new run beside the old one.
 import sys
 
@@ -32,6 +32,11 @@ rule init:
         "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
+        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "init"),
+    params:
+        job=lambda wildcards: PIPELINE.says(wildcards.run, "init"),
+    message:
+        "{params.job}"
     shell:
         "orrery run {wildcards.run} init"
 
@@ -45,6 +50,11 @@ rule sft:
         "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
+        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "sft"),
+    params:
+        job=lambda wildcards: PIPELINE.says(wildcards.run, "sft"),
+    message:
+        "{params.job}"
     shell:
         "orrery run {wildcards.run} sft"
 
@@ -58,6 +68,11 @@ rule rl:
         "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
+        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "rl"),
+    params:
+        job=lambda wildcards: PIPELINE.says(wildcards.run, "rl"),
+    message:
+        "{params.job}"
     shell:
         "orrery run {wildcards.run} rl"
 
@@ -71,6 +86,11 @@ rule evaluate:
         "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
+        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "evaluate"),
+    params:
+        job=lambda wildcards: PIPELINE.says(wildcards.run, "evaluate"),
+    message:
+        "{params.job}"
     shell:
         "orrery run {wildcards.run} evaluate"
 
@@ -84,5 +104,10 @@ rule report:
         "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
+        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "report"),
+    params:
+        job=lambda wildcards: PIPELINE.says(wildcards.run, "report"),
+    message:
+        "{params.job}"
     shell:
         "orrery run {wildcards.run} report"

@@ -6,15 +6,18 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from orrery.launcher.site import Site
 from orrery.launcher.stage import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
+from orrery.manifest.workspace import Workspace
 from orrery.observe.process import role_process
 from orrery.observe.shared_memory import prefix
 
@@ -66,7 +69,8 @@ def be_a_role() -> None:
 
 def launch(run_dir: Path) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
-    job = Job(run_dir, StagePlan("rl", (), processes), ("init", "rl", "report"), None, 10, "make demo")
+    shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
+    job = Job(run_dir, StagePlan("rl", (), processes), ("init", "rl", "report"), None, 10, "make demo", Site(), Workspace(run_dir))
     try:
         outcome = run_stage(job)
     except OrreryError as error:

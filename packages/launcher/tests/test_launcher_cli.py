@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from orrery.observe.health import HealthFile
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
+HOST = socket.gethostname()
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -101,7 +103,9 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     (run_dir / "checkpoints/step_10/COMPLETE").touch()
     health = HealthFile(run_dir, "rl", "trainer", 0, 4)
     health.doing("training", step=12)
-    Status("rl", 4, "running", "", 999_999, time.time() - 70, roles=[RoleStatus("trainer.0", 1, 20_001, [0], "running")]).write(run_dir)
+    Status(
+        "rl", 4, "running", "", 999_999, HOST, None, time.time() - 70, roles=[RoleStatus("trainer.0", HOST, 1, 20_001, [0], "running")]
+    ).write(run_dir)
     with health.waiting("batch 13 from orchestrator"):
         from orrery.launcher import lock
 
@@ -198,7 +202,7 @@ def test_what_the_system_refuses_is_one_line(checkout, capsys):
 
 def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, capsys):
     good, bad, worse = (job(name, "rl").run_dir for name in ("reverse_text", "calculator", "reasoning_gym"))
-    Status("rl", 4, "failed", "it broke", 1, time.time()).write(good)
+    Status("rl", 4, "failed", "it broke", 1, HOST, None, time.time()).write(good)
     (bad / "status.json").write_text('{"stage": "rl"')
     (worse / "status.json").write_text('{"stage": "rl"}')
     code, out, _ = orrery(capsys, "status")
@@ -225,7 +229,7 @@ def test_hints_name_the_command_that_a_person_typed_and_one_that_goes_on_with_th
     made = job("reverse_text", "rl")
     manifest = json.loads((checkout / "manifests/reverse_text.json").read_text())
     (checkout / "manifests/reverse_text.json").write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}))
-    Status("rl", 1, "running", "", 999_999, time.time()).write(made.run_dir)
+    Status("rl", 1, "running", "", 999_999, HOST, None, time.time()).write(made.run_dir)
     assert f"type `orrery run {made.run_dir.name} rl` to go on" in orrery(capsys, "status", made.run_dir.name)[1]
     monkeypatch.setenv("ORRERY_RESUME", "make demo")
     assert "type `make demo`" in orrery(capsys, "report", "--summary", "reverse_text")[2]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orrery.launcher.environment import environment
 from orrery.launcher.placement import PORTS, free_ports, share_cores, share_devices
+from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan
 from orrery.observe import shared_memory
 
@@ -76,15 +77,15 @@ def test_ports_are_distinct_free_and_below_the_ephemeral_range():
 
 def test_the_environment_hides_accelerators_on_a_cpu_run_and_maps_those_that_the_site_gave():
     base = {"PATH": "/bin", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "4,5,6"}
-    assert environment(base, "t", frozenset({0}), None)["CUDA_VISIBLE_DEVICES"] == ""
-    gpu = environment(base, "t", None, (1, 2))
+    assert environment(base, Site(), "t", frozenset({0}), None)["CUDA_VISIBLE_DEVICES"] == ""
+    gpu = environment(base, Site(), "t", None, (1, 2))
     assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["PATH"], gpu["OMP_NUM_THREADS"], gpu["ORRERY_TOKEN"]) == ("5,6", "/bin", "1", "t")
-    assert environment({}, "t", frozenset(range(32)), None)["OMP_NUM_THREADS"] == "4"
+    assert environment({}, Site(), "t", frozenset(range(32)), None)["OMP_NUM_THREADS"] == "4"
 
 
 def test_roles_reach_one_another_whatever_proxy_the_site_has():
     for base, wanted in (({}, "127.0.0.1,localhost"), ({"no_proxy": "intranet"}, "intranet,127.0.0.1,localhost")):
-        made = environment({"HTTP_PROXY": "http://proxy:3128", **base}, "t", None, None)
+        made = environment({"HTTP_PROXY": "http://proxy:3128", **base}, Site(), "t", None, None)
         assert made["NO_PROXY"] == made["no_proxy"] == wanted
 
 

@@ -176,7 +176,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
 def test_a_second_launcher_of_the_same_run_gets_one_sentence(run_dir):
     first = launch(run_dir, ("trainer", ["ready", "wait"]))
     ready(run_dir, "trainer.0")
-    assert lock.holder(run_dir) == first.pid
+    assert lock.holder(run_dir).pid == first.pid
     code, stderr = end(launch(run_dir, ("trainer", ["ready", "wait"])))
     assert code == 2 and stderr.count("\n") == 1
     assert f"another launcher runs this run (pid {first.pid})" in stderr
@@ -233,7 +233,7 @@ def test_someone_who_looks_for_the_holder_keeps_no_launcher_from_starting(run_di
         fcntl.flock(looking, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
         with lock.hold(run_dir):
-            assert lock.holder(run_dir) == os.getpid()
+            assert lock.holder(run_dir).pid == os.getpid()
 
 
 def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):

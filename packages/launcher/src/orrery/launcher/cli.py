@@ -34,9 +34,30 @@ def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", hel
     from orrery.launcher.runs import job
     from orrery.launcher.stage import run_stage
 
-    outcome = run_stage(job(word, stage))
+    one = job(word, stage)
+    outcome = run_stage(one)
     print(outcome.message if outcome.state == "done" else f"error: {outcome.message}", file=sys.stderr, flush=True)
+    if outcome.requeue and one.allocation is not None:
+        from orrery.launcher.slurm import requeue
+
+        requeue(one.allocation.job)  # ends this process, too
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def plan(
+    word: RunWord, stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="One stage; without it all of the run.")] = None
+) -> None:
+    """Say what a run's stages would be on this site: nodes, devices, images, submission, command lines. Starts nothing."""
+    from orrery.launcher.describe_plan import describe_stage
+    from orrery.launcher.runs import find
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    run, site = find(word, workspace), load_site(workspace)
+    for name in [stage] if stage else run.stages:
+        print("\n".join(describe_stage(run.manifest, name, site, workspace)))
 
 
 @app.command()
@@ -48,17 +69,19 @@ def status(
     """Say where a run stands: its stages, its processes, what each does or waits for."""
     from orrery.launcher.describe import describe, overview
     from orrery.launcher.runs import all_runs, find, members, newest
+    from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
 
     workspace = find_workspace()
+    on_cluster = load_site(workspace).slurm is not None
     if word is not None:
         for run in members(word, workspace):
-            print("\n".join(describe(run)))
+            print("\n".join(describe(run, on_cluster=on_cluster)))
         return
     shown = newest(workspace)
     if shown is None:
         raise OrreryError("no run has started here; type `make demo`, or `snakemake --profile local RUN` (`orrery check` lists the runs)")
-    print("\n".join(describe(find(shown.name, workspace))))
+    print("\n".join(describe(find(shown.name, workspace), on_cluster=on_cluster)))
     for path in all_runs(workspace):
         if path != shown:
             print(overview(path))
@@ -83,12 +106,18 @@ def logs(
 
 
 @app.command()
-def stop(word: RunWord) -> None:
-    """End a run that is going; it stays resumable."""
+def stop(
+    word: RunWord,
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Let the RL stage write a checkpoint first and end by itself.")] = False,
+) -> None:
+    """End a run that is going, or cancel its Slurm jobs, also those that wait; it stays resumable."""
     from orrery.launcher.runs import find
+    from orrery.launcher.site import load_site
     from orrery.launcher.stop import stop_run
+    from orrery.manifest.workspace import find_workspace
 
-    print(stop_run(find(word).path))
+    workspace = find_workspace()
+    print(stop_run(find(word, workspace).path, load_site(workspace).slurm is not None, checkpoint))
 
 
 @app.command()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from orrery.launcher import slurm
 from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
 from orrery.launcher.stage import newest_checkpoint
@@ -26,14 +27,17 @@ def overview(path: Path) -> str:
     return f"{path.name}: {status.stage} {state} (attempt {status.attempt})"
 
 
-def describe(run: Run, now_s: float | None = None) -> list[str]:
-    """Stages, processes with what each does or waits for, and what to type when nobody works on the run."""
+def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
+    """Stages, jobs, processes with what each does or waits for, and what to type when nobody works on the run."""
     now_s = time.time() if now_s is None else now_s
     try:
         status = statuses.read(run.path)
     except OrreryError as error:
         return [str(error)]
+    jobs = _jobs(run.path.name) if on_cluster else []
     if status is None:
+        if jobs:
+            return [f"{run.path.name}: not started", *map(_job_line, jobs)]
         return [f"{run.path.name}: not started; type `{resume_command(run, 'init')}`"]
     died = statuses.launcher_died(run.path, status)
     working = status.state in ("running", "stopping") and not died
@@ -43,6 +47,7 @@ def describe(run: Run, now_s: float | None = None) -> list[str]:
     finished = run.finished()
     marks = [f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}" for stage in run.stages]
     lines.append("  " + "   ".join(marks))
+    lines += map(_job_line, jobs)
     health = read_health(run.path, status.stage, status.attempt)
     for role in status.roles:
         one = health.get(role.name)
@@ -51,16 +56,39 @@ def describe(run: Run, now_s: float | None = None) -> list[str]:
             step = f"step {one.step}" if one and one.step is not None else ""
         else:
             does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
-        lines.append(f"  {role.name:<16} pid {role.pid:<8} {step:<9} {does}")
+        where = f"pid {role.pid:<8}" if role.pid else f"{role.node:<12}"
+        lines.append(f"  {role.name:<16} {where} {step:<9} {does}")
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
-    if died:
-        lines.append(f"  the launcher (pid {status.launcher_pid}) died without a word; type `{resume_command(run, status.stage)}` to go on")
+    if any(job.name == f"{run.path.name}.{status.stage}" and job.state == "waiting" for job in jobs):
+        lines.append("  it goes on by itself when its job starts again")
+    elif died:
+        who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
+        lines.append(f"  the launcher ({who}) died without a word; type `{_resume(run, status)}` to go on")
     elif status.message:
         lines.append(f"  {status.message}")
         if status.state == "done" and len(finished) < len(run.stages):
-            lines.append(f"  type `{resume_command(run, run.stages[len(finished)])}` to go on")
+            lines.append(f"  type `{_resume(run, status, run.stages[len(finished)])}` to go on")
     return lines
+
+
+def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
+    return resume_command(run, stage or status.stage, profile="slurm" if status.slurm_job else "local")
+
+
+def _jobs(folder: str) -> list[slurm.SlurmJob]:
+    """The run's jobs in Slurm's queue; none where there is no word from it: a status is better than an error."""
+    try:
+        return slurm.of_run(folder)
+    except OrreryError:
+        return []
+
+
+def _job_line(job: slurm.SlurmJob) -> str:
+    stage = job.name.rpartition(".")[2]
+    if job.state == "waiting":
+        return f"  job {job.id} ({stage}): {job.word.lower()}, waits for {job.reason}"
+    return f"  job {job.id} ({stage}): {job.word.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:

@@ -1,30 +1,56 @@
-"""The environment of a role: the launcher's own, with what a run determines put in its place."""
+"""The environment of a role: what a run and a site determine."""
 
 import os
 from collections.abc import Mapping
 
+from orrery.launcher.site import Site
 from orrery.observe.lifeline import LAUNCHER_PID
 
 THREADS_AT_MOST = 4  # more threads than this only wait for one another at the model sizes that are run on CPUs
+LOOPBACK = "127.0.0.1,localhost"
 
 
-def environment(base: Mapping[str, str], token: str, cores: frozenset[int] | None, devices: tuple[int, ...] | None) -> dict[str, str]:
-    """`cores` None: not pinned, one thread; `devices` None: a CPU run, accelerators are hidden."""
-    threads = str(min(THREADS_AT_MOST, len(cores))) if cores else "1"
+def environment(
+    base: Mapping[str, str], site: Site, token: str, cores: frozenset[int] | None, devices: tuple[int, ...] | None
+) -> dict[str, str]:
+    """Of a process on this machine: the launcher's own with ours put in its place.
+
+    `cores` None: not pinned, one thread; `devices` None: a CPU run, accelerators are hidden.
+    """
     visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",") if base.get("CUDA_VISIBLE_DEVICES") else None
-    no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), "127.0.0.1,localhost"]))
+    no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
+        **_common(site, token, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in devices or ()),
         "NO_PROXY": no_proxy,  # roles call one another on loopback, whatever proxy the site has
         "no_proxy": no_proxy,
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def cluster_environment(site: Site, token: str, cpus: int, num_nodes: int) -> dict[str, str]:
+    """Of a task of a Slurm step: nothing of the launcher's own. Roles of one node stay on loopback, whatever interface the site names."""
+    return {
+        **_common(site, token, cpus),
+        **({"ORRERY_INTERFACE": site.network.interface} if site.network and num_nodes > 1 else {}),
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+        LAUNCHER_PID: "0",  # launched, and the parent is whoever Slurm has made it
+    }
+
+
+def _common(site: Site, token: str, cpus: int) -> dict[str, str]:
+    threads = str(min(THREADS_AT_MOST, cpus))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "ORRERY_TOKEN": token,  # shared by the roles of this attempt, so that nobody else's message is taken for theirs
-        LAUNCHER_PID: str(os.getpid()),
+        "ORRERY_DEADLINE_SCALE": str(site.roles.deadline_scale),
+        **site.environment,
     }

@@ -25,7 +25,8 @@ IMAGE_OF: dict[str, Image] = {  # role → image
     "orchestrator": "orchestrator",
     "report": "orchestrator",
 }
-TOOLS = ("build.py", "debian.py", "bytecode.py", "normalise.py")
+TOOLS = ("debian.py", "bytecode.py", "normalise.py")
+MKSQUASHFS = "-comp zstd -Xcompression-level 1 -all-root -no-xattrs -all-time 1700000000 -mkfs-time 1700000000"
 
 
 class Built(NamedTuple):
@@ -46,10 +47,10 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
 
 
 def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
-    """sha256 of the names and contents of an image's parts; `role` is a role or an image."""
+    """sha256 of the names and contents of an image's parts and of how they are packed; `role` is a role or an image."""
     image = _image(role)
     digests = {part: hashlib.sha256((workspace.root / part).read_bytes()).hexdigest() for part in parts(image, hardware)}
-    return hashlib.sha256(json.dumps([image, hardware, digests], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True).encode()).hexdigest()
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:

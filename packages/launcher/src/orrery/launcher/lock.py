@@ -1,13 +1,15 @@
 """One launcher a run: an flock on `<run_dir>/.lock`, which the kernel frees however the launcher ends.
 
-The file says who holds it (pid and the pid's start time, so that a reused pid is never taken for the launcher).
+The file says who holds it: host, pid and the pid's start time, so that a reused pid is never taken for the launcher.
 """
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,24 +23,38 @@ def _path(run_dir: Path) -> Path:
     return run_dir / ".lock"
 
 
+@dataclass(frozen=True)
+class Holder:
+    """The launcher that holds a run."""
+
+    host: str
+    pid: int
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
 @contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
-    """Hold the run while the body runs; raises `OrreryError` when another launcher does."""
+def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
+    """Hold the run while the body runs; raises `OrreryError` when another launcher still does after `within_s`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        limit_s = time.monotonic() + LOOKED_AT_S
+        limit_s = time.monotonic() + within_s
         while not _locked(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > limit_s:
-                pid = holder(run_dir)
-                who = f" (pid {pid})" if pid else ""
+                who = f" ({found})" if (found := holder(run_dir)) else ""
                 raise OrreryError(
                     f"{run_dir}: another launcher runs this run{who}; type `orrery status {run_dir.name}` to watch it "
                     f"or `orrery stop {run_dir.name}` to end it"
                 )
             time.sleep(0.02)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {psutil.Process().create_time()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -52,8 +68,8 @@ def _locked(descriptor: int, kind: int) -> bool:
     return True
 
 
-def holder(run_dir: Path) -> int | None:
-    """The pid of the launcher that holds the run now; None when nobody does, or it has not said who it is yet."""
+def holder(run_dir: Path) -> Holder | None:
+    """The launcher that holds the run now; None when nobody does, or it has not said who it is yet."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY)
     except (FileNotFoundError, PermissionError):
@@ -61,11 +77,11 @@ def holder(run_dir: Path) -> int | None:
     try:
         if _locked(descriptor, fcntl.LOCK_SH):
             return None
-        words = os.pread(descriptor, 200, 0).decode().split()
+        words = os.pread(descriptor, 400, 0).decode().split()
     finally:
         os.close(descriptor)
     try:
-        pid, created_s = int(words[0]), float(words[1])
-        return pid if psutil.Process(pid).create_time() == created_s else None
+        found, created_s = Holder(words[0], int(words[1])), float(words[2])
+        return found if not found.is_here or psutil.Process(found.pid).create_time() == created_s else None
     except (IndexError, ValueError, psutil.NoSuchProcess):
         return None

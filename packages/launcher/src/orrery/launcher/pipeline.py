@@ -1,27 +1,47 @@
-"""The pipeline's view of the checked-in runs, for the Snakefile: which stages, in which order, under which target.
+"""The pipeline's view of the checked-in runs, for the Snakefile: which stages, in which order, under which target, on which nodes.
 
+- Where the site has Slurm, what a stage is submitted with follows from its manifest and the site, and a dry run shows it.
 - Refuses with one sentence when a checked-in manifest is not what its spec renders to now: what runs is what was reviewed.
 """
 
 from dataclasses import dataclass
 
+from orrery.launcher.describe_plan import describe_stage
+from orrery.launcher.site import Site, load_site
+from orrery.launcher.submission import sbatch_options
+from orrery.manifest import plan as plans
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
-from orrery.manifest.plan import plan
 from orrery.manifest.render import render_all
+from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Run folders by target (a run's name, or a spec file's stem for all of its runs); the stages before a (folder, stage)."""
+    """Run folders by target (a run's name, or a spec file's stem for all of its runs); manifests by folder."""
 
     folders: dict[str, list[str]]
-    after: dict[tuple[str, str], tuple[str, ...]]
+    manifests: dict[str, Manifest]
+    workspace: Workspace
+    site: Site
 
     def before(self, run: str, stage: str) -> list[str]:
         """The markers that `stage` of the run folder `run` waits for."""
-        return [f"runs/{run}/stages/{one}/DONE" for one in self.after[run, stage]]
+        return [f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after]
+
+    def sbatch(self, run: str, stage: str) -> str:
+        """What the stage's job is submitted with; empty at a site without Slurm."""
+        if self.site.slurm is None:
+            return ""
+        manifest = self.manifests[run]
+        return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
+
+    def says(self, run: str, stage: str) -> str:
+        """What the stage is, in one line for a local run and whole for a cluster: nodes, devices, images, command lines."""
+        if self.site.slurm is None:
+            return f"{stage} of {run}"
+        return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
@@ -29,7 +49,7 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}
-    after: dict[tuple[str, str], tuple[str, ...]] = {}
+    manifests: dict[str, Manifest] = {}
     for run in render_all(workspace):
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file() or path.read_text(encoding="utf-8") != pretty_json(run.manifest):
@@ -40,6 +60,5 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
         folder = run_dir(".", run.manifest).name
         targets[name] = [folder]
         groups.setdefault(run.file.stem, []).append(folder)
-        for stage in plan(run.manifest):
-            after[folder, stage.name] = stage.after
-    return Pipeline({**groups, **targets}, after)
+        manifests[folder] = run.manifest
+    return Pipeline({**groups, **targets}, manifests, workspace, load_site(workspace))

@@ -7,6 +7,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,13 +23,12 @@ class Process:
 
     def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
                  env: Mapping[str, str]):  # fmt: skip
-        self.plan, self.port, self.cores = plan, port, cores
+        self.plan, self.port, self.cores, self.node = plan, port, cores, socket.gethostname()
         self.name = f"{plan.role}.{plan.index}"
         self.log = run_dir / "logs" / f"{self.name}.log"
-        argv = [sys.executable, "-m", plan.module, "--run-dir", str(run_dir), "--stage", stage, "--index", str(plan.index)]
-        argv += ["--attempt", str(attempt), "--port", str(port)]
+        argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port), "--index", str(plan.index)]
         with open(self.log, "ab") as log:
-            log.write(f"=== {stage}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
+            log.write(f"{header(stage, attempt)} {shlex.join(argv)}\n".encode())
             log.flush()
             self._log_begin = log.tell()
             self._popen = subprocess.Popen(
@@ -47,10 +47,7 @@ class Process:
     @property
     def ending(self) -> str | None:
         """`exit code 1` or `SIGKILL`; None while it runs."""
-        code = self.poll()
-        if code is None:
-            return None
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
         if self.poll() is None:
@@ -66,8 +63,36 @@ class Process:
 
     def last_words(self) -> str:
         """The last line that it wrote in this attempt, shortened; empty when it wrote nothing."""
-        with open(self.log, "rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_begin, size - 4096))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:300] if lines else ""
+        return last_line(self.log, self._log_begin)
+
+
+def role_argv(python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int) -> list[str]:
+    """The command of one role process, but for its index."""
+    return [
+        *(python, "-m", module, "--run-dir", str(run_dir), "--stage", stage),
+        *("--attempt", str(attempt), "--port", str(port)),
+    ]
+
+
+def header(stage: str, attempt: int) -> str:
+    """What a log has before every start."""
+    return f"=== {stage}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}:"
+
+
+def signal_or_code(code: int | None) -> str | None:
+    """`SIGKILL` or `exit code 1`; None for None."""
+    if code is None:
+        return None
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def last_line(log: Path, begin: int) -> str:
+    """The last line of a log after its first `begin` bytes, shortened; empty where there is none."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin, size - 4096))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return ""
+    return lines[-1][:300] if lines else ""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.launcher import lock
+from orrery.launcher.allocation import INSIDE, allocation
+from orrery.launcher.site import cluster, load_site
 from orrery.launcher.stage import Job, done_path
+from orrery.manifest.built import check_built
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
@@ -100,10 +103,13 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     """The stage of a run, ready for `run_stage`: the run folder is made and holds its manifest."""
     workspace = workspace or find_workspace()
     run = find(word, workspace)
-    stage_plan = stage(run.manifest, stage_name)
-    if run.manifest.hardware.num_nodes > 1:
+    stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
+    check_built(run.manifest)
+    inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
+    if inside is None and stage_plan.num_nodes > 1:
         raise OrreryError(
-            f"hardware.num_nodes = {run.manifest.hardware.num_nodes}: the local launcher runs one node; choose a hardware axis of one node"
+            f"hardware.num_nodes = {run.manifest.hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} nodes and this is one; "
+            f"type `snakemake --profile slurm {run.manifest.name}` on a cluster, or choose a hardware axis of one node"
         )
     if stage_name == "init" and lock_sha256(workspace) != run.manifest.python_lock_sha256:
         raise OrreryError(
@@ -116,7 +122,8 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     sft = run.manifest.stages.sft
     num_steps = {"sft": sft.num_steps if sft else None, "rl": run.manifest.stages.rl.num_steps}.get(stage_name)
     num_devices = None if run.manifest.hardware.accelerator == "cpu" else run.manifest.hardware.devices_per_node
-    return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume_command(run, stage_name, workspace))
+    resume = resume_command(run, stage_name, workspace, "slurm" if inside else "local")
+    return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside)
 
 
 def lock_sha256(workspace: Workspace) -> str:
@@ -124,13 +131,13 @@ def lock_sha256(workspace: Workspace) -> str:
     return hashlib.sha256((workspace.root / "locks" / "cpu.txt").read_bytes()).hexdigest()
 
 
-def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None) -> str:
+def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local") -> str:
     """What goes on with the whole pipeline; `ORRERY_RESUME` is set by commands that wrap it (such as `make demo`)."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
     if checked_in.exists() and load(checked_in) == run.manifest:
-        return f"snakemake --profile local {run.manifest.name}"
+        return f"snakemake --profile {profile} {run.manifest.name}"
     return f"orrery run {run.path.name} {stage_name}"
 
 

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
@@ -21,10 +21,12 @@ from orrery.manifest.workspace import Workspace
 VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 
-OURS = {  # sbatch options that follow from the manifest or from other keys
-    "nodes", "N", "ntasks", "n", "ntasks-per-node", "gres", "gpus-per-node", "gpus", "G", "mem", "time", "t", "partition", "p", "account", "A",
-    "job-name", "J", "output", "o", "error", "e", "comment", "signal", "requeue", "no-requeue", "cpus-per-task", "c", "wrap", "parsable",
-}  # fmt: skip
+# sbatch options that follow from the manifest or from other keys
+OURS = {
+    *("nodes", "N", "ntasks", "n", "ntasks-per-node", "gres", "gpus-per-node", "gpus", "G", "cpus-per-task", "c", "mem", "time", "t"),
+    *("partition", "p", "account", "A", "job-name", "J", "output", "o", "error", "e", "comment", "signal", "requeue", "no-requeue"),
+    *("wrap", "parsable"),
+}
 
 
 def _word(text: str) -> str:
@@ -80,7 +82,7 @@ class Containers(Record):
     images: str
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
     scratch: str = "/tmp"
-    modules: Annotated[tuple[Word, ...], Field(strict=False)] = ()
+    modules: Annotated[tuple[Annotated[str, Field(pattern=r"^[\w.@:+/-]+$")], ...], Field(strict=False)] = ()
 
 
 class Network(Record):
@@ -102,7 +104,7 @@ class Site(Record):
     containers: Containers | None = None
     network: Network | None = None
     roles: Roles = Roles()
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def environment_is_not_ours(self) -> "Site":

@@ -4,9 +4,12 @@
 - Out: an `Outcome`, `status.json`, and on success `stages/<stage>/DONE`.
 - Holds the run's lock throughout: two launchers never share a run directory.
 - The first process that fails (a server that ends early counts) ends all others within seconds; the outcome's sentence names it.
-- Whatever happens, no process and no shared memory of the run is left. If this process itself is killed, lifelines end the roles, and the
-  next start clears what they left.
-- Never: retries. A stage ends; whoever wants it goes on by starting it again.
+- Processes are local ones, or tasks of the steps of the Slurm job that this launcher runs in; what is watched is the same.
+- SIGUSR1 asks for a wind-down (Slurm sends it before the time limit): the RL stage writes a checkpoint and ends, to be gone on with.
+- Whatever happens, no process and no shared memory of the run is left. If this process itself is killed, lifelines (in a Slurm job: Slurm)
+  end the roles, and the next start clears what they left.
+- Never: retries. A stage ends; whoever wants it goes on by starting it again. A job that lost a node, or whose time was up, Slurm starts
+  again.
 """
 
 import json
@@ -14,8 +17,10 @@ import os
 import secrets
 import shutil
 import signal
+import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,36 +28,48 @@ from types import FrameType
 
 import psutil
 
-from orrery.launcher import lock
+from orrery.launcher import lock, receipt, slurm
 from orrery.launcher import status as statuses
+from orrery.launcher.allocation import Allocation
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import free_ports, share_cores, share_devices
 from orrery.launcher.process import Process
+from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
+from orrery.launcher.steps import Task, failed_node
 from orrery.launcher.usage import UsageSampler
 from orrery.launcher.view import View
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import write_atomic
-from orrery.observe import shared_memory, watchdog
+from orrery.manifest.workspace import Workspace
+from orrery.observe import shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import adopt_orphans
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 from orrery.observe.system_error import explain
+from orrery.observe.wind_down import WOUND_DOWN
 
 POLL_S, LOOK_S, USAGE_S = 0.1, 0.5, 2.0
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
 STACKS_S = 1.0  # for the stacks to reach the logs
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
+WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
+MARGIN_S = 15.0
+SLURM_SAYS_S = 1.5  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
+RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. `num_devices` is None on a CPU; `resume` is what a person types to go on; `num_steps` is for the view."""
+    """What to run. `num_devices` is None on a CPU; `resume` is what a person types to go on; `num_steps` is for the view.
+
+    `allocation` is None for a stage of local processes.
+    """
 
     run_dir: Path
     plan: StagePlan
@@ -60,19 +77,26 @@ class Job:
     num_devices: int | None
     num_steps: int | None
     resume: str
+    site: Site
+    workspace: Workspace
+    allocation: Allocation | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """`requeue`: there is a newer checkpoint than at the start, and Slurm may start the job again."""
+
     state: State
     message: str
     exit_code: int
+    requeue: bool = False
 
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage to its end; raises `OrreryError` where it cannot start."""
+    restarted = job.allocation is not None and job.allocation.restarts > 0
     with ExitStack() as stack:
-        stack.enter_context(lock.hold(job.run_dir))
+        stack.enter_context(lock.hold(job.run_dir, RESTART_LOCK_S if restarted else lock.LOOKED_AT_S))
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
             if not marker.exists():
@@ -95,19 +119,23 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 class _Interrupts:
-    """Signals that ask the launcher to end; the first says why, a second means at once."""
+    """Signals that ask the launcher to end: the first says why, a second means at once; and the one that asks for a wind-down."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self.wind_down = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+        if number == signal.SIGUSR1:
+            self.wind_down = True
+        else:
+            self.received.append(signal.Signals(number))
 
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, interrupts) for number in numbers}
     try:
         yield interrupts
@@ -120,20 +148,25 @@ class _Stage:
     def __init__(self, job: Job, interrupts: _Interrupts):
         self.job, self.interrupts = job, interrupts
         self.run_dir, self.stage = job.run_dir, job.plan.name
-        last = statuses.read(self.run_dir)
-        if last is not None:
-            _end_leftovers(self.run_dir, last)
-        shared_memory.remove(self.run_dir)
-        self.attempt = last.attempt + 1 if last else 1
+        self.last = statuses.read(self.run_dir)
+        if self.last is not None:
+            _end_leftovers(self.run_dir, self.last)
+        self._remove_weights()
+        self.attempt = self.last.attempt + 1 if self.last else 1
         self.token = secrets.token_hex(16)
-        self.processes: list[Process] = []
+        self.processes: list[Process] | list[Task] = []
         self.health: dict[str, Health] = {}
-        self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), time.time())
+        self.code = receipt.code_state(self.run_dir, job.workspace.root)
+        self.began_at = newest_checkpoint(self.run_dir)
+        self.wind_down_until_s: float | None = None
+        slurm_job = job.allocation.job if job.allocation else None
+        self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), socket.gethostname(), slurm_job, time.time())
 
     def run(self) -> Outcome:
         for folder in (health_dir(self.run_dir, self.stage), self.run_dir / "stages" / self.stage / "endpoints"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+        wind_down.path(self.run_dir, self.stage).unlink(missing_ok=True)
         (self.run_dir / "logs").mkdir(exist_ok=True)
         finished = [stage for stage in self.job.stages if done_path(self.run_dir, stage).exists()]
         self.progress = Progress(
@@ -145,9 +178,12 @@ class _Stage:
         view = View(self.progress)
         outcome = Outcome("failed", f"{self.stage}: the launcher itself broke", 1)
         try:
+            self._say_restart()
             self._start()
             outcome = self._watch(view)
             self._say_state("stopping", outcome.message)
+        except OrreryError as error:
+            outcome = Outcome("failed", str(error), error.exit_code)
         except OSError as error:
             outcome = Outcome("failed", f"{self.stage}: {explain(error)}; {self._go_on()}", 1)
         finally:
@@ -157,33 +193,72 @@ class _Stage:
             view.close()
             self.metrics.close()
             self._end_strays()
-            shared_memory.remove(self.run_dir)
+            self._remove_weights()
             self.status.ended_s = time.time()
             with suppress(OSError):  # on a full disk the sentence still reaches stderr
                 self._say_state(outcome.state, outcome.message)
                 self._log(outcome.message)
+            with suppress(OSError):
+                self._receipt(outcome)
         if outcome.state == "done":
             wall_s = self.status.ended_s - self.status.started_s
             row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
 
+    def _remove_weights(self) -> None:
+        """What engines and trainer pass on: in shared memory on one node, in the run's folder on several."""
+        shared_memory.remove(self.run_dir)
+        shutil.rmtree(self.run_dir / "weights" / "wire", ignore_errors=True)
+
+    def _receipt(self, outcome: Outcome) -> None:
+        allocation = self.job.allocation
+        receipt.record(
+            self.run_dir, self.stage, self.attempt, outcome.state, outcome.message, self.status.started_s, self.status.ended_s,
+            nodes=sorted({process.node for process in self.processes}), images=allocation.images(self.job.plan) if allocation else {},
+            slurm_job_id=allocation.job if allocation else None, workspace_root=self.job.workspace.root,
+            code=self.code, secrets=[self.token],
+        )  # fmt: skip
+
     # Starting ---------------------------------------------------------------------------------------------------------
 
+    def _say_restart(self) -> None:
+        """After Slurm has started the job again: which node was lost, and what it held."""
+        if self.last is None or self.job.allocation is None or self.last.slurm_job != self.job.allocation.job:
+            return
+        job, roles = self.job.allocation.job, self.last.roles
+        lost = [node for node in {role.node for role in roles} if node in {*slurm.lost_nodes(job), *slurm.unusable_nodes([node])}]
+        held = [f"{node} was lost, which held {_listed([role.name for role in roles if role.node == node])}" for node in sorted(lost)]
+        why = "; ".join(held) or self.last.message or "it was put back in the queue"
+        text = f"{self.stage}: started again by Slurm (job {job}): {why}; {self._goes_on()}"
+        self._log(text)
+        print(text, file=sys.stderr, flush=True)
+
     def _start(self) -> None:
+        if self.job.allocation is not None:
+            tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.token)
+            self.processes = tasks
+            for node in dict.fromkeys(task.node for task in tasks):
+                self._log(f"{node}: {_listed([task.name for task in tasks if task.node == node])}")
+        else:
+            self._start_here()
+        self._say_state("running", "")
+
+    def _start_here(self) -> None:
         plans = self.job.plan.processes
         cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
         try:
             devices = {} if self.job.num_devices is None else share_devices(self.job.num_devices, plans)
         except ValueError as error:
             raise OrreryError(f"{self.stage}: {error}; lower trainer.mesh or inference.num_replicas") from None
+        started: list[Process] = []
+        self.processes = started
         for plan, port in zip(plans, free_ports(len(plans)), strict=True):
             key = plan.role, plan.index
-            env = environment(os.environ, self.token, cores.get(key), devices.get(key))
+            env = environment(os.environ, self.job.site, self.token, cores.get(key), devices.get(key))
             process = Process(plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env)
-            self.processes.append(process)
+            started.append(process)
             self._log(f"{process.name}: pid {process.pid}, port {port}, cores {sorted(process.cores) if process.cores else 'any'}")
-        self._say_state("running", "")
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -192,7 +267,9 @@ class _Stage:
         while True:
             if self.interrupts.received:
                 return self._stopped()
-            if any(map(_failed, self.processes)):
+            if (outcome := self._wind_down()) is not None:
+                return outcome
+            if any(map(self._failed, self.processes)):
                 return self._failure()
             if all(process.poll() == 0 for process in self.processes if process.plan.ends == "itself"):
                 return Outcome("done", f"{self.stage}: done in {duration(time.time() - self.status.started_s)}", 0)
@@ -203,10 +280,43 @@ class _Stage:
                     return outcome
             if now_s >= usage_at_s:
                 usage_at_s = now_s + USAGE_S
-                pids = {process.name: process.pid for process in self.processes if process.poll() is None}
-                self.metrics.write(event="usage", processes=usage.sample({**pids, "launcher.0": os.getpid()}))
+                self.metrics.write(event="usage", processes=usage.sample({"launcher.0": os.getpid()}))
             view.draw(self.health, {process.name: process.ending or "running" for process in self.processes})
             time.sleep(POLL_S)
+
+    def _wind_down(self) -> Outcome | None:
+        """Ask for a wind-down where a signal wants one; the outcome when it is over."""
+        if self.wind_down_until_s is None:
+            if not self.interrupts.wind_down:
+                return None
+            if self.stage != "rl":
+                return Outcome("stopped", f"{self.stage}: its time is up, and it has no checkpoints; {self._go_on()}", 128 + signal.SIGUSR1)
+            write_atomic(wind_down.path(self.run_dir, self.stage), b"")
+            self.wind_down_until_s = time.monotonic() + self._time_to_wind_down()
+            self._log("winding down")
+            return None
+        if all(process.poll() in (WOUND_DOWN, -signal.SIGTERM) for process in self.processes if process.plan.ends == "itself"):
+            step = newest_checkpoint(self.run_dir)
+            return Outcome("stopped", f"{self.stage}: wound down; {self._go_on()}", WOUND_DOWN, requeue=step != self.began_at)
+        if time.monotonic() > self.wind_down_until_s:
+            waits = "; ".join(
+                f"{name} was {one.sentence()}" for name, one in self.health.items() if one.role in ("trainer", "orchestrator")
+            )
+            message = f"{self.stage}: did not wind down in time ({waits}); {self._go_on()}"
+            return Outcome("stopped", message, WOUND_DOWN, requeue=newest_checkpoint(self.run_dir) != self.began_at)
+        return None
+
+    def _time_to_wind_down(self) -> float:
+        if self.job.allocation is None:
+            return WIND_DOWN_S * self.job.site.roles.deadline_scale
+        left_s = next((slurm.seconds(job.left) for job in slurm.mine() if job.id == self.job.allocation.job), None)
+        return max(0.0, (WIND_DOWN_S if left_s is None else left_s) - MARGIN_S)
+
+    def _failed(self, process: Process | Task) -> bool:
+        code = process.poll()
+        if self.wind_down_until_s is not None and code in (WOUND_DOWN, -signal.SIGTERM):
+            return False
+        return code is not None and (code != 0 or process.plan.ends == "with_stage")
 
     def _look(self) -> Outcome | None:
         self.health = read_health(self.run_dir, self.stage, self.attempt)
@@ -230,15 +340,40 @@ class _Stage:
         now_s = time.time()
         self.health = read_health(self.run_dir, self.stage, self.attempt)
 
-        def order(process: Process) -> tuple[bool, float]:
+        def order(process: Process | Task) -> tuple[bool, float]:
             health = self.health.get(process.name)
             return process.poll() != -signal.SIGKILL, health.since_s if health and health.doing == FAILED else now_s
 
         said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
-        first = min({*filter(_failed, self.processes), *said}, key=order)
+        first = min({*filter(self._failed, self.processes), *said}, key=order)
+        if lost := self._lost_node():
+            held = _listed([process.name for process in self.processes if process.node == lost])
+            return Outcome("failed", f"{self.stage}: node {lost} was lost, which held {held}; {self._go_on()}", 1)
+        if (ended := self._ended_by_slurm(first)) is not None:
+            return ended
         return Outcome("failed", f"{self._sentence(first)}; its log is {first.log}; {self._go_on()}", 1)
 
-    def _sentence(self, process: Process) -> str:
+    def _lost_node(self) -> str | None:
+        if self.job.allocation is None:
+            return None
+        return next((node for task in self.processes if (node := failed_node(task.step.said()))), None)
+
+    def _ended_by_slurm(self, first: Process | Task) -> Outcome | None:
+        """The outcome where Slurm ends the job (cancelled, preempted, out of time) and its signal reached a role before it reached us."""
+        if self.job.allocation is None or first.poll() not in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL):
+            return None
+        job = self.job.allocation.job
+        limit_s = time.monotonic() + SLURM_SAYS_S
+        while time.monotonic() < limit_s:
+            if self.interrupts.received:
+                return self._stopped()
+            word = slurm.words([job]).get(job, "")
+            if word not in ("RUNNING", ""):
+                return Outcome("stopped", f"{self.stage}: Slurm ends job {job} ({word}); {self._go_on()}", 128 + signal.SIGTERM)
+            time.sleep(POLL_S)
+        return None
+
+    def _sentence(self, process: Process | Task) -> str:
         health, code = self.health.get(process.name), process.poll()
         if code is None:
             how = "failed and does not end"
@@ -246,6 +381,8 @@ class _Stage:
             how = "ended by itself (exit code 0) while the stage needed it"
         else:
             how = f"was killed by {process.ending}" if code < 0 else f"ended with {process.ending}"
+        if self.job.plan.num_nodes > 1:
+            how = f"on {process.node} {how}"
         doing = f" while {health.last}" if health and code != 0 else "" if health else " before it said anything"
         error = health.error if health else None
         if error is None and code != -signal.SIGKILL and (words := process.last_words()):
@@ -255,6 +392,10 @@ class _Stage:
     def _stopped(self) -> Outcome:
         number = self.interrupts.received[0]
         return Outcome("stopped", f"{self.stage}: stopped by {number.name}; {self._go_on()}", 128 + number)
+
+    def _goes_on(self) -> str:
+        step = newest_checkpoint(self.run_dir) if self.stage == "rl" else None
+        return f"it begins {self.stage} anew" if step is None else f"it goes on from step {step}"
 
     def _go_on(self) -> str:
         step = newest_checkpoint(self.run_dir) if self.stage == "rl" else None
@@ -295,7 +436,7 @@ class _Stage:
         self.status.state, self.status.message = state, message
         self.status.roles = [
             RoleStatus(
-                process.name, process.pid, process.port, sorted(process.cores) if process.cores else None,
+                process.name, process.node, process.pid, process.port, sorted(process.cores) if process.cores else None,
                 "running" if process.ending is None else "ended", process.ending,
             )
             for process in self.processes
@@ -307,9 +448,13 @@ class _Stage:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n")
 
 
-def _failed(process: Process) -> bool:
-    code = process.poll()
-    return code is not None and (code != 0 or process.plan.ends == "with_stage")
+def _listed(names: Sequence[str]) -> str:
+    """`trainer.0-7, router.0`: processes by role, runs of indices drawn together."""
+    by_role: dict[str, list[int]] = {}
+    for name in names:
+        role, _, index = name.rpartition(".")
+        by_role.setdefault(role, []).append(int(index))
+    return ", ".join(f"{role}.{min(found)}" + (f"-{max(found)}" if len(found) > 1 else "") for role, found in by_role.items())
 
 
 def _token(process: psutil.Process) -> str | None:

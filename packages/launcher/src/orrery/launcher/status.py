@@ -4,11 +4,12 @@ A status that says `running` while nobody holds the run's lock is a launcher tha
 """
 
 import json
+import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from orrery.launcher import lock
+from orrery.launcher import lock, slurm
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 
@@ -17,9 +18,10 @@ State = Literal["running", "stopping", "done", "failed", "stopped"]
 
 @dataclass
 class RoleStatus:
-    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL")."""
+    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL"). `pid` 0: a step of a Slurm job."""
 
     name: str
+    node: str
     pid: int
     port: int
     cores: list[int] | None
@@ -36,6 +38,8 @@ class Status:
     state: State
     message: str
     launcher_pid: int
+    host: str
+    slurm_job: str | None
     started_s: float
     ended_s: float | None = None
     roles: list[RoleStatus] = field(default_factory=list)
@@ -57,4 +61,13 @@ def read(run_dir: Path) -> Status | None:
 
 
 def launcher_died(run_dir: Path, status: Status) -> bool:
-    return status.state in ("running", "stopping") and lock.holder(run_dir) is None
+    """Whether nobody works on a run that says somebody does. A launcher that Slurm runs on another host is asked for at Slurm."""
+    if status.state not in ("running", "stopping"):
+        return False
+    if status.slurm_job is None or status.host == socket.gethostname():
+        return lock.holder(run_dir) is None
+    try:
+        word = slurm.words([status.slurm_job]).get(status.slurm_job)
+        return word is None or slurm.state_of(word, status.slurm_job) != "running"
+    except OrreryError:
+        return False  # no Slurm to ask from here; its silence is not the launcher's death

@@ -1,28 +1,60 @@
-"""Stop: ask the launcher that holds a run to end it."""
+"""Stop: end a run's launcher, or its Slurm jobs, also those that have not started."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-from orrery.launcher import lock
+from orrery.launcher import lock, slurm
 from orrery.launcher import status as statuses
 from orrery.manifest.errors import OrreryError
 
 WITHIN_S = 30.0
 
 
-def stop_run(run_dir: Path, within_s: float = WITHIN_S) -> str:
-    """SIGTERM to the lock's holder, and wait for it to leave; the run's last message. Raises `OrreryError` when nobody runs it."""
-    pid = lock.holder(run_dir)
-    if pid is None:
+def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = WITHIN_S) -> str:
+    """End the run; the last message. With `checkpoint` it is only asked to write one first, and ends by itself.
+
+    Raises `OrreryError` when nobody runs it.
+    """
+    holder = lock.holder(run_dir)
+    if holder is not None and holder.is_here and not _is_a_job(run_dir):
+        return _stop_launcher(run_dir, holder.pid, checkpoint, within_s)
+    jobs = slurm.of_run(run_dir.name) if on_cluster else []
+    if not jobs:
+        if holder is not None:
+            raise OrreryError(f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there")
         raise OrreryError(f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands")
+    told = ", ".join(f"{job.id} ({job.name.rpartition('.')[2]}, {job.word.lower()})" for job in jobs)
+    if checkpoint:
+        running = [job for job in jobs if job.state == "running"]
+        if not running:
+            raise OrreryError(f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them")
+        slurm.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
+        return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
+    slurm.cancel([job.id for job in jobs])
+    limit_s = time.monotonic() + within_s
+    while left := {job.id for job in slurm.of_run(run_dir.name)} & {job.id for job in jobs}:
+        if time.monotonic() > limit_s:
+            raise OrreryError(f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s")
+        time.sleep(0.2)
+    return f"{run_dir.name}: cancelled job {told}"
+
+
+def _is_a_job(run_dir: Path) -> bool:
+    status = statuses.read(run_dir)
+    return status is not None and status.slurm_job is not None
+
+
+def _stop_launcher(run_dir: Path, pid: int, checkpoint: bool, within_s: float) -> str:
     try:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGUSR1 if checkpoint else signal.SIGTERM)
     except PermissionError:
         raise OrreryError(f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask them, or become them") from None
+    if checkpoint:
+        return f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint; it ends when that is written"
     limit_s = time.monotonic() + within_s
-    while lock.holder(run_dir) == pid:
+    while (holder := lock.holder(run_dir)) is not None and holder.pid == pid:
         if time.monotonic() > limit_s:
             raise OrreryError(
                 f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s; see {run_dir}/logs/launcher.0.log"

@@ -1,0 +1,87 @@
+"""The Slurm job that this launcher runs in: its nodes, and starting the stage's steps on them.
+
+- In: the environment that sbatch made, the site, the manifest's hardware. Out: `Task`s.
+- Everything that a role is told goes through variables; the run's token stands on no command line.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orrery.launcher import containers, images, slurm
+from orrery.launcher.environment import cluster_environment
+from orrery.launcher.process import header, role_argv
+from orrery.launcher.site import Site, Slurm
+from orrery.launcher.steps import Step, StepPlan, Task, srun, step_plans
+from orrery.launcher.submission import components
+from orrery.manifest.plan import StagePlan
+from orrery.manifest.schema import Hardware
+from orrery.manifest.workspace import Workspace
+
+INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One job. `nodes` are host names by component; `restarts` how often Slurm has started the job again."""
+
+    job: str
+    restarts: int
+    nodes: tuple[tuple[str, ...], ...]
+    site: Site
+    slurm: Slurm
+    hardware: Hardware
+    workspace: Workspace
+
+    def _image(self, role: str) -> Path:
+        where = self.workspace.root / self.site.containers.images
+        return images.find(self.workspace, where, images.IMAGE_OF[role], "cpu" if self.hardware.accelerator == "cpu" else "cuda")
+
+    def command(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int) -> list[str]:
+        """What one task of a step runs: the role in its image, or with this Python at a site without containers."""
+        if self.site.containers is None:
+            return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0)
+        argv = role_argv("python3", step.module, run_dir, stage, attempt, 0)
+        return containers.apptainer(self.site.containers, self._image(step.role), run_dir, code, self.hardware.accelerator != "cpu", argv)
+
+    def steps(self, plan: StagePlan) -> list[StepPlan]:
+        return step_plans(plan, components(self.hardware, plan, self.slurm), self.slurm)
+
+    def images(self, plan: StagePlan) -> dict[str, Path]:
+        """The image of every role of the stage; empty at a site without containers."""
+        if self.site.containers is None:
+            return {}
+        return {role: self._image(role) for role in dict.fromkeys(process.role for process in plan.processes)}
+
+    def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
+        """Start every step of the stage; raises `OrreryError` where an image is missing."""
+        code = containers.snapshot(self.workspace, run_dir)
+        logs, tasks = run_dir / "logs", []
+        for number, one in enumerate(self.steps(plan)):
+            argv = self.command(one, run_dir, code, plan.name, attempt)
+            line = srun(one, len(self.nodes) > 1, logs, header(plan.name, attempt), argv)
+            variables = cluster_environment(self.site, token, one.cpus_per_task, plan.num_nodes)
+            env = {**os.environ, **(containers.passed_on(variables) if self.site.containers else variables)}
+            step = Step(one, line, logs / f"step.{number}.log", env)
+            tasks += [
+                Task(process, rank, self.nodes[one.component][rank // one.tasks_per_node], step, logs)
+                for rank, process in enumerate(one.processes)
+            ]
+        return tasks
+
+
+def allocation(site: Site, slurm_site: Slurm, hardware: Hardware, workspace: Workspace, env: Mapping[str, str] = os.environ) -> Allocation:
+    """The job around this process."""
+    size = int(env.get("SLURM_HET_SIZE", "1"))
+    lists = [env[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(size)] if size > 1 else [env["SLURM_JOB_NODELIST"]]
+    return Allocation(
+        job=env.get("SLURM_HET_JOB_ID") or env["SLURM_JOB_ID"],
+        restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
+        nodes=tuple(tuple(slurm.hostnames(listed)) for listed in lists),
+        site=site,
+        slurm=slurm_site,
+        hardware=hardware,
+        workspace=workspace,
+    )

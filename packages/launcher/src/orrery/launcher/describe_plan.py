@@ -1,0 +1,68 @@
+"""What a stage will be on this site, as text: nodes, devices, images, submission, command lines. Nothing is started or asked for.
+
+`orrery plan` and the pipeline's dry run print it; a run folder, image or job that is not there yet stands as a word in <>.
+"""
+
+import shlex
+from pathlib import Path
+
+from orrery.launcher import images
+from orrery.launcher.containers import apptainer
+from orrery.launcher.process import role_argv
+from orrery.launcher.site import Site
+from orrery.launcher.steps import StepPlan, srun, step_plans
+from orrery.launcher.submission import Component, components, sbatch_options
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import run_dir
+from orrery.manifest.plan import StagePlan, stage
+from orrery.manifest.schema import Manifest
+from orrery.manifest.workspace import Workspace
+
+
+def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
+    """Lines about one stage."""
+    one, hardware = stage(manifest, name), manifest.hardware
+    if site.slurm is None:
+        return [_head(manifest, one, "processes here"), *(f"  {process.role}.{process.index}" for process in one.processes)]
+    parts = components(hardware, one, site.slurm)
+    steps = step_plans(one, parts, site.slurm)
+    job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
+    lines = [_head(manifest, one, job)]
+    for number, part in enumerate(parts):
+        held = ", ".join(_indices(step) for step in steps if step.component == number)
+        lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
+    lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
+    lines += [f"  {shlex.join(_line(step, len(parts) > 1, manifest, one, site, workspace))}" for step in steps]
+    return lines
+
+
+def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
+    nodes = f"{one.num_nodes} node" + ("s" if one.num_nodes > 1 else "")
+    return (
+        f"{one.name} of {run_dir('', manifest).name}: {how}, {nodes}, {len(one.processes)} process{'es' if len(one.processes) > 1 else ''}"
+    )
+
+
+def _nodes(part: Component, accelerator: str) -> str:
+    count = part.group.num_nodes
+    what = f"{part.gpus} {accelerator.upper()}" if part.gpus else f"{part.cpus} cores"
+    return f"{count} node{'s' if count > 1 else ''} × {what}"
+
+
+def _indices(step: StepPlan) -> str:
+    first, last = step.processes[0].index, step.processes[-1].index
+    return f"{step.role}.{first}" + (f"-{last}" if last > first else "")
+
+
+def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePlan, site: Site, workspace: Workspace) -> list[str]:
+    folder = Path("runs") / run_dir("", manifest).name
+    argv = role_argv("python3", step.module, folder, one.name, 0, 0)
+    argv[argv.index("--attempt") + 1] = "<attempt>"
+    if site.containers is not None:
+        kind = "cpu" if manifest.hardware.accelerator == "cpu" else "cuda"
+        try:
+            image = images.find(workspace, Path(site.containers.images), images.IMAGE_OF[step.role], kind)
+        except OrreryError:
+            image = Path(site.containers.images) / f"{images.IMAGE_OF[step.role]}-{kind}-<not built>.sif"
+        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", kind == "cuda", argv)
+    return srun(step, heterogeneous, folder / "logs", f"=== {one.name}", argv)

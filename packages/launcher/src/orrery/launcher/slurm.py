@@ -1,0 +1,176 @@
+"""Slurm as this project sees it: jobs and their states, asked for with its own commands. Pure parsing, thin calls.
+
+- `squeue` first, which needs no accounting and is never late; `sacct` for jobs that the controller has forgotten.
+- Every state of Slurm's documentation is mapped to one of ours; one that is not is an `OrreryError`, never a guess.
+- A heterogeneous job is its leader: the leader's id cancels, requeues and reports all of its components.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from orrery.manifest.errors import OrreryError
+
+State = Literal["waiting", "running", "done", "lost", "failed"]
+
+STATES: dict[str, State] = {
+    # not started, or to be started again
+    "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting",
+    "RESV_DEL_HOLD": "waiting", "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
+    "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running", "RESIZING": "running",
+    "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
+    "COMPLETED": "done",
+    # ended by the cluster: with requeue Slurm puts the job back by itself, a moment later
+    "NODE_FAIL": "lost", "PREEMPTED": "lost",
+    "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed", "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed",
+    "REVOKED": "failed", "LAUNCH_FAILED": "failed", "RECONFIG_FAIL": "failed", "EXPEDITING": "waiting",
+}  # fmt: skip
+
+COMMAND_S = 60.0
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One job (of a heterogeneous one, its leader). `word` is Slurm's own state; `name` is `<run folder>.<stage>`."""
+
+    id: str
+    name: str
+    word: str
+    reason: str
+    nodes: str
+    elapsed: str
+    left: str
+
+    @property
+    def state(self) -> State:
+        return state_of(self.word, self.id)
+
+
+def state_of(word: str, job: str) -> State:
+    """Our word for Slurm's (`CANCELLED by 1000` is CANCELLED); raises `OrreryError` for one that Slurm's documentation does not have."""
+    first = word.split()[0].rstrip("+") if word.split() else ""
+    if first not in STATES:
+        raise OrreryError(f"Slurm says that job {job} is {word!r}, a state unknown here; add it to orrery/launcher/slurm.py")
+    return STATES[first]
+
+
+def call(*command: str, text_in: str | None = None) -> str:
+    """Standard output of one of Slurm's commands; raises `OrreryError` with what it said."""
+    try:
+        done = subprocess.run(command, input=text_in, capture_output=True, text=True, timeout=COMMAND_S)
+    except FileNotFoundError:
+        raise OrreryError(f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)") from None
+    except subprocess.TimeoutExpired:
+        raise OrreryError(f"{command[0]}: no answer within {COMMAND_S:.0f} s; is the controller up (`scontrol ping`)?") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise OrreryError(f"{command[0]}: {said}")
+    return done.stdout
+
+
+_FORMAT = "%i|%j|%T|%r|%N|%M|%L"
+
+
+def parse_queue(text: str) -> list[SlurmJob]:
+    """Leaders only: `12` and `12+0` are one, `12+1` belongs to it."""
+    jobs = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != 7:
+            continue
+        leader, _, component = fields[0].partition("+")
+        if component in ("", "0"):
+            jobs.append(SlurmJob(leader, *fields[1:]))
+    return jobs
+
+
+def mine() -> list[SlurmJob]:
+    """This user's jobs that wait or run."""
+    return parse_queue(call("squeue", "--me", "--noheader", f"--format={_FORMAT}"))
+
+
+def of_run(folder: str) -> list[SlurmJob]:
+    """This user's jobs of one run folder that wait or run."""
+    return [job for job in mine() if job.name.rpartition(".")[0] == folder]
+
+
+def words(ids: Iterable[str]) -> dict[str, str]:
+    """Slurm's own state of each job that Slurm still knows."""
+    ids = list(ids)
+    if not ids:
+        return {}
+    try:
+        listed = parse_queue(call("squeue", "--states=all", "--noheader", f"--format={_FORMAT}", f"--jobs={','.join(ids)}"))
+    except OrreryError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        listed = []  # of several ids squeue leaves out those it forgot; a single one it calls invalid
+    found = {job.id: job.word for job in listed}
+    forgotten = [id for id in ids if id not in found]
+    return {**found, **_accounted(forgotten)} if forgotten else found
+
+
+def _accounted(ids: Sequence[str]) -> dict[str, str]:
+    try:
+        rows = call("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(ids))
+    except OrreryError:
+        return {}  # a site without accounting: what squeue has forgotten stays unknown
+    return parse_accounting(rows)
+
+
+def parse_accounting(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        job, _, word = line.partition("|")
+        leader, _, component = job.partition("+")
+        if component in ("", "0") and word:
+            found[leader] = word
+    return found
+
+
+def lost_nodes(job: str) -> list[str]:
+    """Nodes that made an earlier start of this job fail, as accounting has it; empty where it does not say."""
+    try:
+        text = call("sacct", "-X", "-D", "-n", "-P", "-o", "FailedNode", "-j", job)
+    except OrreryError:
+        return []
+    names = {name for line in text.splitlines() for name in hostnames(line.strip()) if line.strip() not in ("", "None", "None assigned")}
+    return sorted(names)
+
+
+def unusable_nodes(names: Sequence[str]) -> list[str]:
+    """Those of `names` that Slurm calls down, drained, failing or silent."""
+    if not names:
+        return []
+    try:
+        text = call("sinfo", "-h", "-N", "-n", ",".join(names), "-t", "down,drain,draining,fail,no_respond", "-o", "%N")
+    except OrreryError:
+        return []
+    return sorted(set(text.split()))
+
+
+def hostnames(listed: str) -> list[str]:
+    """`node[1-3],x` as names, in order; Slurm's own expansion where there are brackets."""
+    if "[" not in listed:
+        return [name for name in listed.split(",") if name]
+    return call("scontrol", "show", "hostnames", listed).split()
+
+
+def cancel(ids: Sequence[str]) -> None:
+    if ids:
+        call("scancel", *ids)
+
+
+def requeue(job: str) -> None:
+    call("scontrol", "requeue", job)
+
+
+def seconds(left: str) -> float | None:
+    """`1-02:03:04`, `2:03:04`, `03:04` in seconds; None for UNLIMITED, INVALID, NOT_SET."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
+    if found is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest

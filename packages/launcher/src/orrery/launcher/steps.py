@@ -1,0 +1,216 @@
+"""Steps: the roles of a stage as `srun` steps of this Slurm job, one step a role and node group.
+
+- In: a stage's plan and the command of one role process. Out: `Task`s, which the stage watches as it watches local processes.
+- A task learns its index from its rank in the step, and writes its own log on its own node: `logs/<role>.<index>.log`.
+- How a task ended is what srun says of it (`node2: task 3: Killed`); srun itself ends when all have.
+- A first bad exit ends the whole step (`--kill-on-bad-exit`), and the stage ends the other steps.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from orrery.launcher.placement import KINDS
+from orrery.launcher.process import last_line, signal_or_code
+from orrery.launcher.site import Slurm
+from orrery.launcher.submission import Component, gres, members
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+
+# A task's shell: its index is the step's first one and its rank; its devices go into the container; its log opens with what is run.
+_TASK = (
+    'index=$(({first} + SLURM_PROCID)); [ -z "$CUDA_VISIBLE_DEVICES" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES; '
+    'exec >>"{logs}/{role}.$index.log" 2>&1; echo "{header} $*"; exec "$@" --index $index'
+)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Processes of one role in one node group: `indices` are consecutive, the same number on every node from `first_node` on."""
+
+    component: int
+    group: NodeGroup
+    role: str
+    module: str
+    processes: tuple[ProcessPlan, ...]
+    num_nodes: int
+    cpus_per_task: int
+    gres: str | None
+
+    @property
+    def tasks_per_node(self) -> int:
+        return len(self.processes) // self.num_nodes
+
+
+def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
+    """The stage's steps, servers first as in the plan."""
+    found: list[StepPlan] = []
+    for number, part in enumerate(parts):
+        inside = range(part.group.first_node, part.group.first_node + part.group.num_nodes)
+        for role in dict.fromkeys(process.role for process in plan.processes):
+            processes = tuple(process for process in plan.processes if process.role == role and process.node in inside)
+            if not processes:
+                continue
+            num_nodes = len({process.node for process in processes})
+            computing = max(sum(one.role in KINDS for one in members(plan, node)) for node in inside)
+            cpus = max(1, part.cpus // computing) if role in KINDS else 1
+            gpus = max(sum(one.num_devices for one in processes if one.node == node) for node in inside) if part.gpus else 0
+            found.append(StepPlan(
+                number, part.group, role, processes[0].module, processes, num_nodes, cpus, gres(slurm, gpus) if gpus else None,
+            ))  # fmt: skip
+    order = list(dict.fromkeys(process.role for process in plan.processes))
+    return sorted(found, key=lambda step: order.index(step.role))
+
+
+def srun(step: StepPlan, heterogeneous: bool, logs: Path, header: str, argv: Sequence[str]) -> list[str]:
+    """The step's command line around `argv`, the command of one role process without its index.
+
+    All devices of the node are shown to a step with several tasks a node: ranks on one node reach one another's memory (CUDA IPC) only so.
+    """
+    shell = _TASK.format(first=step.processes[0].index, logs=logs, role=step.role, header=header)
+    return [
+        "srun",
+        *([f"--het-group={step.component}"] if heterogeneous else []),
+        f"--nodes={step.num_nodes}",
+        f"--ntasks={len(step.processes)}",
+        f"--ntasks-per-node={step.tasks_per_node}",
+        f"--cpus-per-task={step.cpus_per_task}",
+        "--distribution=block",
+        "--overlap",
+        "--cpu-bind=none",
+        f"--gres={step.gres or 'none'}",
+        "--kill-on-bad-exit=1",
+        "--input=none",
+        f"--job-name={step.role}",
+        *("bash", "-c", shell, step.role),
+        *argv,
+    ]
+
+
+class Step:
+    """A started step."""
+
+    def __init__(self, plan: StepPlan, argv: Sequence[str], log: Path, env: Mapping[str, str]):
+        self.plan, self.log = plan, log
+        self._read: tuple[int, dict[int, int]] = (0, {})
+        with open(log, "ab") as out:
+            out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
+            out.flush()
+            self._begin = out.tell()
+            self._popen = subprocess.Popen(
+                list(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True
+            )
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    def said(self) -> str:
+        """What srun wrote of this step so far."""
+        with open(self.log, "rb") as log:
+            log.seek(self._begin)
+            return log.read().decode(errors="replace")
+
+    def endings(self) -> dict[int, int]:
+        """`task_endings` of what srun wrote; read again only when there is more."""
+        size = self.log.stat().st_size
+        if size != self._read[0]:
+            self._read = size, task_endings(self.said())
+        return self._read[1]
+
+    def signal(self, number: int) -> None:
+        """srun hands it on to every task."""
+        if self.poll() is None:
+            self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """End srun at once; Slurm ends what is left of the step with the job."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        self._popen.wait()
+
+
+class Task:
+    """One role process of a step; what the stage asks of it is what it asks of a local `Process`."""
+
+    pid, port, cores = 0, 0, None
+
+    def __init__(self, plan: ProcessPlan, rank: int, node: str, step: Step, logs: Path):
+        self.plan, self.rank, self.node, self.step = plan, rank, node, step
+        self.name = f"{plan.role}.{plan.index}"
+        self.log = logs / f"{self.name}.log"
+        self._log_begin = self.log.stat().st_size if self.log.exists() else 0
+
+    def poll(self) -> int | None:
+        """Minus the signal's number, or the exit code; None while it runs and srun has said nothing of it."""
+        ended = self.step.endings()
+        if self.rank in ended:
+            return ended[self.rank]
+        code = self.step.poll()
+        if code is None or not ended:
+            return code
+        return 0 if code == 0 else -signal.SIGTERM  # the others of a step that was ended for one of them
+
+    @property
+    def ending(self) -> str | None:
+        return signal_or_code(self.poll())
+
+    def signal(self, number: int) -> None:
+        if self.rank == 0:  # once a step: srun hands it to every task
+            self.step.signal(number)
+
+    def wait(self) -> None:
+        self.step.wait()
+
+    def kill_group(self) -> None:
+        self.step.kill()
+
+    def last_words(self) -> str:
+        return last_line(self.log, self._log_begin) or _last_line_of_srun(self.step.said())
+
+
+_ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
+_HOW = {
+    "Killed": -signal.SIGKILL, "Terminated": -signal.SIGTERM, "Segmentation fault": -signal.SIGSEGV, "Aborted": -signal.SIGABRT,
+    "Bus error": -signal.SIGBUS, "Out Of Memory": -signal.SIGKILL, "Interrupt": -signal.SIGINT, "Hangup": -signal.SIGHUP,
+}  # fmt: skip
+
+
+def task_endings(said: str) -> dict[int, int]:
+    """How tasks ended badly, by rank, from srun's own lines; the first word on a task counts."""
+    ended: dict[int, int] = {}
+    for found in _ENDED.finditer(said):
+        how = found["how"].strip()
+        code = re.match(r"Exited with exit code (\d+)", how)
+        number = int(code[1]) if code else next((value for word, value in _HOW.items() if how.startswith(word)), 1)
+        if 128 < number < 160 and number != 128 + signal.SIGTERM:  # how Apptainer passes a signal on; 143 is a role's own
+            number = 128 - number
+        for rank in _ranks(found["tasks"]):
+            ended.setdefault(rank, number)
+    return ended
+
+
+def failed_node(said: str) -> str | None:
+    """The node that srun lost, where it says so."""
+    found = re.search(r"srun: error: (?:Node failure on (\S+)|(\S+): .*node failure)", said, re.IGNORECASE)
+    return (found[1] or found[2]).rstrip(",") if found else None
+
+
+def _ranks(text: str) -> list[int]:
+    ranks: list[int] = []
+    for part in text.strip("[]").split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
+
+
+def _last_line_of_srun(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

@@ -1,0 +1,129 @@
+"""Snakemake's executor for the pipeline's stages: one rule, one Slurm job, which may be heterogeneous.
+
+- In: a rule's resource `sbatch`, the options of every component with ` : ` between them (`orrery.launcher.submission`), and its shell
+  command, which becomes the batch step itself. Snakemake is not started again on the node.
+- A job's state is asked for every `slurm.poll_s` seconds (site file); the words are mapped in `orrery.launcher.slurm`, and an unknown one
+  ends the run.
+- A job that Slurm puts back in the queue (a lost node, preemption, its time limit) is waited for, not submitted again.
+- Interrupted, it cancels every job that it submitted, also those that have not started.
+
+snakemake-executor-plugin-slurm is not used: its options refuse further components, it takes a state that it cannot find out for success,
+and after the loss of a node of a heterogeneous job its next submission is not a valid command.
+"""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
+from snakemake_interface_executor_plugins.settings import CommonSettings
+
+from orrery.launcher import slurm
+from orrery.launcher.allocation import INSIDE
+from orrery.launcher.site import cluster, load_site
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.workspace import find_workspace
+
+LOST_S = 120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
+UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
+
+common_settings = CommonSettings(
+    non_local_exec=True,
+    implies_no_shared_fs=False,
+    job_deploy_sources=False,
+    pass_default_storage_provider_args=True,
+    pass_default_resources_args=True,
+    pass_envvar_declarations_to_cmd=False,
+    auto_deploy_default_storage_provider=False,
+    init_seconds_before_status_checks=1,
+)
+
+
+class Executor(RemoteExecutor):
+    def __post_init__(self) -> None:
+        try:
+            workspace = find_workspace()
+            self.site, poll_s = load_site(workspace), cluster(workspace).poll_s
+        except OrreryError as error:
+            raise WorkflowError(str(error)) from None
+        self.next_seconds_between_status_checks = poll_s
+        self._troubled: dict[str, float] = {}  # since when a job is lost or unknown
+
+    def run_job(self, job: JobExecutorInterface) -> None:
+        run, stage = job.wildcards["run"], job.rule.name
+        logs = Path("runs") / run / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        path = shlex.quote(str(Path(sys.executable).parent))
+        modules = self.site.containers.modules if self.site.containers else ()
+        load = f". /etc/profile; module load {shlex.join(modules)}; " if modules else ""
+        script = f'{load}export PATH={path}:"$PATH" {INSIDE}=1; exec {job.shellcmd}'
+        command = [
+            *("sbatch", "--parsable", f"--job-name={run}.{stage}", f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
+            *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
+        ]
+        info = SubmittedJobInfo(job)
+        try:
+            info.external_jobid = slurm.call(*command).strip().split(";")[0]
+        except OrreryError as error:
+            self.report_job_error(info, msg=f"{run} {stage}: {error}")
+            return
+        self.logger.info(f"{stage} of {run} is Slurm job {info.external_jobid}")
+        self.report_job_submission(info)
+
+    async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo, None]:
+        try:
+            words = slurm.words(str(info.external_jobid) for info in active_jobs)
+        except OrreryError as error:
+            self.logger.warning(f"no word from Slurm, asking again: {error}")
+            words = {}
+        for info in active_jobs:
+            job = str(info.external_jobid)
+            word = words.get(job)
+            try:
+                state = None if word is None else slurm.state_of(word, job)
+            except OrreryError as error:
+                self._fail(info, str(error))
+                continue
+            if state in ("waiting", "running"):
+                self._troubled.pop(job, None)
+                yield info
+            elif state == "done":
+                self.report_job_success(info)
+            elif state == "failed":
+                self._fail(info, self._why(info, word))
+            elif self._troubled_for(job) < (UNKNOWN_S if state is None else LOST_S):
+                yield info
+            else:
+                self._fail(info, f"Slurm says no more of job {job}" if state is None else self._why(info, word))
+
+    def _troubled_for(self, job: str) -> float:
+        return time.monotonic() - self._troubled.setdefault(job, time.monotonic())
+
+    def _why(self, info: SubmittedJobInfo, word: str | None) -> str:
+        """The launcher's own last sentence where it had one, else Slurm's word."""
+        from orrery.launcher import status
+
+        run, stage = info.job.wildcards["run"], info.job.rule.name
+        said = status.read(Path("runs") / run)
+        own = said.message if said and said.slurm_job == info.external_jobid and said.state in ("failed", "stopped") else ""
+        log = f"runs/{run}/logs/slurm.{info.external_jobid}.log"
+        return own or f"{stage}: job {info.external_jobid} ended with {word}; type `orrery logs {run}`, or look at {log}"
+
+    def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self.report_job_error(info, msg=sentence)
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        ids = [str(info.external_jobid) for info in active_jobs if info.external_jobid]
+        try:
+            slurm.cancel(ids)
+        except OrreryError as error:
+            raise WorkflowError(f"Slurm jobs {', '.join(ids)} may still be there: {error}") from None
+        if ids:
+            print(f"cancelled Slurm job {', '.join(ids)}", file=sys.stderr, flush=True)

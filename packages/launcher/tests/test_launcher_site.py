@@ -1,0 +1,94 @@
+"""The site file: what it may say, and one sentence for what it may not."""
+
+import pytest
+
+from orrery.launcher.site import VARIABLE, cluster, load_site
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.workspace import Workspace
+
+GOOD = """
+[slurm]
+partition = "gpu"
+account = "lab"
+time_limit_min = 60
+gpu_type = "h200"
+cpus_per_node = 64
+memory_per_node_mb = 60000
+extra = ["--exclusive", "--qos=high"]
+[containers]
+images = "images"
+mounts = ["/scratch", "/data:/data:ro"]
+modules = ["apptainer/1.4"]
+[network]
+interface = "ib0"
+[roles]
+deadline_scale = 2.0
+[environment]
+NCCL_IB_HCA = "mlx5"
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return Workspace(tmp_path)
+
+
+def sentence(workspace, text):
+    (workspace.root / "site.toml").write_text(text)
+    with pytest.raises(OrreryError) as caught:
+        load_site(workspace)
+    message = str(caught.value)
+    assert message.startswith("site.toml: ") and "\n" not in message
+    return message
+
+
+def test_a_whole_site(workspace):
+    (workspace.root / "site.toml").write_text(GOOD)
+    site = load_site(workspace)
+    assert site.slurm.extra == ("--exclusive", "--qos=high") and site.slurm.warning_s == 300
+    assert site.containers.mounts == ("/scratch", "/data:/data:ro") and site.network.interface == "ib0"
+    assert site.roles.deadline_scale == 2.0 and site.environment == {"NCCL_IB_HCA": "mlx5"}
+
+
+def test_no_file_is_this_machine_alone(workspace):
+    site = load_site(workspace)
+    assert (site.slurm, site.containers, site.network) == (None, None, None)
+    with pytest.raises(OrreryError, match=r"site\.toml: there is no \[slurm\]"):
+        cluster(workspace)
+
+
+def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
+    other = tmp_path / "elsewhere.toml"
+    other.write_text(GOOD)
+    monkeypatch.setenv(VARIABLE, str(other))
+    assert cluster(workspace).partition == "gpu"
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.toml"))
+    with pytest.raises(OrreryError, match="cannot be read"):
+        load_site(workspace)
+
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        ("partition", "partion", "slurm.partion: there is no such key; did you mean 'partition'?"),
+        ('partition = "gpu"\n', "", "slurm.partition: is missing"),
+        ('"gpu"', "3", "slurm.partition: "),
+        ('"gpu"', '"g u"', "'g u' is not a name"),
+        ("[slurm]", "[slurmd]", "slurmd: there is no such key; did you mean 'slurm'?"),
+        ("time_limit_min = 60", "time_limit_min = 5", "warning_s 300 is not below the time limit of 300 s"),
+        ("time_limit_min = 60", "time_limit_min = 0", "slurm.time_limit_min: "),
+        ('"--exclusive"', '"--nodes=3"', "'--nodes=3' is set from the manifest"),
+        ('"--exclusive"', '"--comment=x y"', "is not one sbatch option"),
+        ('"--exclusive"', '"--x=$(id)"', "is not one sbatch option"),
+        ('"/scratch"', '"scratch"', "'scratch' is not 'SRC'"),
+        ('"ib0"', '"ib 0"', "network.interface: "),
+        ("deadline_scale = 2.0", "deadline_scale = 0.0", "roles.deadline_scale: "),
+        ("NCCL_IB_HCA", "ORRERY_TOKEN", "ORRERY_TOKEN is set by the launcher"),
+        ("NCCL_IB_HCA", "WANDB_API_KEY", "looks like a secret"),
+        ("[network]", "[network", "not TOML"),
+    ],
+)
+def test_a_mistake_is_one_sentence(workspace, before, after, words):
+    assert before in GOOD
+    assert words in sentence(workspace, GOOD.replace(before, after, 1))

@@ -1,0 +1,85 @@
+"""Slurm's words, read: states, queue, accounting, endings of tasks. The lines are what Slurm 22.05 prints."""
+
+import signal
+
+import pytest
+
+from orrery.launcher import slurm
+from orrery.launcher.steps import failed_node, task_endings
+from orrery.manifest.errors import OrreryError
+
+# squeue's JOB STATE CODES, whole
+DOCUMENTED = [
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "RUNNING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"),
+    *("RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "TIMEOUT"),
+]
+
+
+@pytest.mark.parametrize("word", DOCUMENTED)
+def test_every_documented_state_is_mapped(word):
+    assert slurm.state_of(word, "1") in ("waiting", "running", "done", "lost", "failed")
+
+
+def test_only_completed_is_done():
+    assert [word for word in slurm.STATES if slurm.STATES[word] == "done"] == ["COMPLETED"]
+
+
+def test_states_with_more_words():
+    assert slurm.state_of("CANCELLED by 1000", "1") == "failed"
+    assert slurm.state_of("CANCELLED+", "1") == "failed"
+
+
+@pytest.mark.parametrize("word", ["", "SLEEPING", "completed"])
+def test_an_unknown_state_is_an_error(word):
+    with pytest.raises(OrreryError, match=r"job 7 is .* unknown"):
+        slurm.state_of(word, "7")
+
+
+QUEUE = """12+0|run-0123456789ab.rl|RUNNING|None|node[1-2]|1:07|58:53
+12+1|run-0123456789ab.rl|RUNNING|None|node[3-4]|1:07|58:53
+15|other-0123456789ab.init|PENDING|Resources||0:00|10:00
+"""
+
+
+def test_a_heterogeneous_job_is_its_leader():
+    jobs = slurm.parse_queue(QUEUE)
+    assert [(job.id, job.state, job.nodes) for job in jobs] == [("12", "running", "node[1-2]"), ("15", "waiting", "")]
+
+
+def test_accounting_by_leader():
+    assert slurm.parse_accounting("12+0|NODE_FAIL\n12+1|CANCELLED by 0\n15|COMPLETED\n") == {"12": "NODE_FAIL", "15": "COMPLETED"}
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("58:53", 3533), ("2:03:04", 7384), ("1-02:03:04", 93784), ("UNLIMITED", None), ("INVALID", None), ("0:07", 7)],
+)
+def test_time_left(text, expected):
+    assert slurm.seconds(text) == expected
+
+
+def test_names_without_brackets_need_no_slurm():
+    assert slurm.hostnames("a,b") == ["a", "b"]
+
+
+def test_how_tasks_ended():
+    said = (
+        "srun: error: node3: task 1: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=12.0\n"
+        "srun: error: node3: tasks 0,2-3: Terminated\n"
+        "srun: error: node4: task 4: Exited with exit code 75\n"
+        "srun: error: node4: task 5: Exited with exit code 137\n"
+        "srun: error: node4: task 6: Exited with exit code 143\n"
+        "srun: error: node4: task 7: Out Of Memory\n"
+        "srun: error: node3: task 1: Exited with exit code 1\n"
+    )
+    assert task_endings(said) == {
+        1: -signal.SIGKILL, 0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGTERM, 4: 75, 5: -signal.SIGKILL, 6: 143,
+        7: -signal.SIGKILL,
+    }  # fmt: skip
+
+
+def test_a_lost_node_is_named():
+    assert failed_node("srun: error: Node failure on node2\nsrun: Job step aborted") == "node2"
+    assert failed_node("srun: error: node3: task 1: Killed") is None
