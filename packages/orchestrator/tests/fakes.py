@@ -52,7 +52,8 @@ def manifest(**orchestrator: Any) -> Manifest:
             "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
         },
         "inference": {
-            "num_replicas": 1, "devices_per_replica": 1, "dtype": "float32", "max_model_len_tokens": max_model_len, "kv_block_tokens": 16,
+            "num_replicas": 1, "prefill_replicas": 0, "devices_per_replica": 1, "dtype": "float32",
+            "max_model_len_tokens": max_model_len, "kv_block_tokens": 16,
             "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256, "enforce_eager": True, "router": {"kind": "none"},
         },
         "orchestrator": {
@@ -192,16 +193,26 @@ class FakeTrainer:
     def __init__(self, first_version: int = 0):
         self.version, self.batches = first_version, []
         self.compared = None  # the batch after the last, which trains nothing
+        self.wound_down_at = None
         self.published = [first_version]
 
     def latest(self) -> Any:
         return SimpleNamespace(version=self.version, digest=f"{self.version:016x}")
 
     async def wanted(self, at_least: int = -1) -> int:
+        while self.version + 1 < at_least:
+            await asyncio.sleep(0)
         return self.version + 1
+
+    async def drained(self, deadline_s: float) -> None:
+        assert self.compared is not None or self.wound_down_at is not None
 
     async def send(self, batch: Any) -> None:
         assert batch.step == self.version + 1 or batch.step == self.version + 2, "more than a batch ahead"
+        if batch.info.get("wind_down"):
+            assert batch.step == self.version + 1 and [list(each) for each in batch.micro_batches] == [[]]
+            self.wound_down_at = self.version
+            return
         if batch.info.get("compare"):
             assert self.compared is None and batch.step == self.version + 1, "compared before the last version was made, or twice"
             self.compared = batch
@@ -221,6 +232,7 @@ class FakeMe:
     run_dir: Path
     manifest: Manifest
     attempt: int = 1
+    stage: str = "rl"
     rows: list[dict] = field(default_factory=list)
     spans: list[dict] = field(default_factory=list)
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,9 @@ import orchestrator_fakes as fakes
 import pytest
 
 from orrery.manifest.errors import RunFailed
-from orrery.orchestrator import assemble, snapshot
+from orrery.observe import wind_down
+from orrery.observe.wind_down import WoundDown
+from orrery.orchestrator import assemble, snapshot, winding_down
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import GroupRequest, Request
@@ -223,3 +226,94 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
     queue = {sample.group_id for group in snapshot.read(tmp_path, 4).queue for sample in group}
     again = {group for group, _ in samples_of(second.batches)}
     assert not (done - queue) & again, "a group that was trained before the checkpoint was trained again"
+
+
+class WindingDown(fakes.FakeTrainer):
+    """Is asked to wind down once batch `after` is sent (0: before the first), and makes checkpoints whole as the real one does."""
+
+    def __init__(self, run_dir, manifest, after, first_version=0):
+        super().__init__(first_version)
+        self.run_dir, self.interval, self.after = run_dir, manifest.trainer.checkpoint.interval_steps, after
+        self.first_version, self.state = first_version, None
+        self.ask_if(first_version)
+
+    def ask_if(self, step):
+        if step == self.after:
+            file = wind_down.path(self.run_dir, "rl")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+
+    def complete(self, step):
+        folder = checkpoints.checkpoint_dir(self.run_dir, step)
+        assert (folder / "orchestrator").is_dir(), "the orchestrator's half stands there before"
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "weights").write_text(str(step))
+        checkpoints.complete(folder)
+
+    async def wanted(self, at_least=-1):
+        result = await super().wanted(at_least)
+        if at_least > 0:  # it winds down: the state of now is what must be kept
+            self.queued = {sample.group_id for group in self.state.sink.queue for sample in group}
+        return result
+
+    async def send(self, batch):
+        if batch.info.get("wind_down") and self.version != self.first_version and self.version % self.interval:
+            self.complete(self.version)
+        await super().send(batch)
+        self.ask_if(batch.step)
+
+    def _trained(self, step):
+        if step % self.interval == 0:
+            self.complete(step)
+        super()._trained(step)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
+def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(tmp_path, monkeypatch, after):
+    """Checkpoints are due after 2, 4 and 6, so the moments are before all batches, between two checkpoints, and just after one."""
+    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
+    first, state = WindingDown(tmp_path, manifest, after), State(manifest)
+    first.state = state
+    with pytest.raises(WoundDown) as ended:
+        run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, state)
+    step = ended.value.step
+    assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
+    assert (checkpoints.latest(tmp_path) or 0) == step
+    assert (checkpoints.checkpoint_dir(tmp_path, step) / "later").exists() == (step in (2, 4))
+    wind_down.path(tmp_path, "rl").unlink()
+
+    resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
+    kept = {sample.group_id for group in resumed.sink.queue for sample in group}
+    assert resumed.clock.next_batch == step + 1 and (not step or kept == first.queued)
+    second = fakes.FakeTrainer(first_version=step)
+    run(tmp_path, manifest, trainer=second, state=resumed)
+    assert [batch.step for batch in [*first.batches, *second.batches]] == [1, 2, 3, 4, 5, 6]
+    trained_tokens = [
+        (int(part.sample["group_id"][0]), part.token["token_id"].tobytes())
+        for batch in [*(first.batches if step else []), *second.batches] for part in trained(batch)
+    ]  # fmt: skip
+    assert len(set(trained_tokens)) == len(trained_tokens) == 6 * 8, "a rollout was trained twice"
+
+
+def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_ended_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    manifest = fakes.manifest(checkpoint_steps=2)
+    for attempt in (1, 2):
+        trainer = WindingDown(tmp_path, manifest, after=2, first_version=2 * (attempt - 1))
+        trainer.state = state = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=attempt))
+        with pytest.raises(WoundDown):
+            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, state)
+    step = checkpoints.latest(tmp_path)
+    assert step == trainer.wound_down_at and trainer.batches == []
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, step))
+    newest = snapshot.read(tmp_path, step)
+    shutil.rmtree(checkpoints.checkpoint_dir(tmp_path, step) / "later")
+    assert snapshot.read(tmp_path, step).next_batch == newest.next_batch == step + 1, "without it, the state of the cut"
+
+
+def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    manifest = fakes.manifest(checkpoint_steps=2)
+    _, _, trainer, _ = run(tmp_path, manifest, trainer=WindingDown(tmp_path, manifest, after=6))
+    assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6] and trainer.compared is not None

@@ -221,7 +221,14 @@ def example_snapshot():
     request = GroupRequest("train", 3, 0, 3, 4)
     group = [Sample(fakes.rollout(Request(request, m, 1), [1, 1, 2], m % 2), (m % 2) - 0.3333, 3, m, 0, 1) for m in range(4)]
     return Snapshot(
-        5, [9], [GroupRequest("train", 8, 0, 8, 4)], [group, group[:2]], evaluated=4, num_evaluation_groups=6, digests={1: "aa", 2: "bb"}
+        5,
+        [9],
+        [GroupRequest("train", 8, 0, 8, 4)],
+        [group, group[:2]],
+        evaluated=4,
+        num_evaluation_groups=6,
+        digests={1: "aa", 2: "bb"},
+        rewards=[(0, 0.5), (1, 1.0)],
     )
 
 
@@ -232,6 +239,7 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
     back = snapshot.read(tmp_path, 4)
     assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
     assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
+    assert back.rewards == kept.rewards
     for old, new in zip(kept.queue[0] + kept.queue[1], back.queue[0] + back.queue[1], strict=True):
         assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
             new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
@@ -242,7 +250,7 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):
-    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], -1, 0, {}), 1.0)
+    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], -1, 0, {}, []), 1.0)
     assert snapshot.read(tmp_path, 2).queue == []
 
 

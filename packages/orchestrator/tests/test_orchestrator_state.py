@@ -94,6 +94,10 @@ TestDispatch = DispatchMachine.TestCase
 TestDispatch.settings = QUICK
 
 
+def content_of(queue):
+    return [[(sample.group_id, sample.member, sample.rollout.token_id.tobytes()) for sample in group] for group in queue]
+
+
 class StateMachine(RuleBasedStateMachine):
     """An engine that answers in any order, a trainer of any pace, updates at any time, kills at any checkpoint."""
 
@@ -182,6 +186,9 @@ class StateMachine(RuleBasedStateMachine):
             assert sample.dispatch_version <= versions.min()
         self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.samples)
         assert len(set(self.trained_rollouts)) == len(self.trained_rollouts), "a rollout was trained twice"
+        self._keep()
+
+    def _keep(self):
         self.snapshot, self.trained_at_snapshot = self.state.snapshot(), len(self.trained_rollouts)
         self.dropped_at_snapshot = self.dropped_before + Counter(self.state.sink.dropped)
         for group in self.state.groups._gathered.values():  # failures in open groups are redone
@@ -197,6 +204,17 @@ class StateMachine(RuleBasedStateMachine):
         self.in_flight, self.began_at, self.failures = {}, {}, Counter()
         self.cut_step = self.published = step
         self.trained_rollouts = self.trained_rollouts[: self.trained_at_snapshot]
+
+    @precondition(lambda self: self.cut_step)
+    @rule()
+    def wind_down_and_resume(self):
+        """The trainer trains all that it was sent; the state of any moment after that goes on, with all that had ended."""
+        before, num_trained = self.state, len(self.trained_rollouts)
+        self._keep()
+        self.kill_and_resume()
+        assert content_of(self.state.sink.queue) == content_of(before.sink.queue)
+        assert self.state.tally.rewards == before.tally.rewards
+        assert len(self.trained_rollouts) == num_trained and self.state.clock.next_batch == before.clock.next_batch
 
     @precondition(lambda self: self.state.clock.version >= 0)
     @rule()
@@ -237,7 +255,7 @@ def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
     rng, machine = random.Random(seed), StateMachine()
     machine.begin(bound=bound, ahead=ahead, permits=rng.randint(4, 24), per_batch=rng.choice([4, 8, 12]))
     for _ in range(400):
-        what = rng.choices(["start", "end", "publish", "update", "cut", "kill"], [8, 8, 3, 3, 3, 0.2])[0]
+        what = rng.choices(["start", "end", "publish", "update", "cut", "kill", "wind_down"], [8, 8, 3, 3, 3, 0.2, 0.2])[0]
         if what == "start":
             machine.start()
         elif what == "end" and machine.in_flight:
@@ -250,6 +268,8 @@ def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
             machine.cut()
         elif what == "kill" and machine.snapshot is not None:
             machine.kill_and_resume()
+        elif what == "wind_down" and machine.cut_step:
+            machine.wind_down_and_resume()
         machine.permits_and_limits_hold()
     machine.nothing_is_lost()
 
@@ -401,7 +421,7 @@ def test_a_sink_without_groups_is_not_starved():
 def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too():
     manifest = fakes.manifest(max_in_flight=4)
     again = [GroupRequest("train", number, 0, number, 4) for number in range(3)]
-    state = State(manifest, Snapshot(2, [3], again, [], evaluated=1, num_evaluation_groups=0, digests={}))
+    state = State(manifest, Snapshot(2, [3], again, [], evaluated=1, num_evaluation_groups=0, digests={}, rewards=[]))
     state.updated(1)
     assert {request.group.group_id for request in state.start(0.0)} == {0}
     assert sorted(group.group_id for group in state.snapshot().in_flight) == [0, 1, 2]

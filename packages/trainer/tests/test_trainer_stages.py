@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,9 @@ from trainer_cases import batch_columns, manifest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
+from orrery.observe.health import read_health
 from orrery.observe.metrics import read
+from orrery.observe.metrics import rows as rows_of
 from orrery.observe.process import parse_role
 from orrery.tasks.chat import Renderer
 from orrery.trainer.assemble import assemble_rl, assemble_world
@@ -109,8 +112,11 @@ async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
     return published.digest
 
 
-async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None) -> None:
-    """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all."""
+async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down: bool = False) -> None:
+    """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all.
+
+    With `winds_down` the message to do so comes after `steps`, with the orchestrator's half of the step before it.
+    """
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
     me = parse_role("orchestrator", argv)
     ranks = spec.trainer.mesh.world_size
@@ -124,22 +130,33 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
             if change is not None:
                 change(step, columns, digests)
             if step % spec.trainer.checkpoint.interval_steps == 0 or step == spec.stages.rl.num_steps:
-                half = checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
-                half.mkdir(parents=True, exist_ok=True)
-                (half / "state.json").write_text("{}")
+                write_half(run_dir, step)
             plan = pack(columns.lengths, ranks, spec.trainer.memory.max_tokens_per_micro_batch)
             totals = count_totals([columns], World(0, 1, torch.device("cpu"), None))
             parts = [[[columns.select(samples)] for samples in of_rank] for of_rank in plan]
             await asyncio.wait_for(sender.send(Batch(step, parts, totals, {"compare": step > last, "digests": digests})), DEADLINE_S)
+        if winds_down:
+            if steps:
+                await sender.wanted(steps[-1] + 1)
+                write_half(run_dir, steps[-1])
+            await sender.send(Batch(steps.stop, [[] for _ in range(ranks)], {}, {"wind_down": True}))
         await sender.drained(DEADLINE_S)
     finally:
         sender.close()
 
 
-def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None) -> list[tuple[int, str]]:
+def write_half(run_dir: Path, step: int) -> None:
+    """The orchestrator's half of a checkpoint, unless it stands there already."""
+    half = checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
+    if not half.exists():
+        half.mkdir(parents=True)
+        (half / "state.json").write_text("{}")
+
+
+def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down: bool = False) -> list[tuple[int, str]]:
     stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
     try:
-        asyncio.run(orchestrate(run_dir, spec, steps, attempt, change))
+        asyncio.run(orchestrate(run_dir, spec, steps, attempt, change, winds_down))
         return stage.end()
     finally:
         stage.kill()
@@ -154,18 +171,25 @@ def in_shared_memory():
         remove_weight_dir(run_dir, attempt)
 
 
-@pytest.mark.parametrize(("num_ranks", "wire"), [(1, "zmq"), (2, "files")])
-def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(tmp_path, in_shared_memory, num_ranks, wire):
+@pytest.fixture(scope="module", params=[(1, "zmq"), (2, "files")], ids=["1-rank-zmq", "2-ranks-files"])
+def whole(request, tmp_path_factory):
+    """(manifest, run directory) of five steps in one go, with a checkpoint every second step."""
+    num_ranks, wire = request.param
     spec = manifest(
         mesh={"dp_shard": num_ranks},
         stages={"sft": None, "rl": {"num_steps": 5}},
         transport={"rollouts": wire, "weights": "files"},
     )
-    straight = start_run(tmp_path / "straight", spec)
-    published = in_shared_memory(straight, 1)
+    straight = start_run(tmp_path_factory.mktemp("whole") / "straight", spec)
     ends = run_rl(straight, spec, range(1, 6))
     assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
+    yield spec, straight
+    remove_weight_dir(straight, 1)
 
+
+def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(tmp_path, in_shared_memory, whole):
+    spec, straight = whole
+    num_ranks, published = spec.trainer.mesh.world_size, weight_dir(straight, 1)
     *rows, compared = [row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert compared["event"] == "compare" and compared["version"] == 5 and compared["num_trained_tokens"] > 0
@@ -216,6 +240,32 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     assert final_weights(killed, "rl") == final_weights(straight, "rl")
     rows = [row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, in_shared_memory, whole):
+    """Before any batch, after a step that is due no checkpoint, after one that has its checkpoint; or at once after resuming."""
+    spec, straight = whole
+    num_ranks = spec.trainer.mesh.world_size
+    run_dir = start_run(tmp_path / "run", spec)
+    starts = [1, 1, 4, 5, 6] if num_ranks == 1 else [1, 4, 4, 6]  # few attempts, since starting processes takes seconds
+    attempts = [range(first, following) for first, following in pairwise(starts)]
+    expected = [(step, attempt) for attempt, steps in enumerate(attempts, 1) for step in steps]
+    for attempt, steps in enumerate(attempts, 1):
+        in_shared_memory(run_dir, attempt)
+        winds_down = attempt < len(attempts)
+        ends = run_rl(run_dir, spec, steps, attempt, winds_down=winds_down)
+        assert [code for code, _ in ends] == [75 if winds_down else 0] * num_ranks, ends[0][1]
+        assert "Traceback" not in ends[0][1]
+        if winds_down:
+            step = steps.stop - 1
+            said = read_health(run_dir, "rl", attempt)
+            assert [said[f"trainer.{rank}"].sentence() for rank in range(num_ranks)] == [f"wound down at step {step}"] * num_ranks
+            assert (checkpoints.latest(run_dir) or 0) == step
+            if step:
+                checkpoints.verify(checkpoints.checkpoint_dir(run_dir, step))
+    assert final_weights(run_dir, "rl") == final_weights(straight, "rl")
+    rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
+    assert [(row["step"], row["attempt"]) for row in rows] == expected, "no batch is trained twice"
 
 
 @pytest.mark.parametrize(("at", "what"), [(1, "step 1"), (2, "version 1")])

@@ -73,6 +73,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
             },
             "inference": {
                 "num_replicas": 1,
+                "prefill_replicas": 0,
                 "devices_per_replica": 1,
                 "dtype": "float32",
                 "max_model_len_tokens": 64,

@@ -1,13 +1,16 @@
 """Weight wire: versions appear whole, only rise, and can be read until as many newer ones are there as the publisher keeps."""
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from orrery.manifest.errors import OrreryError
+from orrery.transport import visible
 from orrery.transport.fingerprint import digest, tensor_fingerprint
 from orrery.transport.weight_wire import (
     KINDS,
@@ -28,11 +31,12 @@ def tensors(seed):
     yield "norm", torch.ones(2, 2).t()
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=itertools.product(sorted(KINDS), (1, 2)), ids=lambda param: f"{param[0]}-{param[1]}-nodes")
 def ends(request, tmp_path, monkeypatch):
     monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
-    publisher = make_publisher(request.param, tmp_path / "run", 1, keep=2)
-    yield publisher, make_watch(request.param, tmp_path / "run", 1)
+    kind, num_nodes = request.param
+    publisher = make_publisher(kind, tmp_path / "run", 1, num_nodes, keep=2)
+    yield publisher, make_watch(kind, tmp_path / "run", 1, num_nodes)
     publisher.close()
 
 
@@ -176,6 +180,51 @@ def test_the_watch_needs_no_torch(tmp_path):
         f"assert WeightWatch({str(tmp_path)!r}).latest() is None; assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_on_several_nodes_versions_are_in_the_runs_folder_and_still_their_owners_alone(tmp_path):
+    run_dir = tmp_path / "a-0123"
+    publisher = make_publisher("files", run_dir, 2, num_nodes=2, keep=2)
+    assert publisher.folder == run_dir / "weights" / "wire" / "attempt2" == weight_dir(run_dir, 2, num_nodes=2)
+    assert publisher.folder.stat().st_mode & 0o777 == 0o700
+    remove_weight_dir(run_dir, 2, num_nodes=2)
+    assert not publisher.folder.exists()
+
+
+def test_data_is_on_disk_before_its_marker_is_in_place(tmp_path, monkeypatch):
+    """Another node must not see a version's marker before the version."""
+    events = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def record(event, then):
+        def call(*args):
+            events.append((event, os.path.basename(args[-1] if isinstance(args[-1], str) else os.readlink(f"/proc/self/fd/{args[-1]}"))))
+            return then(*args)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", record("fsync", fsync))
+    monkeypatch.setattr(os, "replace", lambda source, target: record("rename", lambda _: replace(source, target))(str(target)))
+    monkeypatch.setattr(os, "rename", lambda source, target: record("rename", lambda _: rename(source, target))(str(target)))
+    WeightPublisher(tmp_path / "wire").publish(1, tensors(0))
+    shard, version, marker = ("fsync", "00000.safetensors"), ("rename", "version_1"), ("rename", "version_1.json")
+    assert events.index(shard) < events.index(version) < events.index(marker)
+    assert events[events.index(version) - 1] == ("fsync", f".version_1.{os.getpid()}")
+    assert events[-1] == ("fsync", "wire")
+
+
+def test_a_version_that_another_node_shows_late_is_waited_for(tmp_path):
+    published = WeightPublisher(tmp_path).publish(1, tensors(0))
+    hidden = published.folder.rename(tmp_path / "hidden")
+    threading.Timer(0.3, lambda: hidden.rename(published.folder)).start()
+    assert dict(read_weights(published.path)).keys() == dict(tensors(0)).keys()
+
+
+def test_what_does_not_appear_is_said_after_the_time_that_it_may_take(tmp_path, monkeypatch):
+    assert not visible.appears(tmp_path / "no" / "file", within_s=0.15)
+    assert visible.read(tmp_path / "file") is None
+    with pytest.raises(IsADirectoryError):
+        visible.read(tmp_path)
 
 
 def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):

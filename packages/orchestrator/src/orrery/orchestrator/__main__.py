@@ -4,16 +4,22 @@ import asyncio
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
+from orrery.orchestrator.winding_down import end_trainer
 
 DRAIN_S = 300.0
 
 
 async def rl(me: RoleProcess) -> None:
-    """The RL stage, from the first weights to the last evaluation."""
+    """The RL stage, from the first weights to the last evaluation, or until it is asked to wind down."""
     wire = assemble.sender(me)
     try:
-        async with await assemble.fleet(me) as engines:
+        try:
+            fleet = await assemble.fleet(me)
+        except WoundDown as asked:  # before anything was sent
+            await end_trainer(me, wire, asked.step)
+        async with fleet as engines:
             await assemble.loop(me, engines, wire).run()
         with me.health.waiting("the trainer to take the last batch", deadline_s=DRAIN_S):
             await wire.drained(DRAIN_S)

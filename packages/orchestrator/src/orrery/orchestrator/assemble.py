@@ -4,10 +4,13 @@ import asyncio
 import os
 from typing import Any
 
+from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
+from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.state import State
+from orrery.orchestrator.winding_down import Request as WindDownRequest
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
@@ -19,12 +22,20 @@ SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machi
 
 
 async def fleet(me: Any) -> EngineFleet:
-    """A client of every engine of this stage, behind the router where there is one; waits until all listen."""
-    inference = me.manifest.inference
-    engines = await asyncio.to_thread(rendezvous.await_endpoints, me, "inference", inference.num_replicas, SERVERS_START_S)
+    """A client of every engine of this stage, behind the router where there is one; waits until all listen.
+
+    Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
+    """
+    inference, request = me.manifest.inference, WindDownRequest(me)
+
+    def end_early() -> None:
+        if request.look():
+            raise WoundDown(checkpoints.latest(me.run_dir) or 0)
+
+    engines = await asyncio.to_thread(rendezvous.await_endpoints, me, "inference", inference.num_replicas, SERVERS_START_S, end_early)
     router_url = None
     if inference.router.kind != "none":
-        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, SERVERS_START_S))[0].url
+        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, SERVERS_START_S, end_early))[0].url
     return EngineFleet([engine.url for engine in engines], router_url, os.environ.get("ORRERY_TOKEN"))
 
 
@@ -61,5 +72,5 @@ def state(me: Any) -> State:
 def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
     """The RL stage."""
     renderer = Renderer(policy_dir(me, "sft", "init"))
-    watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt)
+    watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes)
     return Loop(me, state(me), tasks(me.manifest), renderer, engines, watch, wire)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.plan import stage
 from orrery.manifest.publish import write_atomic
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
@@ -31,7 +32,7 @@ TICK_S = 0.5
 async def run(me: Any) -> None:
     """The whole stage."""
     async with await assemble.fleet(me) as fleet:
-        publisher = make_publisher(me.manifest.transport.weights, me.run_dir, me.attempt, keep=2)
+        publisher = make_publisher(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2)
         try:
             results = await _both(me, fleet, publisher)
         finally:

@@ -4,6 +4,9 @@
     train      as soon as the trainer is near enough: cut a batch, keep what a checkpoint needs, pack it, write it down, send it
     follow     new versions go into the engines; at some of them the policy is evaluated
 
+Asked to wind down (`orrery.observe.wind_down`), `train` waits until the trainer has done all that it was sent, keeps the state of then,
+sends a batch that says so, and ends the stage; after the last cut it takes no notice, since the stage is nearly done.
+
 After the last, the trainer gets the last evaluation's rollouts once more: one version made them alone, so it can compare log-probs.
 
 They run side by side in one event loop and share nothing but the state, which only changes between two awaits.
@@ -12,7 +15,7 @@ They run side by side in one event loop and share nothing but the state, which o
 import asyncio
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator import cut, samples, snapshot
@@ -25,6 +28,8 @@ from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.stage import Stage
 from orrery.orchestrator.state import Cut, State
 from orrery.orchestrator.updates import Updates
+from orrery.orchestrator.winding_down import Request as WindDownRequest
+from orrery.orchestrator.winding_down import end_trainer
 from orrery.transport import rollout_store
 
 TICK_S = 0.5  # timeouts of rollouts are this precise
@@ -47,9 +52,10 @@ class Loop:
         self.activity = Activity(me.metrics.add_span)
         self._evaluation: EvaluationResult | None = None  # the newest that is finished
         self._said: str | None = None
+        self._wind_down = WindDownRequest(me)
 
     async def run(self) -> None:
-        """Until the last batch is trained and the policy that it makes is evaluated."""
+        """Until the last batch is trained and the policy that it makes is evaluated. Raises WoundDown where it is asked to."""
         activities = [
             asyncio.create_task(each(), name=each.__name__) for each in (self.generate, self.train, self.follow, self.watch_engines)
         ]
@@ -72,13 +78,16 @@ class Loop:
             self.stage.check()
             for request in self.state.expired(time.time()):
                 self._time_out(request)
-            self.stage.play(self.state.start(time.time()))
+            if not self._wind_down.is_made:  # what is in flight may still end, and is kept if it does
+                self.stage.play(self.state.start(time.time()))
             self._observe_own_engine()
             self._say_what_we_wait_for()
             await self.pulse.wait(TICK_S)
 
     async def train(self) -> None:
         while not self.state.clock.all_cut:
+            if self._wind_down.look():
+                await self._end_early()
             self.state.wanted = await self.sender.wanted()
             start_s = time.time()
             batch = self.state.cut()
@@ -164,6 +173,17 @@ class Loop:
             await self.sender.send(packed)
         self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
 
+    async def _end_early(self) -> NoReturn:
+        """Wind down at the last batch that was sent."""
+        step = self.state.clock.next_batch - 1
+        deadline_s = self.manifest.orchestrator.rollout_timeout_s + STALL_S
+        with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down", deadline_s=deadline_s):
+            await self.sender.wanted(step + 1)
+        if step:
+            temperature = self.manifest.orchestrator.sampling.temperature
+            await asyncio.to_thread(snapshot.write_now, self.me.run_dir, step, self.state.snapshot(), temperature)
+        await end_trainer(self.me, self.sender, step)
+
     async def _send_comparison(self) -> None:
         """What comes after the last batch: rollouts of the last version, to be scored and not trained."""
         evaluation, temperature = self._evaluation, self.manifest.orchestrator.sampling.temperature
@@ -204,7 +224,9 @@ class Loop:
         step = min(clock.next_batch, clock.num_batches)
         rollout_s = self.manifest.orchestrator.rollout_timeout_s
         waits: tuple[str, float] | None = None
-        if clock.version < 0:
+        if self._wind_down.is_made:
+            doing = "winding down"
+        elif clock.version < 0:
             doing, waits = "starting", ("the first weights from trainer", FIRST_VERSION_S)
         elif state.dispatch.num_in_flight:
             doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"

@@ -4,6 +4,8 @@
 - The folder appears whole (written aside, renamed). What an earlier attempt left under the same step is replaced: its step was never
   completed, or nobody would make it again.
 - Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
+- Winding down after batch n, the state is that of now, not of the cut. Where step n has its files already they stay, since the step is
+  whole with them: the newer state goes to `step_<n>/later/orchestrator/`, with a marker of its own, and is what a resumed run reads.
 """
 
 import shutil
@@ -19,10 +21,10 @@ from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.state import Snapshot
 from orrery.tasks.task import Message
-from orrery.transport import safetensors_columns
+from orrery.transport import checkpoints, safetensors_columns
 from orrery.transport.columns import Columns
 
-FORMAT = 2
+FORMAT = 3
 
 
 class _QueuedSample(msgspec.Struct):
@@ -47,14 +49,39 @@ class _State(msgspec.Struct):
     num_evaluation_groups: int
     digests: dict[int, str]
     queue: list[_QueuedSample]
+    rewards: list[tuple[int, float]]
 
 
 def folder(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step}" / "orchestrator"
+    return checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
 
 
 def write(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
     """Write step `step`'s folder; returns it."""
+    return _write(folder(run_dir, step), step, snapshot, temperature)
+
+
+def write_now(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
+    """Write the state of some time after batch `step` was sent, before batch `step + 1` is cut; returns its folder."""
+    if not folder(run_dir, step).exists():
+        return write(run_dir, step, snapshot, temperature)
+    later = _later(run_dir, step)
+    aside = checkpoints.checkpoint_dir(run_dir, step).with_name(f".{later.name}.{step}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    _write(aside / "orchestrator", step, snapshot, temperature)
+    checkpoints.complete(aside)
+    # A kill between these two leaves the state of the cut, which is older and as good: groups that have ended since then are made again.
+    shutil.rmtree(later, ignore_errors=True)
+    aside.rename(later)
+    sync(later.parent)
+    return later / "orchestrator"
+
+
+def _later(run_dir: Path, step: int) -> Path:
+    return checkpoints.checkpoint_dir(run_dir, step) / checkpoints.LATER
+
+
+def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
     samples = [(number, sample) for number, group in enumerate(snapshot.queue) for sample in group]
     state = _State(
         FORMAT, step, snapshot.next_batch, snapshot.cursors, snapshot.in_flight, snapshot.evaluated, snapshot.num_evaluation_groups,
@@ -66,8 +93,8 @@ def write(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> P
             )
             for number, sample in samples
         ],
+        snapshot.rewards,
     )  # fmt: skip
-    target = folder(run_dir, step)
     aside = target.with_name(".orchestrator.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -81,8 +108,11 @@ def write(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 
 
 def read(run_dir: Path, step: int) -> Snapshot:
-    """What `write` wrote. Raises OrreryError where it is not whole."""
-    path = folder(run_dir, step)
+    """The newest that was written of `step`. Raises OrreryError where it is not whole."""
+    path, later = folder(run_dir, step), _later(run_dir, step)
+    if (later / checkpoints.MARKER).exists():
+        checkpoints.verify(later)
+        path = later / "orchestrator"
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
         columns, _ = safetensors_columns.read(path / "queue.safetensors")
@@ -100,7 +130,9 @@ def read(run_dir: Path, step: int) -> Snapshot:
         if kept.group == len(queue):
             queue.append([])
         queue[kept.group].append(_sample(columns, index, kept))
-    return Snapshot(state.next_batch, state.cursors, state.in_flight, queue, state.evaluated, state.num_evaluation_groups, state.digests)
+    return Snapshot(
+        state.next_batch, state.cursors, state.in_flight, queue, state.evaluated, state.num_evaluation_groups, state.digests, state.rewards
+    )  # fmt: skip
 
 
 def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:

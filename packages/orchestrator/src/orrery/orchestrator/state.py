@@ -6,7 +6,7 @@
 - Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
   ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
 - While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
-- `snapshot` right after a cut, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
+- `snapshot` between two cuts, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,7 @@ class Snapshot:
     evaluated: int  # newest version whose evaluation is finished
     num_evaluation_groups: int
     digests: dict[int, str]  # of the weights of every version that engines have had
+    rewards: list[tuple[int, float]]  # of the tally since the last cut; its throughput begins again
 
 
 class State:
@@ -69,7 +70,7 @@ class State:
         self.wanted = 0  # the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
-        self.tally = Tally()
+        self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
         evaluation = settings.evaluation
         self.evaluations = Evaluations(
             tasks.evaluation, evaluation.interval_steps, evaluation.num_problems, evaluation.rollouts_per_problem,
@@ -198,7 +199,7 @@ class State:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The state right after a cut. Groups in flight count as not begun; an active evaluation too."""
+        """The state as of the last cut and all that ended since. Groups in flight count as not begun; an active evaluation too."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),
@@ -207,4 +208,5 @@ class State:
             evaluated=self.evaluations.last,
             num_evaluation_groups=self.evaluations.num_groups,
             digests=dict(self.digests),
+            rewards=list(self.tally.rewards),
         )

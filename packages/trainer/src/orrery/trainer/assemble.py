@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.manifest.plan import stage
 from orrery.manifest.schema import AdamW, Model, Trainer
 from orrery.models import build, weights
 from orrery.observe.process import RoleProcess
@@ -76,7 +77,8 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
     # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
     keep = manifest.orchestrator.max_batches_ahead + 3
-    wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, keep) if world.is_first else None
+    num_nodes = stage(manifest, me.stage).num_nodes
+    wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
     publisher = Publisher(learner.policy, wire)
     resume(me, learner, publisher)
     orchestrator = await_endpoints(me, "orchestrator", 1, ORCHESTRATOR_DEADLINE_S)[0]

@@ -4,6 +4,7 @@
     for batch n:  wait → forward and backward each micro-batch as it arrives → clip → step → publish version n → row → checkpoint when due
     compare log-probs on the last evaluation's rollouts → export the policy
 
+- A batch that says `wind_down` is not trained: the step before it gets its checkpoint, unless it has one, and every rank ends.
 - Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
 - A batch says which weights sampled it, by version and digest: others than those that were published end the run.
 - A step's row is written before its checkpoint, after which nobody makes the step again.
@@ -14,16 +15,18 @@
 """
 
 import time
+from typing import NoReturn
 
 from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleProcess
+from orrery.observe.wind_down import WoundDown
 from orrery.trainer import checkpoint
 from orrery.trainer.assemble import Rig
 from orrery.trainer.learner import Outcome
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.publish import export
 from orrery.trainer.schedule import factor
-from orrery.transport import checkpoints
+from orrery.transport import checkpoints, visible
 from orrery.transport.rollout_wire import ReceivedBatch
 
 SAME_WEIGHTS_TOLERANCE = 1e-4
@@ -31,22 +34,23 @@ SAME_WEIGHTS_TOLERANCE = 1e-4
 
 def rl(rig: Rig, me: RoleProcess) -> None:
     """Train all batches that are left, then write `weights/rl`."""
-    learner, spec = rig.learner, me.manifest.trainer
-    num_steps = me.manifest.stages.rl.num_steps
+    learner = rig.learner
+    first_step, num_steps = learner.step, me.manifest.stages.rl.num_steps
     _publish(rig, me)
     for step in range(learner.step + 1, num_steps + 1):
         begin_s = time.time()
         batch = _await_batch(rig, me, step)
+        if batch.info.get("wind_down"):
+            _wind_down(rig, me, has_checkpoint=learner.step == first_step or _is_checkpoint(me, learner.step))
         arrived_s = time.time()
         me.health.doing("training", step=step)
-        outcome = _learn(rig, batch, factor(spec.schedule, step, num_steps))
+        outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
         _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
         publish_s = _publish(rig, me)
         if rig.world.is_first:
             _record(me, step, begin_s, arrived_s, outcome, publish_s)
-        if step % spec.checkpoint.interval_steps == 0 or step == num_steps:
-            with me.metrics.span("checkpoint", step=step):
-                _checkpoint(rig, me)
+        if _is_checkpoint(me, step):
+            _checkpoint(rig, me)
     _compare(rig, me)
     me.health.doing("exporting weights", step=num_steps)
     export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
@@ -55,7 +59,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
 def _await_batch(rig: Rig, me: RoleProcess, step: int) -> ReceivedBatch:
     with me.metrics.span("wait", step=step), me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s):
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
-    if rig.world.is_first:
+    if rig.world.is_first and not batch.info.get("wind_down"):
         rig.publisher.check(step, batch.info.get("digests"))
     return batch
 
@@ -79,14 +83,31 @@ def _publish(rig: Rig, me: RoleProcess) -> float:
     return end_s - begin_s
 
 
+def _is_checkpoint(me: RoleProcess, step: int) -> bool:
+    return step % me.manifest.trainer.checkpoint.interval_steps == 0 or step == me.manifest.stages.rl.num_steps
+
+
+def _wind_down(rig: Rig, me: RoleProcess, has_checkpoint: bool) -> NoReturn:
+    """End here. Whether there is a checkpoint already is no question to the file system: the ranks must agree on the answer."""
+    if not has_checkpoint:
+        _checkpoint(rig, me)
+    rig.world.barrier()  # nobody takes down what another rank is still using
+    raise WoundDown(rig.learner.step)
+
+
 def _checkpoint(rig: Rig, me: RoleProcess) -> None:
+    with me.metrics.span("checkpoint", step=rig.learner.step):
+        _write_checkpoint(rig, me)
+
+
+def _write_checkpoint(rig: Rig, me: RoleProcess) -> None:
     step = rig.learner.step
     folder = checkpoints.checkpoint_dir(me.run_dir, step)
     me.health.doing("writing a checkpoint", step=step)
     checkpoint.save(rig.learner, folder / "trainer")
     if rig.world.is_first:
         rig.publisher.save(folder / "trainer")
-        if not (folder / "orchestrator").is_dir():
+        if not visible.appears(folder / "orchestrator"):
             raise RunFailed(f"{folder}: the orchestrator's half is missing, though batch {step} was sent; see logs/orchestrator.0.log")
         checkpoints.complete(folder)
         checkpoints.prune(me.run_dir, me.manifest.trainer.checkpoint.keep)

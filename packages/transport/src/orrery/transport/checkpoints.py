@@ -2,6 +2,7 @@
 
 - `checkpoints/step_<n>/<role>/…` is written by its roles; then `files.json` (sha256 of every file), then `COMPLETE`, last.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
+- `step_<n>/later/` is the one folder that may come after the marker, which does not vouch for it; it has a marker of its own.
 - Pruning removes the marker first: a half-removed checkpoint is an incomplete one, which nobody reads.
 """
 
@@ -15,6 +16,7 @@ from orrery.manifest.publish import sync, write_atomic
 
 MARKER = "COMPLETE"
 FILES = "files.json"
+LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -96,8 +98,8 @@ def discard_incomplete(run_dir: Path) -> list[int]:
 
 
 def _files(folder: Path) -> list[str]:
-    every = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return sorted(name for name in every if name not in (MARKER, FILES))
+    every = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return sorted(path.as_posix() for path in every if path.parts[0] != LATER and path.as_posix() not in (MARKER, FILES))
 
 
 def _sha256(path: Path) -> str:

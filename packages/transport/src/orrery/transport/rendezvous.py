@@ -7,6 +7,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ import msgspec
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
+from orrery.transport import visible
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
 
-_POLL_S = 0.02
+_POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
     """What `role` has published in this attempt so far, by index. Never waits."""
     found = []
     for path in _folder(me).glob(f"{role}.*.json"):
-        try:
-            file = msgspec.json.decode(path.read_bytes(), type=_File)
-        except FileNotFoundError:
+        content = visible.read(path)
+        if content is None:
             continue
+        try:
+            file = msgspec.json.decode(content, type=_File)
         except msgspec.DecodeError as error:
             raise RunFailed(f"{path}: not an endpoint file ({error}); remove it and run again") from error
         if file.attempt == me.attempt and file.role == role:
@@ -69,21 +72,26 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
     return sorted(found, key=lambda endpoint: endpoint.index)
 
 
-def await_endpoints(me: "RoleProcess", role: str, count: int, deadline_s: float) -> list[Endpoint]:
+def await_endpoints(
+    me: "RoleProcess", role: str, count: int, deadline_s: float, meanwhile: Callable[[], object] = lambda: None
+) -> list[Endpoint]:
     """The endpoints of `role` with indices `0..count`, once all are there.
 
-    Blocks the thread: from asyncio, call it through `asyncio.to_thread`. Raises `RunFailed` after `deadline_s`.
+    Blocks the thread: from asyncio, call it through `asyncio.to_thread`. Raises `RunFailed` after `deadline_s`, and what `meanwhile`
+    raises, which is called at every look.
     """
     with me.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
-        end = time.monotonic() + deadline_s
+        start = time.monotonic()
         while True:
             found = {endpoint.index: endpoint for endpoint in find_endpoints(me, role)}
             missing = [index for index in range(count) if index not in found]
             if not missing:
                 return [found[index] for index in range(count)]
-            if time.monotonic() >= end:
+            meanwhile()
+            waited_s = time.monotonic() - start
+            if waited_s >= deadline_s:
                 raise RunFailed(
                     f"{me.role} {me.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))  # a long wait need not hurry, nor load a shared file system

@@ -2,6 +2,7 @@
 
 - The sender makes `rollouts/wire/<session>/`; the session is in its url, so batches of an earlier sender are never read.
 - A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`, last.
+  Each file is closed before the next is begun: whoever sees the marker sees the data, on a network file system too.
 - A receiver asks by writing `ask.rank_<r>.json`: the step it wants and the last that it has whole; the sender removes a
   batch that all ranks have. Files carry a hash of the run's token, never the token: asks that do not decode or carry another
   hash are not believed, and a receiver whose token has not the hash of `wire.json` does not read.
@@ -22,12 +23,13 @@ from typing import Any
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport import safetensors_columns
+from orrery.transport import safetensors_columns, visible
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, run_token
 
 PROTOCOL = 1
 POLL_S = 0.01
+GONE_S = 5.0  # a batch that is not seen for so long after it was announced is gone
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +231,7 @@ class FilesReceiver:
             raise RunFailed(f"{who}: {self._folder / 'wire.json'} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
             raise RunFailed(f"{who}: the token is not this run's; ORRERY_TOKEN must be the same in both processes")
-        if wire.last_step is not None and step <= wire.last_step and not (self._folder / f"step_{step}").exists():
+        if wire.last_step is not None and step <= wire.last_step and not visible.appears(self._folder / f"step_{step}", GONE_S):
             raise RunFailed(f"{who}: batch {step} is gone, the wire is at batch {wire.last_step}")
         held = sorted(int(path.parent.name.removeprefix("step_")) for path in self._folder.glob("step_*/BATCH.json"))
         skipped = [other for other in held if self._received < other < step]

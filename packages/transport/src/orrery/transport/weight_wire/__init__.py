@@ -37,11 +37,11 @@ def _kind(kind: str) -> tuple[Callable[[Path, int], WeightPublisher], Callable[[
     return KINDS[kind]
 
 
-def make_publisher(kind: str, run_dir: Path, attempt: int, keep: int) -> WeightPublisher:
-    """The trainer's end (rank 0); the newest `keep` versions stay readable."""
-    return _kind(kind)[0](weight_dir(run_dir, attempt), keep)
+def make_publisher(kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int) -> WeightPublisher:
+    """The trainer's end (rank 0) in a stage on `num_nodes`; the newest `keep` versions stay readable."""
+    return _kind(kind)[0](weight_dir(run_dir, attempt, num_nodes), keep)
 
 
-def make_watch(kind: str, run_dir: Path, attempt: int) -> WeightWatch:
+def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
     """The orchestrator's end; the engines read what it hands them."""
-    return _kind(kind)[1](weight_dir(run_dir, attempt))
+    return _kind(kind)[1](weight_dir(run_dir, attempt, num_nodes))

@@ -1,8 +1,10 @@
 """Weights as safetensors in shared memory: the trainer writes, every engine of the machine maps.
 
+In a stage on several nodes the same in the run's folder, which all nodes see.
+
 - `<dir>/version_<n>/00000.safetensors …` holds the tensors in shards of bounded size, so that a lazy iterator (one
   gathered tensor at a time, even through one reused buffer) never makes two copies of the model.
-- `<dir>/version_<n>.json` is the marker, written last; whoever looks for versions looks only for markers.
+- `<dir>/version_<n>.json` is the marker, written last, when all else is on disk; whoever looks for versions looks only for markers.
 - The publisher keeps the newest `keep`, so that a version stays while engines load it and the trainer goes on. It removes a marker
   before the files, and a reader that maps a removed file keeps its data.
 - The folder is for its owner alone; one of another owner is refused.
@@ -19,8 +21,9 @@ import msgspec
 from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import sync, write_atomic
 from orrery.observe.shared_memory import SHARED_MEMORY, prefix
+from orrery.transport import visible
 from orrery.transport.fingerprint import digest, tensor_fingerprint
 from orrery.transport.weight_wire.contract import Published
 
@@ -30,14 +33,19 @@ if TYPE_CHECKING:
 SHARD_BYTES = 1 << 30
 
 
-def weight_dir(run_dir: Path, attempt: int) -> Path:
-    """Where this attempt's versions are: among the run's shared memory, which the launcher removes when the stage ends, however it ends."""
+def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
+    """Where this attempt's versions are; the launcher removes it when the stage ends, however it ends.
+
+    On one node among the run's shared memory, on several below the run's folder.
+    """
+    if num_nodes > 1:
+        return Path(run_dir) / "weights" / "wire" / f"attempt{attempt}"
     return SHARED_MEMORY / f"{prefix(Path(run_dir))}attempt{attempt}"
 
 
-def remove_weight_dir(run_dir: Path, attempt: int) -> None:
-    """Free the shared memory; nothing happens where there is none."""
-    shutil.rmtree(weight_dir(run_dir, attempt), ignore_errors=True)
+def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
+    """Free its memory; nothing happens where there is none."""
+    shutil.rmtree(weight_dir(run_dir, attempt, num_nodes), ignore_errors=True)
 
 
 class WeightPublisher:
@@ -66,10 +74,11 @@ class WeightPublisher:
             taken = self._write_shards(aside, named_tensors)
         except (SafetensorError, OSError) as error:
             raise OrreryError(
-                f"{aside}: weights cannot be written ({error}); `df -h {SHARED_MEMORY}` says how full it is, and "
+                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how full it is; where it is shared memory, "
                 f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) enlarges it"
             ) from error
         shutil.rmtree(target, ignore_errors=True)
+        sync(aside)
         aside.rename(target)
         published = Published(version, str(target), taken, digest(taken))
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
@@ -93,7 +102,9 @@ class WeightPublisher:
         def flush() -> None:
             nonlocal num_shards, shard_bytes
             if shard:
-                save_file(shard, aside / f"{num_shards:05d}.safetensors")
+                path = aside / f"{num_shards:05d}.safetensors"
+                save_file(shard, path)
+                sync(path)
                 num_shards += 1
                 shard.clear()
                 shard_bytes = 0
@@ -132,9 +143,8 @@ class WeightWatch:
         """What was published as `version`, or None where it is not there (yet, or any more)."""
         path = self.folder / f"version_{version}.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Published)
-        except FileNotFoundError:
-            return None
+            content = visible.read(path)
+            return None if content is None else msgspec.json.decode(content, type=Published)
         except msgspec.DecodeError as error:
             raise OrreryError(f"{path}: not a marker of published weights ({error})") from error
 
@@ -144,6 +154,9 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
+    # Whoever asks has heard of it from somebody who saw its marker; with a newer one there it may be gone for good.
+    if not any(version > _version(folder) for version in _versions(folder.parent)):
+        visible.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise OrreryError(f"{folder}: no weights here; the publisher keeps only the newest versions, so ask for the latest again")
@@ -159,5 +172,10 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
 
 
 def _versions(folder: Path) -> list[int]:
-    names = [path.stem.removeprefix("version_") for path in folder.glob("version_*.json")]
-    return [int(name) for name in names if name.isdigit()]
+    return [version for path in folder.glob("version_*.json") if (version := _version(path)) >= 0]
+
+
+def _version(path: Path) -> int:
+    """The number in the name of a version's folder or marker, −1 where there is none."""
+    name = path.stem.removeprefix("version_")
+    return int(name) if name.isdigit() else -1

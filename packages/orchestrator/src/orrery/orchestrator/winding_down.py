@@ -1,0 +1,39 @@
+"""Winding down: how the orchestrator hears of it, and how the trainer's ranks do.
+
+- In: the file of `orrery.observe.wind_down`. Out: the batch after the last one, empty, with `wind_down` in its info; then `WoundDown`.
+- All ranks get the message as that batch, so all stop at the same step; they make its checkpoint whole, with our half, which stands there.
+"""
+
+import time
+from typing import Any, NoReturn
+
+from orrery.observe import wind_down
+from orrery.observe.wind_down import WoundDown
+from orrery.transport.rollout_wire import Batch, RolloutSender
+
+LOOK_S = 1.0
+TAKE_S = 900.0  # the trainer may just be starting, or making a checkpoint
+
+
+class Request:
+    """Whether the stage is asked to wind down; looks once a second, and once made it stays."""
+
+    def __init__(self, me: Any):
+        self._me, self._next_look_s = me, 0.0
+        self.is_made = False
+
+    def look(self) -> bool:
+        now_s = time.monotonic()
+        if not self.is_made and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self.is_made = wind_down.is_asked(self._me.run_dir, self._me.stage)
+        return self.is_made
+
+
+async def end_trainer(me: Any, wire: RolloutSender, step: int) -> NoReturn:
+    """Tell the trainer's ranks to end after batch `step`, and end with them: raises WoundDown once all have heard."""
+    ranks = me.manifest.trainer.mesh.world_size
+    with me.health.waiting(f"trainer to wind down after batch {step}", deadline_s=TAKE_S):
+        await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
+        await wire.drained(TAKE_S)
+    raise WoundDown(step)
