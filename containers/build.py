@@ -3,7 +3,7 @@
     python containers/build.py build IMAGE HARDWARE IMAGES_FOLDER      the SIF file, and a note of it under IMAGES_FOLDER/built
     python containers/build.py lock RECORD...                         writes what was built into containers/images.lock
 
-- Runs as root or as a plain user, alike: in a user namespace of its own where it is root, since root in a container lacks rights on some hosts.
+- Runs alike as root and as a plain user: root takes a user namespace, since the root of a container lacks rights that Apptainer asks for.
 - Needs apptainer, uv and room for the image's files in TMPDIR (3 GB on CPUs, 12 GB with CUDA; a memory file system is much faster).
 - The same sha256 follows from the recipe, and from the versions of apptainer and squashfs-tools; a digest that is not the lock's is said.
 """
@@ -22,9 +22,6 @@ from normalise import normalise
 from orrery.launcher import images
 from orrery.launcher.images import Built, Hardware, Image
 from orrery.manifest.workspace import Workspace, find_workspace
-
-EPOCH = 1700000000  # every time in an image
-MKSQUASHFS = f"-comp zstd -Xcompression-level 1 -all-root -no-xattrs -all-time {EPOCH} -mkfs-time {EPOCH}"
 
 
 def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
@@ -79,7 +76,7 @@ def _apptainer(definition: Path, hardware: Hardware, work: Path, environment: di
         "build",
         "--force",
         *argument,
-        f"--mksquashfs-args={MKSQUASHFS}",
+        f"--mksquashfs-args={images.MKSQUASHFS}",
         "image.sif",
         str(definition),
     ]

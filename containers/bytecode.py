@@ -1,8 +1,8 @@
-"""Compiles the Python files below some folders so that the same files give the same bytes on every machine; runs in the image, by its Python.
+"""Compiles the Python files below some folders, the same bytes on every machine; runs in the image, by its Python.
 
 - A .pyc names no time: it counts as valid for ever, which holds in an image, where nothing changes.
-- What marshal writes depends on which files the process compiled before (it notes which constants are shared), so files are dealt to a fixed
-  number of processes in a fixed order, however many cores there are. Hash seeds are fixed for the same reason.
+- What marshal writes depends on which files the process compiled before (it notes which constants are shared), so files are dealt to a
+  fixed number of processes in a fixed order, however many cores there are. Hash seeds are fixed for the same reason.
 - A file that does not compile stays as it is: packages hold templates and examples for other Pythons.
 """
 

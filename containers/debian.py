@@ -4,10 +4,10 @@
     python containers/debian.py unpack containers/debian.cpu.lock ROOT CACHE
 
 - A lock's line is `name version sha256 path`, the path below a mirror; its first line dates a snapshot in which all of them stand.
-- Unpacking is exact: each file is checked against its sha256, no script of a package runs, and what those scripts would make and programs need
-  (accounts, the bundle of certificates) is made here. So it needs neither root nor Debian, and the same lock gives the same tree.
-- Where packages come from: DEBIAN_MIRROR (a folder or address that holds `debian/` and `debian-security/`) if it is set; else this machine's
-  mirror, Debian's, and at last snapshot.debian.org, which keeps what mirrors drop. The sha256 makes them equal.
+- Unpacking is exact: each file is checked against its sha256, no script of a package runs, and what those scripts would make and programs
+  need (accounts, the bundle of certificates) is made here. So it needs neither root nor Debian, and the same lock gives the same tree.
+- Where packages come from: DEBIAN_MIRROR (a folder or address that holds `debian/` and `debian-security/`) if it is set; else this
+  machine's mirror, Debian's, and at last snapshot.debian.org, which keeps what mirrors drop. The sha256 makes them equal.
 """
 
 import hashlib
@@ -133,7 +133,7 @@ def unpack(deb: Path, root: Path) -> str:
 def _settled(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """A file as the image has it; None: not at all."""
     path = member.name.removeprefix("./").rstrip("/")
-    if not path or path in MERGED or LEFT_OUT.match(path) and not member.isdir():
+    if not path or path in MERGED or (LEFT_OUT.match(path) and not member.isdir()):
         return None
     ids = {"uid": os.geteuid(), "gid": os.getegid(), "uname": "", "gname": ""}
     return member.replace(**ids, mode=0o755 if member.isdir() else member.mode & 0o755, deep=False)
@@ -175,7 +175,7 @@ def _settle(root: Path, stanzas: list[str]) -> None:
 
 
 def write_lock(hardware: str) -> None:
-    """debian.<hardware>.lock from debian.<hardware>.in: the newest versions that apt's archives have, resolved by apt in an empty system."""
+    """debian.<hardware>.lock from debian.<hardware>.in: the newest versions in apt's archives, as apt resolves them for an empty system."""
     names = [line for line in (HERE / f"debian.{hardware}.in").read_text().splitlines() if line and not line.startswith("#")]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -3,8 +3,8 @@
     python containers/normalise.py IMAGE.sif
 
 Offsets are those of the Singularity Image Format, version 01 (github.com/apptainer/sif, pkg/sif/sif.go): little-endian, packed.
-- Global header, 128 bytes: launch 0:32, magic 32:42, version 42:45, arch 45:48, id 48:64, created 64:72, modified 72:80, descriptors free 80:88,
-  descriptors in all 88:96, offset of descriptors 96:104, …
+- Global header, 128 bytes: launch 0:32, magic 32:42, version 42:45, arch 45:48, id 48:64, created 64:72, modified 72:80,
+  descriptors free 80:88, descriptors in all 88:96, offset of descriptors 96:104, …
 - Descriptor, 585 bytes: type 0:4, used 4:5, id 5:9, group 9:13, link 13:17, offset 17:25, size 25:33, padded size 33:41, created 41:49,
   modified 49:57, user 57:65, group 65:73, name 73:201, extra 201:585.
 """

@@ -7,7 +7,9 @@ lock=$1 folder=$2 compiler=$3
 cd "$(dirname "$0")/.."
 
 version=$(<.python-version)
-python=$(command -v python3)
+for python in $(type -ap "python$version" python3); do # virtual environments need not have pip
+    "$python" -m pip --version >/dev/null 2>&1 && break
+done
 source locks/sources.sh
 [[ $lock != *.cuda.txt ]] || from=() UV_FIND_LINKS='' # torch's CUDA build is that of the default index
 
@@ -25,9 +27,12 @@ uv pip install --quiet --target "$packages" --python "$BUILD_PYTHON" --python-ve
     --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$sdists/wheels.txt"
 
 if grep -q '^[a-z]' "$sdists/sources.txt"; then
-    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --require-hashes -r "$sdists/sources.txt" -d "$sdists"
-    apptainer --quiet exec --userns --contain --cleanenv --no-home --bind "$sdists:/sdists,$packages:/packages:ro,$PWD/containers/wheel.py:/wheel.py:ro" \
-        --env PYTHONPATH=/packages,CFLAGS=-g0,SOURCE_DATE_EPOCH=1700000000 --pwd /tmp "$compiler" python3 /wheel.py /sdists >"$sdists/log" 2>&1 ||
+    kept() { sha256sum "$BUILD_CACHE"/*.tar.gz 2>/dev/null | while read -r sha256 file; do ! grep -q "$sha256" "$sdists/sources.txt" || echo "$file"; done; }
+    [ "$(kept | wc -l)" = "$(grep -c '^[a-z]' "$sdists/sources.txt")" ] ||
+        "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --require-hashes -r "$sdists/sources.txt" -d "$BUILD_CACHE"
+    cp $(kept) "$sdists"
+    apptainer --quiet exec --userns --contain --cleanenv --no-home --bind "$sdists:/sdists,$packages:/packages:ro,$PWD/containers/make_wheels.py:/make_wheels.py:ro" \
+        --env PYTHONPATH=/packages,CFLAGS=-g0,SOURCE_DATE_EPOCH=1700000000 --pwd /tmp "$compiler" python3 /make_wheels.py /sdists >"$sdists/log" 2>&1 ||
         { cat "$sdists/log" >&2; exit 1; }
     for wheel in "$sdists"/*.whl; do "$python" -m zipfile -e "$wheel" "$packages"; done
 fi

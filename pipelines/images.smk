@@ -40,14 +40,16 @@ for hardware in ("cpu", "cuda"):
             name:
                 f"{image}_{hardware}"
             input:
-                [] if image == "base" else [RECORDS["base", hardware], RECORDS["base", "cuda"]],
+                []
+                if image == "base"
+                else [RECORDS["base", hardware], RECORDS["base", "cuda"]],
             output:
                 RECORDS[image, hardware],
+            threads: 2
             params:
                 python=sys.executable,
                 image=image,
                 hardware=hardware,
                 folder=FOLDER,
-            threads: 2
             shell:
                 "{params.python} containers/build.py build {params.image} {params.hardware} {params.folder}"

@@ -42,7 +42,7 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
     if image == "base":
         return tuple(f"containers/{name}" for name in base)
     lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
-    packages = [f"{image}.def", "debian.cuda.lock", "python.sh", "sdists.in", "wheel.py"]  # the GPU base has the compiler
+    packages = [f"{image}.def", "debian.cuda.lock", "python.sh", "sdists.in", "make_wheels.py"]  # the GPU base has the compiler
     return (*dict.fromkeys(f"containers/{name}" for name in [*base, *packages]), f"locks/{lock}.txt", ".python-version")
 
 
