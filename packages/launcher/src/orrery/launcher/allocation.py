@@ -61,7 +61,7 @@ class Allocation:
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             argv = self.command(one, run_dir, code, plan.name, attempt)
-            line = srun(one, len(self.nodes) > 1, logs, header(plan.name, attempt), argv)
+            line = srun(one, len(self.nodes) > 1, code, logs, header(plan.name, attempt), argv)
             variables = cluster_environment(self.site, token, one.cpus_per_task, plan.num_nodes)
             env = {**os.environ, **(containers.passed_on(variables) if self.site.containers else variables)}
             step = Step(one, line, logs / f"step.{number}.log", env)

@@ -177,15 +177,23 @@ def bench(
 
 
 @app.command()
-def doctor() -> None:
-    """Look at this machine: what a local run needs, what is there, what mends it."""
+def doctor(
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="At a site with Slurm: look at its nodes, in one small job.")] = True,
+) -> None:
+    """Look at this machine and, where the site file names one, at the cluster: what a run needs, what is there, what mends it."""
     from orrery.launcher.doctor import examine
+    from orrery.launcher.doctor_site import examine_site
+    from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
 
-    findings = examine(find_workspace())
+    workspace = find_workspace()
+    site = load_site(workspace)
+    if site.slurm is not None and probe:
+        print("asking the nodes, which takes up to two minutes …", file=sys.stderr, flush=True)
+    findings = [*examine(workspace), *examine_site(workspace, site, probe)]
     for one in findings:
         mark = "ok  " if not one.mend else "FAIL" if one.must else "note"
-        print(f"{mark} {one.what:<16} {one.found}" + (f": {one.mend}" if one.mend else ""))
+        print(f"{mark} {one.what:<22} {one.found}" + (f": {one.mend}" if one.mend else ""))
     raise typer.Exit(1 if any(one.mend and one.must for one in findings) else 0)
 
 

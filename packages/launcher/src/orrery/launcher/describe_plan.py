@@ -59,10 +59,10 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
     argv = role_argv("python3", step.module, folder, one.name, 0, 0)
     argv[argv.index("--attempt") + 1] = "<attempt>"
     if site.containers is not None:
-        kind = "cpu" if manifest.hardware.accelerator == "cpu" else "cuda"
+        kind: images.Hardware = "cpu" if manifest.hardware.accelerator == "cpu" else "cuda"
         try:
             image = images.find(workspace, Path(site.containers.images), images.IMAGE_OF[step.role], kind)
         except OrreryError:
             image = Path(site.containers.images) / f"{images.IMAGE_OF[step.role]}-{kind}-<not built>.sif"
         argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", kind == "cuda", argv)
-    return srun(step, heterogeneous, folder / "logs", f"=== {one.name}", argv)
+    return srun(step, heterogeneous, folder / "code" / "<digest>", folder / "logs", f"=== {one.name}", argv)

@@ -152,8 +152,8 @@ def _sentence(error: ValidationError) -> str:
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key says more than the one it leaves missing
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        model = {"slurm": Slurm, "containers": Containers, "network": Network, "roles": Roles}.get(str(first["loc"][0]), Site)
-        model = model if len(first["loc"]) > 1 else Site
+        tables: dict[str, type[Record]] = {"slurm": Slurm, "containers": Containers, "network": Network, "roles": Roles}
+        model = tables.get(str(first["loc"][0]), Site) if len(first["loc"]) > 1 else Site
         near = nearest(str(first["loc"][-1]), list(model.model_fields))
         return f"{field}: there is no such key; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}")
     if first["type"] == "missing":

@@ -356,7 +356,8 @@ class _Stage:
     def _lost_node(self) -> str | None:
         if self.job.allocation is None:
             return None
-        return next((node for task in self.processes if (node := failed_node(task.step.said()))), None)
+        tasks = [process for process in self.processes if isinstance(process, Task)]
+        return next((node for task in tasks if (node := failed_node(task.step.said()))), None)
 
     def _ended_by_slurm(self, first: Process | Task) -> Outcome | None:
         """The outcome where Slurm ends the job (cancelled, preempted, out of time) and its signal reached a role before it reached us."""

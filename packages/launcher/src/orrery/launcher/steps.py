@@ -23,12 +23,6 @@ from orrery.launcher.site import Slurm
 from orrery.launcher.submission import Component, gres, members
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
 
-# A task's shell: its index is the step's first one and its rank; its devices go into the container; its log opens with what is run.
-_TASK = (
-    'index=$(({first} + SLURM_PROCID)); [ -z "$CUDA_VISIBLE_DEVICES" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES; '
-    'exec >>"{logs}/{role}.$index.log" 2>&1; echo "{header} $*"; exec "$@" --index $index'
-)
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -64,16 +58,15 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
             found.append(StepPlan(
                 number, part.group, role, processes[0].module, processes, num_nodes, cpus, gres(slurm, gpus) if gpus else None,
             ))  # fmt: skip
-    order = list(dict.fromkeys(process.role for process in plan.processes))
-    return sorted(found, key=lambda step: order.index(step.role))
+    order = [process.role for process in plan.processes]
+    return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
-def srun(step: StepPlan, heterogeneous: bool, logs: Path, header: str, argv: Sequence[str]) -> list[str]:
+def srun(step: StepPlan, heterogeneous: bool, code: Path, logs: Path, header: str, argv: Sequence[str]) -> list[str]:
     """The step's command line around `argv`, the command of one role process without its index.
 
     All devices of the node are shown to a step with several tasks a node: ranks on one node reach one another's memory (CUDA IPC) only so.
     """
-    shell = _TASK.format(first=step.processes[0].index, logs=logs, role=step.role, header=header)
     return [
         "srun",
         *([f"--het-group={step.component}"] if heterogeneous else []),
@@ -88,7 +81,7 @@ def srun(step: StepPlan, heterogeneous: bool, logs: Path, header: str, argv: Seq
         "--kill-on-bad-exit=1",
         "--input=none",
         f"--job-name={step.role}",
-        *("bash", "-c", shell, step.role),
+        *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index), str(logs), header),
         *argv,
     ]
 
