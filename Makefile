@@ -6,10 +6,10 @@ RUN ?= reverse_text
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test check fmt render bench lock clean
+.PHONY: help setup demo test test-cluster check fmt render bench lock clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: .venv/.ready ## make .venv from the lock; does nothing when it is already so
 
@@ -25,6 +25,9 @@ demo: setup ## run the experiment reverse_text (RUN=... for another) and print i
 
 test: setup ## all tests, end to end ones too
 	@pytest $(ARGS)
+
+test-cluster: setup ## boot a Slurm cluster on this Debian 12 machine, build the images, run tests/cluster there; as root
+	@bash tests/cluster/test.sh $(ARGS)
 
 check: setup ## lint, formats, types, import contracts, and that manifests/ is up to date
 	@ruff check .

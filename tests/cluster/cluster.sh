@@ -6,12 +6,13 @@
 #   cluster listens on an interface of this machine, and nothing can lean on what real nodes do not share.
 # - All else under / is the one shared file system. Users live in $ROOT/users; $ROOT/small is a shared disk of 32 MB, to be filled.
 # - `crash` is a power cut: every process of the node is gone at once. `start` boots it again. `down` crashes all of them and leaves nothing behind.
-# - `user` runs a command (none: a shell) as the unprivileged user on the head, with a login's environment.
+# - `user` runs a command (none: a shell) as the unprivileged user on the head, in the user's copy of the checkout, with a login's environment.
 # Slurm 22.05 with munge, slurmdbd and MariaDB; the GPUs are device nodes that nothing reads.
 set -euo pipefail
 
 ROOT=${ORRERY_CLUSTER_ROOT:-/srv/orrery-cluster}
 LOGIN=${ORRERY_CLUSTER_USER:-orrery}
+CHECKOUT=$ROOT/users/$LOGIN/orrery # where copy.sh puts the working tree
 NODES=(node1 node2 node3 node4)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -190,9 +191,9 @@ up() {
     soon "${as_slurm[@]}" "${mariadb[@]}" --execute='create database if not exists accounting'
     "${as_slurm[@]}" env MYSQL_UNIX_PORT="$ROOT/database/socket" slurmdbd
     soon within head sacctmgr -n show cluster
-    within head sacctmgr -Q -i add cluster simulated >"$ROOT/log/accounting.log"
-    within head sacctmgr -Q -i add account lab >"$ROOT/log/accounting.log"
-    within head sacctmgr -Q -i add user root,"$LOGIN" account=lab >"$ROOT/log/accounting.log"
+    within head sacctmgr -Q -i add cluster simulated >>"$ROOT/log/accounting.log"
+    within head sacctmgr -Q -i add account lab >>"$ROOT/log/accounting.log"
+    within head sacctmgr -Q -i add user root,"$LOGIN" account=lab >>"$ROOT/log/accounting.log"
     within head nice -n -10 runuser -u slurm -- slurmctld
     soon within head scontrol ping
     for node in "${NODES[@]}"; do start "$node"; done
@@ -210,9 +211,10 @@ down() {
 
 user() {
     [ $# -gt 0 ] || set -- bash
-    local home="$ROOT/users/$LOGIN"
-    within head runuser -u "$LOGIN" -- setsid --wait env -i -C "$home" HOME="$home" USER="$LOGIN" LOGNAME="$LOGIN" SHELL=/bin/bash \
-        PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 TERM="${TERM:-dumb}" "$@"
+    local home="$ROOT/users/$LOGIN" folder=$CHECKOUT
+    [ -d "$folder" ] || folder=$home
+    within head runuser -u "$LOGIN" -- setsid --wait env -i -C "$folder" HOME="$home" USER="$LOGIN" LOGNAME="$LOGIN" SHELL=/bin/bash \
+        PATH="$CHECKOUT/.venv/bin:/usr/local/bin:/usr/bin:/bin" LANG=C.UTF-8 TERM="${TERM:-dumb}" "$@"
 }
 
 [ "$(id -u)" = 0 ] || fail "making namespaces needs root; type: sudo bash tests/cluster/cluster.sh ${1:-up}"

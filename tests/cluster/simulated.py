@@ -1,0 +1,187 @@
+"""The simulated cluster from a test's side: commands as its user on the head, power cuts, and Slurm's own word on what happened.
+
+- `run` and `start` are the unprivileged user at a login shell on the head, in the copy of the checkout; `on` is root on a node.
+- Files of the user are this machine's files too, under `checkout`; a node's /tmp and /dev/shm are not.
+- Nothing sleeps for a fixed time: `wait_until` polls and, when it gives up, says what it waited for and what Slurm says now.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("cluster.sh")
+NODES = ("node1", "node2", "node3", "node4")
+KILL_SLURM = "for p in /proc/[0-9]*; do case $(cat $p/comm) in slurmd|slurmstepd) kill -9 ${p#/proc/};; esac; done"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of sacct: a job, a component of a heterogeneous one, or a step."""
+
+    id: str
+    state: str
+    nodes: str
+    exit_code: str
+
+
+class Terminal:
+    """A command that runs as the user, like one typed at a terminal. `output` is what it wrote so far."""
+
+    def __init__(self, cluster: "Cluster", argv: tuple[str, ...], env: Mapping[str, str]):
+        self.cluster = cluster
+        number = len(list(cluster.terminals.glob("*.log")))
+        self.log, self.pid_file = cluster.terminals / f"{number}.log", cluster.terminals / f"{number}.pid"
+        self.log.touch()
+        self.pid_file.touch()
+        shutil.chown(self.pid_file, cluster.login)
+        shell = ("bash", "-c", 'echo $$ >"$0"; exec "$@"', str(self.pid_file), *argv)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                cluster.command("user", *_with(env), *shell), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to all of the terminal's foreground processes."""
+        self._signal("INT")
+
+    def kill(self) -> None:
+        """The terminal is gone, at once and without a word."""
+        if self.process.poll() is None:
+            self._signal("KILL")
+            self.process.wait(20)
+
+    def wait(self, within_s: float) -> int:
+        """The exit code."""
+        self.cluster.wait_until(
+            f"{self.process.args[4:]} ends", lambda: self.process.poll() is not None, within_s, lambda: self.output[-3000:]
+        )
+        return self.process.returncode
+
+    def _signal(self, name: str) -> None:
+        self.cluster.wait_until("the command has begun", lambda: self.pid_file.read_text().strip() or self.process.poll() is not None, 20)
+        self.cluster.on("head", "kill", f"-{name}", "--", f"-{self.pid_file.read_text().strip()}", check=False)
+
+
+class Cluster:
+    """The cluster that `cluster.sh up` made."""
+
+    def __init__(self) -> None:
+        self.root = Path(os.environ.get("ORRERY_CLUSTER_ROOT", "/srv/orrery-cluster"))
+        self.login = os.environ.get("ORRERY_CLUSTER_USER", "orrery")
+        self.images = Path(os.environ.get("ORRERY_CLUSTER_IMAGES", "/var/cache/orrery-test-cluster/images"))
+        self.home = self.root / "users" / self.login
+        self.checkout = self.home / "orrery"
+        self.small_disk = self.root / "small"
+        self.terminals = self.root / "terminals"
+        self.terminals.mkdir(mode=0o755, exist_ok=True)
+        self.started: list[Terminal] = []
+
+    @staticmethod
+    def command(*argv: str) -> list[str]:
+        return ["bash", str(SCRIPT), *argv]
+
+    def run(
+        self, *argv: str, check: bool = True, env: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess:
+        """The user's command on the head, to its end."""
+        return _done(self.command("user", *_with(env or {}), *argv), check, timeout_s)
+
+    def start(self, *argv: str, env: Mapping[str, str] | None = None) -> Terminal:
+        """The user's command on the head, going on beside the test; ended with the test at the latest."""
+        self.started.append(Terminal(self, argv, env or {}))
+        return self.started[-1]
+
+    def on(self, node: str, *argv: str, check: bool = True, timeout_s: float = 60) -> subprocess.CompletedProcess:
+        """Root's command on a node."""
+        return _done(self.command("exec", node, *argv), check, timeout_s)
+
+    def submit(self, *options: str) -> str:
+        """`sbatch`: the job's id."""
+        return self.run("sbatch", "--parsable", "--output=/dev/null", *options).stdout.strip()
+
+    def crash(self, node: str) -> None:
+        """A power cut."""
+        _done(self.command("crash", node), True, 20)
+
+    def kill_slurmd(self, node: str) -> None:
+        """kill -9 of slurmd and its step daemons; what users run there lives on."""
+        self.on(node, "bash", "-c", KILL_SLURM, check=False)
+
+    def boot(self, node: str) -> None:
+        """Power, where it is off, and slurmd."""
+        _done(self.command("start", node), True, 60)
+
+    def end_time(self, job: str, seconds: int) -> None:
+        """Move the job's time limit so that it is reached in so many seconds (Slurm looks every 30)."""
+        self.on("head", "scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds}")
+
+    def queue(self) -> dict[str, str]:
+        """Every job (component) that waits or runs → Slurm's state of it."""
+        rows = self.run("squeue", "--noheader", "--format=%i|%T").stdout.split()
+        return dict(row.split("|") for row in rows)
+
+    def state(self, job: str) -> str:
+        """Slurm's present state of a job, ended ones too."""
+        return self.run("squeue", "--states=all", "--noheader", "--format=%T", f"--jobs={job}").stdout.split()[0]
+
+    def restarts(self, job: str) -> int:
+        shown = self.run("scontrol", "show", "job", "--oneliner", job).stdout
+        return int(shown.split("Restarts=")[1].split()[0])
+
+    def accounting(self, job: str, *options: str) -> list[Row]:
+        """What sacct says (1 to 2 s late); `-D` shows the starts before a requeue too."""
+        text = self.run("sacct", "--noheader", "--parsable2", "--format=JobID,State,NodeList,ExitCode", *options, "-j", job).stdout
+        return [Row(*line.split("|")) for line in text.splitlines()]
+
+    def node_states(self) -> dict[str, str]:
+        rows = self.run("sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%N %T").stdout.splitlines()
+        return dict(row.split() for row in rows)
+
+    def any_image(self) -> Path:
+        """The smallest image that is built; a test that only needs some image takes it."""
+        return min(self.images.glob("*.sif"), key=lambda path: path.stat().st_size)
+
+    def wait_until(self, what: str, condition: Callable[[], Any], within_s: float, explain: Callable[[], str] | None = None) -> Any:
+        """What `condition` returns once that is true."""
+        deadline = time.monotonic() + within_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                queue = self.run("squeue", "--states=all", check=False).stdout
+                raise AssertionError(f"{within_s:.0f} s passed and not yet so: {what}\n{explain() if explain else ''}\n{queue}")
+            time.sleep(0.2)
+        return value
+
+    def restore(self) -> None:
+        """No jobs, no terminals, every node idle, the small disk empty."""
+        while self.started:
+            self.started.pop().kill()
+        self.on("head", "scancel", "--user", self.login)
+        for path in self.small_disk.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        states = self.node_states()
+        for node in NODES:
+            if self.on(node, "pidof", "slurmd", check=False).returncode:
+                self.boot(node)
+            if "drain" in states[node]:
+                self.on("head", "scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+        self.wait_until("every node is idle", lambda: not self.queue() and set(self.node_states().values()) == {"idle"}, 60)
+
+
+def _with(env: Mapping[str, str]) -> list[str]:
+    return ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+
+
+def _done(argv: list[str], check: bool, timeout_s: float) -> subprocess.CompletedProcess:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(argv[2:])}: exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# `make test-cluster`: boots the simulated cluster, gives its user a copy of the checkout and images, runs tests/cluster, and takes all down again.
+# As root, on Debian 12. Arguments go to pytest. ORRERY_CLUSTER_KEEP=1 leaves the cluster up; images stay in ORRERY_CLUSTER_IMAGES.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export ORRERY_CLUSTER_ROOT=${ORRERY_CLUSTER_ROOT:-/srv/orrery-cluster} ORRERY_CLUSTER_USER=${ORRERY_CLUSTER_USER:-orrery} ORRERY_TEST_CLUSTER=1
+export ORRERY_CLUSTER_IMAGES=${ORRERY_CLUSTER_IMAGES:-/var/cache/orrery-test-cluster/images}
+checkout=$ORRERY_CLUSTER_ROOT/users/$ORRERY_CLUSTER_USER/orrery
+[ "$(id -u)" = 0 ] || { echo 'test-cluster: making namespaces and devices needs root; type: sudo make test-cluster' >&2; exit 1; }
+
+phase() { # NAME COMMAND...
+    local began=$SECONDS code=0
+    "${@:2}" || code=$?
+    printf 'test-cluster: %-8s %4d s%s\n' "$1" $((SECONDS - began)) "$([ $code = 0 ] || echo "  failed ($code)")"
+    return $code
+}
+
+images() {
+    install -d -o "$ORRERY_CLUSTER_USER" "$ORRERY_CLUSTER_IMAGES"
+    runuser -u "$ORRERY_CLUSTER_USER" -- env -C "$checkout" HOME="${checkout%/*}" USER="$ORRERY_CLUSTER_USER" \
+        PATH="$checkout/.venv/bin:/usr/local/bin:/usr/bin:/bin" snakemake --snakefile pipelines/images.smk --cores 2 --quiet all cpu
+}
+
+finish() { [ -n "${ORRERY_CLUSTER_KEEP:-}" ] || phase down bash tests/cluster/cluster.sh down; }
+trap finish EXIT
+
+phase install bash tests/cluster/cluster.sh install
+phase up bash tests/cluster/cluster.sh up
+phase copy bash tests/cluster/copy.sh
+phase images images
+phase tests python -m pytest tests/cluster "$@"
