@@ -10,10 +10,12 @@ from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
+from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery_files"  # name of our receiver among vLLM's weight-transfer backends
+ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
 
 
@@ -80,6 +82,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
     )
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if manifest.hardware.accelerator == "cpu":

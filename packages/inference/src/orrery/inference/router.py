@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
+from orrery.observe.deadline import scaled
 from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import without_proxy
 from orrery.observe.process import RoleProcess, role_process
@@ -56,7 +57,7 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, 
 
 def main() -> None:
     with role_process("router") as me:
-        engines = rendezvous.await_endpoints(me, "inference", me.manifest.inference.num_replicas, ENGINES_DEADLINE_S)
+        engines = rendezvous.await_endpoints(me, "inference", me.manifest.inference.num_replicas, scaled(ENGINES_DEADLINE_S))
         urls = [engine.url for engine in engines]
         free_port, metrics_port = _free_ports(me.host, 2)
         port = me.port or free_port
@@ -77,8 +78,9 @@ def main() -> None:
 
 def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]", url: str) -> None:
     """Return when the router says that all its engines are ready."""
-    end = time.monotonic() + START_DEADLINE_S
-    with me.health.waiting("vllm-router to answer /health", deadline_s=START_DEADLINE_S):
+    deadline_s = scaled(START_DEADLINE_S)
+    end = time.monotonic() + deadline_s
+    with me.health.waiting("vllm-router to answer /health", deadline_s=deadline_s):
         while True:
             if process.poll() is not None:
                 raise RunFailed(f"router: vllm-router did not start (exit code {process.returncode}); read logs/{me.name}.log")
@@ -89,7 +91,7 @@ def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]", url: str
             except (urllib.error.URLError, OSError):
                 pass
             if time.monotonic() > end:
-                raise RunFailed(f"router: vllm-router did not answer /health within {START_DEADLINE_S:g} s; read logs/{me.name}.log")
+                raise RunFailed(f"router: vllm-router did not answer /health within {deadline_s:g} s; read logs/{me.name}.log")
             time.sleep(POLL_S)
 
 

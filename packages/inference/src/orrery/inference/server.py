@@ -28,6 +28,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from orrery.inference import plugin
 from orrery.inference.patches import vllm as patches
 from orrery.manifest.errors import RunFailed
+from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
 
@@ -144,10 +145,11 @@ async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None
 
 async def _announce(me: RoleProcess, host: str, port: int) -> None:
     """Publish this server's address as soon as /health answers 200."""
-    end = time.monotonic() + START_DEADLINE_S
+    deadline_s = scaled(START_DEADLINE_S)
+    end = time.monotonic() + deadline_s
     while not await _healthy(host, port):
         if time.monotonic() > end:
-            raise RunFailed(f"inference {me.index}: /health did not answer within {START_DEADLINE_S:g} s of the engine being up")
+            raise RunFailed(f"inference {me.index}: /health did not answer within {deadline_s:g} s of the engine being up")
         await asyncio.sleep(0.02)
     gc.collect()
     gc.freeze()  # what start-up made stays; later collections need not look at it again

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # tells a role which parent it should have, so that a parent lost before our first look is noticed
+TOKEN = "ORRERY_TOKEN"  # every launcher sets it, also one that is not our parent
 POLL_S = 0.5
 CALLBACKS_S = 3.0
 
@@ -46,7 +47,7 @@ class Lifeline:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # else a person, or a test, started us
+        self.is_launched = LAUNCHER_PID in os.environ or TOKEN in os.environ  # else a person, or a test, started us
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()  # popped: what we start has us as its parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)

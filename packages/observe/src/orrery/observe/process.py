@@ -4,6 +4,7 @@
 - Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
 - An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
   traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
+- A launched role writes rows of its own processor time and memory (`usage.py`).
 - `WoundDown` ends it with its own exit code and health `wound down`: neither failed nor done (`wind_down.py`).
 - SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): the watchdog asks for them on a stall.
 """
@@ -28,6 +29,7 @@ from orrery.observe.health import HealthFile
 from orrery.observe.lifeline import Lifeline
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.system_error import explain
+from orrery.observe.usage import UsageRows
 from orrery.observe.wind_down import WOUND_DOWN, WoundDown
 
 if TYPE_CHECKING:
@@ -92,6 +94,9 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     me.lifeline.start()
+    usage = UsageRows(me.name, me.metrics)
+    if me.lifeline.is_launched:
+        usage.start()
     try:
         yield me
     except WoundDown as end:
@@ -117,6 +122,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     else:
         me.health.done()
     finally:
+        usage.stop()
         me.metrics.close()
 
 

@@ -41,7 +41,7 @@ class Progress:
             return
         role, event = process.split(".")[0], row.get("event")
         if event == "usage":
-            self.usage = row["processes"]
+            self.usage.update(row["processes"])  # every process writes its own
         elif event == "batch":
             self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
             self._take(row, generated_tokens_per_s="generated tokens/s", num_in_flight="in flight")
@@ -80,7 +80,7 @@ def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str,
     for column in ("process", "state", "does", "cpu", "memory"):
         roles.add_column(column, justify="right" if column in ("cpu", "memory") else "left", no_wrap=column != "does")
     for name, state in states.items():
-        one, used = health.get(name), progress.usage.get(name, {})
+        one, used = health.get(name), progress.usage.get(name, {}) if state == "running" else {}
         roles.add_row(
             name,
             state,

@@ -6,6 +6,7 @@ from typing import Any
 
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
+from orrery.observe.deadline import scaled
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
 from orrery.orchestrator.loop import Loop
@@ -32,10 +33,12 @@ async def fleet(me: Any) -> EngineFleet:
         if request.look():
             raise WoundDown(checkpoints.latest(me.run_dir) or 0)
 
-    engines = await asyncio.to_thread(rendezvous.await_endpoints, me, "inference", inference.num_replicas, SERVERS_START_S, end_early)
+    engines = await asyncio.to_thread(
+        rendezvous.await_endpoints, me, "inference", inference.num_replicas, scaled(SERVERS_START_S), end_early
+    )
     router_url = None
     if inference.router.kind != "none":
-        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, SERVERS_START_S, end_early))[0].url
+        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, scaled(SERVERS_START_S), end_early))[0].url
     return EngineFleet([engine.url for engine in engines], router_url, os.environ.get("ORRERY_TOKEN"))
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
 from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import Activity
 from orrery.orchestrator.evaluation import EvaluationResult
@@ -169,14 +170,14 @@ class Loop:
             num_queued_rollouts=state.sink.num_queued, dropped=dict(state.sink.dropped),
         )  # fmt: skip
         await asyncio.to_thread(self._keep, batch, documents, digests)
-        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}", deadline_s=STALL_S):
+        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}", deadline_s=scaled(STALL_S)):
             await self.sender.send(packed)
         self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
 
     async def _end_early(self) -> NoReturn:
         """Wind down at the last batch that was sent."""
         step = self.state.clock.next_batch - 1
-        deadline_s = self.manifest.orchestrator.rollout_timeout_s + STALL_S
+        deadline_s = self.manifest.orchestrator.rollout_timeout_s + scaled(STALL_S)
         with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down", deadline_s=deadline_s):
             await self.sender.wanted(step + 1)
         if step:
@@ -192,7 +193,7 @@ class Loop:
         compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
         documents = [cut.document(sample, temperature) for sample in compared]
         info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
-        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs", deadline_s=STALL_S):
+        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs", deadline_s=scaled(STALL_S)):
             await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
 
     def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
@@ -227,15 +228,15 @@ class Loop:
         if self._wind_down.is_made:
             doing = "winding down"
         elif clock.version < 0:
-            doing, waits = "starting", ("the first weights from trainer", FIRST_VERSION_S)
+            doing, waits = "starting", ("the first weights from trainer", scaled(FIRST_VERSION_S))
         elif state.dispatch.num_in_flight:
             doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"
         elif clock.all_cut:
-            doing, waits = "ending", (f"version {clock.num_batches} from trainer", rollout_s + STALL_S)
+            doing, waits = "ending", (f"version {clock.num_batches} from trainer", rollout_s + scaled(STALL_S))
         elif state.sink.num_queued >= state.rollouts_per_batch:
-            doing, waits = f"holding batch {step}", (f"trainer to ask for batch {clock.next_batch}", rollout_s + STALL_S)
+            doing, waits = f"holding batch {step}", (f"trainer to ask for batch {clock.next_batch}", rollout_s + scaled(STALL_S))
         else:
-            doing, waits = f"collecting batch {step}", (f"version {clock.version + 1} from trainer", rollout_s + STALL_S)
+            doing, waits = f"collecting batch {step}", (f"version {clock.version + 1} from trainer", rollout_s + scaled(STALL_S))
         said = f"{doing}/{waits}"
         if said == self._said:
             return

@@ -9,8 +9,11 @@
 import time
 from typing import Any
 
+from orrery.observe.deadline import scaled
 from orrery.orchestrator.stage import Stage
 from orrery.orchestrator.state import State
+
+UPDATE_S = 300.0  # for the engines to load a version, beside the time that rollouts may take
 
 
 class Updates:
@@ -33,7 +36,8 @@ class Updates:
         await self.stage.cancel(state.drain())
         drained_s = time.time()
         with self.me.health.waiting(
-            f"engines to take version {version} (inference)", deadline_s=self.me.manifest.orchestrator.rollout_timeout_s + 300
+            f"engines to take version {version} (inference)",
+            deadline_s=self.me.manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S),
         ):
             report = await self.fleet.update(published)
         state.updated(version)

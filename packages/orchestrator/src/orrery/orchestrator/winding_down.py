@@ -8,6 +8,7 @@ import time
 from typing import Any, NoReturn
 
 from orrery.observe import wind_down
+from orrery.observe.deadline import scaled
 from orrery.observe.wind_down import WoundDown
 from orrery.transport.rollout_wire import Batch, RolloutSender
 
@@ -33,7 +34,7 @@ class Request:
 async def end_trainer(me: Any, wire: RolloutSender, step: int) -> NoReturn:
     """Tell the trainer's ranks to end after batch `step`, and end with them: raises WoundDown once all have heard."""
     ranks = me.manifest.trainer.mesh.world_size
-    with me.health.waiting(f"trainer to wind down after batch {step}", deadline_s=TAKE_S):
+    with me.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
-        await wire.drained(TAKE_S)
+        await wire.drained(scaled(TAKE_S))
     raise WoundDown(step)

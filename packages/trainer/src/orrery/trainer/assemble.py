@@ -11,6 +11,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import AdamW, Model, Trainer
 from orrery.models import build, weights
+from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.trainer import checkpoint
 from orrery.trainer.learner import Learner
@@ -23,6 +24,7 @@ from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
 from orrery.transport.weight_wire import make_publisher
 
+STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
 ORCHESTRATOR_DEADLINE_S = 900.0  # it publishes its address before it waits for engines, but a big engine may be starting on the same disks
 
 
@@ -81,10 +83,10 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
     publisher = Publisher(learner.policy, wire)
     resume(me, learner, publisher)
-    orchestrator = await_endpoints(me, "orchestrator", 1, ORCHESTRATOR_DEADLINE_S)[0]
+    orchestrator = await_endpoints(me, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
     receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
     try:
-        yield Rig(world, learner, publisher, receiver, start, 600.0 + 4 * manifest.orchestrator.rollout_timeout_s)
+        yield Rig(world, learner, publisher, receiver, start, scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s)
     finally:
         receiver.close()
 

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.observe.deadline import scaled
 
 if TYPE_CHECKING:
     from orrery.transport.weight_wire import Published
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
 CONNECT_TIMEOUT_S = 10.0
-CONTROL_TIMEOUT_S = 120.0  # pause, resume, update, fingerprints
+CONTROL_TIMEOUT_S = 120.0  # pause, resume, update, fingerprints; scaled
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 # Ours to close, before the server does (uvicorn's default is 5 s): a request on a connection that the server is just closing is lost.
 KEEPALIVE_S = 3.0
@@ -272,11 +273,10 @@ class EngineClient:
             return False
         return status == 200
 
-    async def _control(
-        self, path: str, body: object = None, timeout_s: float = CONTROL_TIMEOUT_S, error: type[RunFailed] = RunFailed
-    ) -> bytes:
+    async def _control(self, path: str, body: object = None, timeout_s: float | None = None, error: type[RunFailed] = RunFailed) -> bytes:
         """POST that must succeed; raises `error` with the engine's own words."""
-        status, answer = await self._call("POST", path, {} if body is None else body, timeout_s, error, path)
+        limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
+        status, answer = await self._call("POST", path, {} if body is None else body, limit_s, error, path)
         if status != 200:
             raise error(f"{self.name}: {path} failed: {_sentence(status, answer)}")
         return answer

@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+from orrery.observe.deadline import scaled
+
 VISIBLE_S = 60.0
 POLL_S = 0.1
 
@@ -25,9 +27,9 @@ def read(path: Path) -> bytes | None:
         raise
 
 
-def appears(path: Path, within_s: float = VISIBLE_S) -> bool:
-    """Whether `path` is there, at the latest after `within_s`. Blocks the thread."""
-    end = time.monotonic() + within_s
+def appears(path: Path, within_s: float | None = None) -> bool:
+    """Whether `path` is there, at the latest after `within_s` (VISIBLE_S, scaled). Blocks the thread."""
+    end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:
             if path.name in os.listdir(path.parent):

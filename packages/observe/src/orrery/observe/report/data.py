@@ -68,7 +68,7 @@ class RunData:
             batches=event("batch"),
             evaluations=event("evaluation"),
             updates=event("update"),
-            usage=[row for row in read(metrics / "launcher.0.jsonl") if row.get("event") == "usage"],
+            usage=_usage(metrics),
             spans=_spans(metrics),
             result=_json(run_dir / "stages" / "evaluate" / "result.json"),
             evaluated=list(rows(run_dir / "rollouts" / "evaluate.jsonl")),
@@ -94,6 +94,13 @@ def wall_s(run: RunData, *left_out: str) -> float:
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [max(times) - min(times) for (stage, one), times in attempts.items() if stage in finished and one != finished[stage]["attempt"]]
     return sum(done["wall_s"] for done in finished.values()) + sum(lost)
+
+
+def _usage(metrics: Path) -> list[Row]:
+    """Every process's rows of its own processor time and memory, oldest first."""
+    files = (path for path in metrics.glob("*.jsonl") if not path.name.endswith(".spans.jsonl"))
+    found = (row for path in files for row in rows(path) if row.get("event") == "usage")
+    return sorted(found, key=lambda row: row["time_s"])
 
 
 def _spans(metrics: Path) -> list[Span]:

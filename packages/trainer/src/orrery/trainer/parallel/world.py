@@ -4,7 +4,7 @@
 - Several: rank 0 opens a TCPStore at `me.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
   both on the interface of `orrery.observe.network`.
 - The mesh is (dp_replicate, dp_shard): weights are sharded over the second axis and repeated over the first.
-- A collective that fails or takes longer than COLLECTIVE_DEADLINE_S is the end of the process.
+- A collective that fails or takes longer than COLLECTIVE_DEADLINE_S (scaled) is the end of the process.
 """
 
 import os
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orrery.manifest.schema import Mesh
+from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
         store=store,
         rank=rank,
         world_size=mesh.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+        timeout=timedelta(seconds=scaled(COLLECTIVE_DEADLINE_S)),
     )
     return World(rank, mesh.world_size, device, mesh_of(mesh, device))
 
@@ -110,7 +111,7 @@ def meet(me: "RoleProcess", world_size: int) -> dist.Store:
     """The TCPStore of this stage's trainer ranks: rank 0 serves it, the others find it by its published address."""
     from orrery.transport import rendezvous
 
-    timeout = timedelta(seconds=JOIN_DEADLINE_S)
+    timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
     if me.index == 0:
         listener = socket.create_server((me.host, me.port))
         port = listener.getsockname()[1]
@@ -118,8 +119,8 @@ def meet(me: "RoleProcess", world_size: int) -> dist.Store:
         store = dist.TCPStore(me.host, port, world_size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
         rendezvous.publish(me, f"tcp://{me.host}:{port}")
         return store
-    with me.health.waiting("the address of trainer.0", deadline_s=JOIN_DEADLINE_S):
-        first = rendezvous.await_endpoints(me, "trainer", 1, JOIN_DEADLINE_S)[0]
+    with me.health.waiting("the address of trainer.0", deadline_s=scaled(JOIN_DEADLINE_S)):
+        first = rendezvous.await_endpoints(me, "trainer", 1, scaled(JOIN_DEADLINE_S))[0]
     host, _, port = first.url.removeprefix("tcp://").rpartition(":")
     return dist.TCPStore(host, int(port), world_size, False, timeout=timeout, wait_for_workers=False)
 

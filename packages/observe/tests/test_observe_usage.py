@@ -1,0 +1,65 @@
+"""Usage: what a process and its children take, and what it costs to know."""
+
+import os
+import subprocess
+import sys
+import time
+
+from orrery.observe.metrics import MetricsFile, rows
+from orrery.observe.usage import PERIOD_S, TICKS_PER_S, Sampler, UsageRows, parse, tree
+
+
+def test_a_name_with_brackets_and_blanks_does_not_shift_the_fields():
+    before = "S 1 " + " ".join(["0"] * 9)
+    stat = parse(f"42 (a) b) {before} {3 * TICKS_PER_S} {TICKS_PER_S} " + " ".join(["0"] * 8) + " 7 0 0\n")
+    assert stat.cpu_s == 4.0 and stat.rss_bytes == 7 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_children_count_for_the_process_that_started_them():
+    code = """
+import time
+held = bytearray(200 << 20)
+print(flush=True)
+end = time.process_time() + 0.3
+while time.process_time() < end:
+    pass
+print(flush=True)
+input()
+"""
+    sampler = Sampler(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        held = sampler.sample()["rss_bytes"]
+        began = time.monotonic()
+        child.stdout.readline()
+        used = sampler.sample()
+        assert child.pid in tree(os.getpid())
+        assert held > 200 << 20 and used["cpu_percent"] * (time.monotonic() - began) / 100 > 0.2
+    finally:
+        child.communicate(b"\n")
+    assert sampler.sample()["rss_bytes"] < held - (150 << 20)
+
+
+def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
+    metrics = MetricsFile(tmp_path, "rl", "trainer", 1, 3)
+    usage = UsageRows("trainer.1", metrics, period_s=0.01)
+    usage.start()
+    while len(found := list(rows(tmp_path / "metrics" / "trainer.1.jsonl"))) < 3:
+        time.sleep(0.005)
+    usage.stop()
+    assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {("usage", "rl", 3, None)}
+    assert all(row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found)
+    metrics.close()
+
+
+def test_a_look_costs_less_than_half_a_percent_of_a_core():
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(4)]
+    try:
+        sampler, begin_s = Sampler(os.getpid()), time.process_time()
+        for _ in range(20):
+            sampler.sample()
+        assert (time.process_time() - begin_s) / 20 < 0.005 * PERIOD_S
+    finally:
+        for child in children:
+            child.communicate(b"\n")
