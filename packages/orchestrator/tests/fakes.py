@@ -40,7 +40,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         "model": {
             "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02}, "tokenizer": {"kind": "characters", "alphabet": "abc"},
             "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
-            "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_embeddings": True, "moe": None,
+            "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_embeddings": True, "moe": None, "mla": None,
         },
         "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
         "trainer": {

@@ -54,6 +54,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "rms_norm_eps": 1e-6,
                 "tie_embeddings": True,
                 "moe": None,
+                "mla": None,
                 **(model or {}),
             },
             "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
