@@ -37,7 +37,16 @@ DENSE = {
 MIXTURE = DENSE | {
     "family": "qwen3_moe",
     "tie_embeddings": False,
-    "moe": {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 64, "normalize_top_k": True},
+    "moe": {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "expert_intermediate_size": 64,
+        "normalize_top_k": True,
+        "num_dense_layers": 0,
+        "num_shared_experts": 0,
+        "score": "softmax",
+        "routed_scale": 1.0,
+    },
 }
 
 

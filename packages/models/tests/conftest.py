@@ -11,7 +11,16 @@ def make_model():
     """A tiny manifest model of either family; keywords replace fields."""
 
     def make(family="qwen3", **fields) -> Model:
-        moe = {"num_experts": 6, "num_experts_per_token": 2, "expert_intermediate_size": 20, "normalize_top_k": True}
+        moe = {
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "expert_intermediate_size": 20,
+            "normalize_top_k": True,
+            "num_dense_layers": 0,
+            "num_shared_experts": 0,
+            "score": "softmax",
+            "routed_scale": 1.0,
+        }
         return Model.model_validate(
             {
                 "family": family,
@@ -29,6 +38,7 @@ def make_model():
                 "rms_norm_eps": 1e-6,
                 "tie_embeddings": True,
                 "moe": moe if family == "qwen3_moe" else None,
+                "mla": None,
                 **fields,
             }
         )

@@ -15,7 +15,18 @@ VARIANTS = {
     "mixture, untied": ("qwen3_moe", {"tie_embeddings": False}),
     "mixture, tied, scores as they are": (
         "qwen3_moe",
-        {"moe": {"num_experts": 5, "num_experts_per_token": 3, "expert_intermediate_size": 12, "normalize_top_k": False}},
+        {
+            "moe": {
+                "num_experts": 5,
+                "num_experts_per_token": 3,
+                "expert_intermediate_size": 12,
+                "normalize_top_k": False,
+                "num_dense_layers": 0,
+                "num_shared_experts": 0,
+                "score": "softmax",
+                "routed_scale": 1.0,
+            }
+        },
     ),
 }
 variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=VARIANTS)

@@ -77,7 +77,18 @@ def compute(rank: int, directory: Path) -> None:
 )
 def test_two_ranks_have_the_weights_scores_gradients_and_files_of_one(family, tied, num_layers, make_model, make_pack, tmp_path):
     # 61 words and 5 experts: neither divides by two ranks
-    fields = {"moe": {"num_experts": 5, "num_experts_per_token": 2, "expert_intermediate_size": 12, "normalize_top_k": True}}
+    fields = {
+        "moe": {
+            "num_experts": 5,
+            "num_experts_per_token": 2,
+            "expert_intermediate_size": 12,
+            "normalize_top_k": True,
+            "num_dense_layers": 0,
+            "num_shared_experts": 0,
+            "score": "softmax",
+            "routed_scale": 1.0,
+        }
+    }
     model = make_model(family, tie_embeddings=tied, num_layers=num_layers, **(fields if family == "qwen3_moe" else {}))
     module, pack = build(model), make_pack([7, 9, 4])
     weights.initialize(module, model)

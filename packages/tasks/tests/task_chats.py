@@ -39,6 +39,7 @@ def character_model(alphabet: str = ALPHABET, **changes) -> Model:
         "rms_norm_eps": 1e-6,
         "tie_embeddings": True,
         "moe": None,
+        "mla": None,
     }
     return Model.model_validate(fields | changes)
 

@@ -11,6 +11,7 @@ from task_chats import task_use
 
 from orrery import tasks
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
 from orrery.tasks import Task, make
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "count_vowels"
@@ -99,7 +100,9 @@ def run_check(*paths: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_checked_in_manifests_pass_the_check():
-    done = run_check(*sorted(MANIFEST.parent.glob("*.json")))
+    every = [path for path in MANIFEST.parent.glob("*.json") if load(path).model.tokenizer.kind == "characters"]  # others are not in git
+    done = run_check(*sorted(every))
+    assert len(every) > 5
     assert done.returncode == 0, done.stderr
     assert "tasks.train[0]: reverse_text" in done.stdout
 

@@ -99,7 +99,16 @@ def test_the_same_seed_twice_gives_the_same_bits(start):
         assert torch.equal(weight, whole_weights(second)[name]), name
 
 
-MOE = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 24, "normalize_top_k": True}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "expert_intermediate_size": 24,
+    "normalize_top_k": True,
+    "num_dense_layers": 0,
+    "num_shared_experts": 0,
+    "score": "softmax",
+    "routed_scale": 1.0,
+}
 SHARDS, REPLICAS, UNTIED = {"dp_shard": 2}, {"dp_replicate": 2}, {"tie_embeddings": False}
 # Three samples on two ranks, at most one a micro-batch: somebody gets an empty micro-batch.
 FEW = {"num_samples": 3, "max_tokens": 20}

@@ -12,6 +12,7 @@ from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
+from orrery.manifest.built import remarks
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import StagePlan, stage
@@ -31,6 +32,7 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     for number, part in enumerate(parts):
         held = ", ".join(_indices(step) for step in steps if step.component == number)
         lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
+    lines += [f"  note: {remark}" for remark in remarks(manifest) if any(step.role == "inference" for step in steps)]
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
     lines += [f"  {shlex.join(_line(step, len(parts) > 1, manifest, one, site, workspace))}" for step in steps]
     return lines

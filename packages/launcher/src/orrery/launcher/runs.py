@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from orrery.launcher import lock
 from orrery.launcher.allocation import INSIDE, allocation
 from orrery.launcher.site import cluster, load_site
 from orrery.launcher.stage import Job, done_path
-from orrery.manifest.built import check_built
+from orrery.manifest.built import check_built, remarks
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
@@ -105,15 +106,18 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
     check_built(run.manifest)
+    for remark in remarks(run.manifest) if stage_name == "rl" else ():
+        print(f"note: {remark}", file=sys.stderr, flush=True)
     inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
     if inside is None and stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {run.manifest.hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} nodes and this is one; "
             f"type `snakemake --profile slurm {run.manifest.name}` on a cluster, or choose a hardware axis of one node"
         )
-    if stage_name == "init" and lock_sha256(workspace) != run.manifest.python_lock_sha256:
+    lock_file = lock_of(run.manifest)
+    if stage_name == "init" and hashlib.sha256((workspace.root / lock_file).read_bytes()).hexdigest() != run.manifest.python_lock_sha256:
         raise OrreryError(
-            f"{run.path.name}: locks/cpu.txt is not the lock that its manifest was rendered with; "
+            f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered with; "
             f"type `orrery render {run.manifest.name}` for a run of the present lock, or check the old lock out and type `make setup`"
         )
     run.path.mkdir(parents=True, exist_ok=True)
@@ -126,9 +130,9 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside)
 
 
-def lock_sha256(workspace: Workspace) -> str:
-    """What `python_lock_sha256` is of a manifest that is rendered now."""
-    return hashlib.sha256((workspace.root / "locks" / "cpu.txt").read_bytes()).hexdigest()
+def lock_of(manifest: Manifest) -> str:
+    """The file that `python_lock_sha256` is of, as jsonnet/lib/run.libsonnet has it."""
+    return "locks/cpu.txt" if manifest.hardware.accelerator == "cpu" else "locks/trainer.cuda.txt"
 
 
 def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local") -> str:

@@ -8,7 +8,7 @@ from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe")  # that orrery.models has networks of
 MESH_AXES = {"cp": "context", "ep": "expert"}  # that orrery.trainer cannot spread over yet
-PREFILL_APART = ("cpu",)  # accelerators on which orrery.inference hands a prefilled cache from engine to engine
+PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 
 
@@ -30,3 +30,11 @@ def check_built(manifest: Manifest) -> None:
             f"inference.prefill_replicas {count}: engines that only prefill are not built yet on {accelerator}; "
             f"set inference.prefill_replicas to 0"
         )
+
+
+def remarks(manifest: Manifest) -> list[str]:
+    """Where a run does less than its manifest says, a sentence each; a launcher and a plan show them."""
+    apart = (
+        "inference.prefill_replicas: the engines are placed apart, and each serves whole requests; handing over a cache is not built yet"
+    )
+    return [apart] if manifest.inference.prefill_replicas else []

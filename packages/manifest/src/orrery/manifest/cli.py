@@ -19,8 +19,7 @@ from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import explain as explanations
-from orrery.manifest.identity import id12, load, pretty_json, run_dir, run_id
-from orrery.manifest.plan import plan as stages_of
+from orrery.manifest.identity import id12, load, pretty_json, run_dir
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
@@ -185,19 +184,6 @@ def explain(
     """Say which file and axis gave a field its value."""
     for explanation in explanations(find_workspace(), run, field):
         print(explanation)
-
-
-@app.command()
-def plan(run: Run) -> None:
-    """Print the stages of a run and the processes of each."""
-    manifest = manifest_of(run)
-    print(f"{manifest.name} {run_id(manifest)}\n{run_dir('runs', manifest)}")
-    for stage in stages_of(manifest):
-        counts: dict[tuple[str, str], int] = {}
-        for process in stage.processes:
-            counts[process.role, process.module] = counts.get((process.role, process.module), 0) + 1
-        what = ", ".join(f"{n} × {role} ({module})" for (role, module), n in counts.items())
-        print(f"  {stage.name:<9} after {', '.join(stage.after) or '-':<9} {what}")
 
 
 def run_app(program: Callable[[], object]) -> int:

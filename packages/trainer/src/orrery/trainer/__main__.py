@@ -1,5 +1,6 @@
 """`python -m orrery.trainer --stage init|sft|rl`: one rank of the trainer in one stage. The launcher starts it."""
 
+from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.observe.process import RoleProcess, role_process
 
@@ -8,6 +9,7 @@ def main() -> None:
     with role_process("trainer") as me:
         # Imported here, so that health and the lifeline stand before torch takes its seconds to load.
         me.health.doing("loading torch")
+        check_built(me.manifest)
         match me.stage:
             case "init":
                 from orrery.trainer.initialize import initialize
