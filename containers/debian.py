@@ -126,17 +126,19 @@ def unpack(deb: Path, root: Path) -> str:
                 assert file is not None
                 control = file.read().decode()
             else:
-                archive.extractall(root, [kept for one in archive if (kept := _settled(one))], filter="fully_trusted")
+                archive.extraction_filter = lambda member, _: member  # older Pythons know no filters and take every member as it is
+                archive.extractall(root, [one for one in archive if _settle_member(one)])
     return control
 
 
-def _settled(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """A file as the image has it; None: not at all."""
+def _settle_member(member: tarfile.TarInfo) -> bool:
+    """Whether a file is in the image; if so, `member` becomes as the image has it."""
     path = member.name.removeprefix("./").rstrip("/")
     if not path or path in MERGED or (LEFT_OUT.match(path) and not member.isdir()):
-        return None
-    ids = {"uid": os.geteuid(), "gid": os.getegid(), "uname": "", "gname": ""}
-    return member.replace(**ids, mode=0o755 if member.isdir() else member.mode & 0o755, deep=False)
+        return False
+    member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
+    member.mode = 0o755 if member.isdir() else member.mode & 0o755
+    return True
 
 
 def make_root(lock: Path, root: Path, cache: Path) -> None:

@@ -27,11 +27,17 @@ uv pip install --quiet --target "$packages" --python "$BUILD_PYTHON" --python-ve
     --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$sdists/wheels.txt"
 
 if grep -q '^[a-z]' "$sdists/sources.txt"; then
-    kept() { sha256sum "$BUILD_CACHE"/*.tar.gz 2>/dev/null | while read -r sha256 file; do ! grep -q "$sha256" "$sdists/sources.txt" || echo "$file"; done; }
-    [ "$(kept | wc -l)" = "$(grep -c '^[a-z]' "$sdists/sources.txt")" ] ||
-        "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --require-hashes -r "$sdists/sources.txt" -d "$BUILD_CACHE"
-    cp $(kept) "$sdists"
-    apptainer --quiet exec --userns --contain --cleanenv --no-home --bind "$sdists:/sdists,$packages:/packages:ro,$PWD/containers/make_wheels.py:/make_wheels.py:ro" \
+    kept() { # the archives of the lock that were fetched before
+        sha256sum "$BUILD_CACHE"/*.tar.gz 2>/dev/null | while read -r sha256 file; do
+            ! grep -q "$sha256" "$sdists/sources.txt" || printf '%s\0' "$file"
+        done
+    }
+    [ "$(kept | tr -dc '\0' | wc -c)" = "$(grep -c '^[a-z]' "$sdists/sources.txt")" ] ||
+        "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --require-hashes \
+            -r "$sdists/sources.txt" -d "$BUILD_CACHE"
+    kept | xargs -0 cp -t "$sdists"
+    binds=$sdists:/sdists,$packages:/packages:ro,$PWD/containers/make_wheels.py:/make_wheels.py:ro
+    apptainer --quiet exec --userns --contain --cleanenv --no-home --bind "$binds" \
         --env PYTHONPATH=/packages,CFLAGS=-g0,SOURCE_DATE_EPOCH=1700000000 --pwd /tmp "$compiler" python3 /make_wheels.py /sdists >"$sdists/log" 2>&1 ||
         { cat "$sdists/log" >&2; exit 1; }
     for wheel in "$sdists"/*.whl; do "$python" -m zipfile -e "$wheel" "$packages"; done

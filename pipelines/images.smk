@@ -52,4 +52,4 @@ for hardware in ("cpu", "cuda"):
                 hardware=hardware,
                 folder=FOLDER,
             shell:
-                "{params.python} containers/build.py build {params.image} {params.hardware} {params.folder}"
+                "{params.python} containers/build.py build {params.image} {params.hardware} {params.folder:q}"
