@@ -19,7 +19,8 @@ phase() { # NAME COMMAND...
 images() {
     install -d -o "$ORRERY_CLUSTER_USER" "$ORRERY_CLUSTER_IMAGES"
     runuser -u "$ORRERY_CLUSTER_USER" -- env -C "$checkout" HOME="${checkout%/*}" USER="$ORRERY_CLUSTER_USER" \
-        PATH="$checkout/.venv/bin:/usr/local/bin:/usr/bin:/bin" snakemake --snakefile pipelines/images.smk --cores 2 --quiet all cpu
+        PATH="$checkout/.venv/bin:/usr/local/bin:/usr/bin:/bin" TMPDIR=/dev/shm \
+        snakemake --snakefile pipelines/images.smk --cores all --config images="$ORRERY_CLUSTER_IMAGES" --quiet rules -- cpu
 }
 
 finish() { [ -n "${ORRERY_CLUSTER_KEEP:-}" ] || phase down bash tests/cluster/cluster.sh down; }
