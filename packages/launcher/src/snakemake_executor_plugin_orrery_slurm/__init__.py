@@ -24,8 +24,9 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings
 
-from orrery.launcher import slurm
+from orrery.launcher import slurm, status
 from orrery.launcher.allocation import INSIDE
+from orrery.launcher.process import last_line
 from orrery.launcher.site import cluster, load_site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import find_workspace
@@ -106,18 +107,17 @@ class Executor(RemoteExecutor):
         return time.monotonic() - self._troubled.setdefault(job, time.monotonic())
 
     def _why(self, info: SubmittedJobInfo, word: str | None) -> str:
-        """The launcher's own last sentence where it had one, else Slurm's word."""
-        from orrery.launcher import status
-
+        """The launcher's own last sentence where it had one, else what stands in the job's output, else Slurm's word."""
         run, stage = info.job.wildcards["run"], info.job.rule.name
         said = status.read(Path("runs") / run)
         own = said.message if said and said.slurm_job == info.external_jobid and said.state in ("failed", "stopped") else ""
-        log = f"runs/{run}/logs/slurm.{info.external_jobid}.log"
-        return own or f"{stage}: job {info.external_jobid} ended with {word}; type `orrery logs {run}`, or look at {log}"
+        log = Path("runs") / run / "logs" / f"slurm.{info.external_jobid}.log"
+        line = last_line(log, 0).removeprefix("error: ")
+        return own or f"{stage}: job {info.external_jobid} ended with {word}" + (f": {line}" if line else "") + f"; its output is {log}"
 
     def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
-        self.report_job_error(info, msg=sentence)
+        self.report_job_error(info, msg=f"{sentence}. ")
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
         ids = [str(info.external_jobid) for info in active_jobs if info.external_jobid]

@@ -325,7 +325,9 @@ class _Stage:
         for name, health in self.health.items():
             if name in running and health.doing == FAILED and now_s - health.time_s > HUNG_S:
                 return self._failure()
-        stall = watchdog.look({name: health for name, health in self.health.items() if name in running}, now_s)
+        scale = self.job.site.roles.deadline_scale
+        living = {name: health for name, health in self.health.items() if name in running}
+        stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         if stall is None:
             return None
         for process in self.processes:
