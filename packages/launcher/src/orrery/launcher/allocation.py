@@ -5,8 +5,10 @@
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
+CLEAN_S = 15.0
 INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes
 
 
@@ -44,10 +47,26 @@ class Allocation:
         if self.site.containers is None:
             return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0)
         argv = role_argv("python3", step.module, run_dir, stage, attempt, 0)
-        return containers.apptainer(self.site.containers, self._image(step.role), run_dir, code, self.hardware.accelerator != "cpu", argv)
+        gpus = self.hardware.accelerator != "cpu"
+        return containers.apptainer(self.site.containers, self._image(step.role), run_dir, code, self.scratch, gpus, argv)
 
     def steps(self, plan: StagePlan) -> list[StepPlan]:
         return step_plans(plan, components(self.hardware, plan, self.slurm), self.slurm)
+
+    @property
+    def scratch(self) -> Path:
+        return containers.scratch_of(self.site.containers, self.job)
+
+    def clean(self) -> None:
+        """Remove the job's scratch folder from every node; what cannot be reached in CLEAN_S stays."""
+        with suppress(OSError, subprocess.SubprocessError):
+            for number, names in enumerate(self.nodes):
+                group = [f"--het-group={number}"] if len(self.nodes) > 1 else []
+                step = ["srun", *group, f"--nodes={len(names)}", f"--ntasks={len(names)}", "--overlap", "--cpu-bind=none", "--gres=none"]
+                remove = ["rm", "-rf", str(self.scratch)]
+                subprocess.run(
+                    [*step, *remove], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEAN_S
+                )
 
     def images(self, plan: StagePlan) -> dict[str, Path]:
         """The image of every role of the stage; empty at a site without containers."""
@@ -61,7 +80,7 @@ class Allocation:
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             argv = self.command(one, run_dir, code, plan.name, attempt)
-            line = srun(one, len(self.nodes) > 1, code, logs, header(plan.name, attempt), argv)
+            line = srun(one, len(self.nodes) > 1, code, logs, self.scratch, header(plan.name, attempt), argv)
             variables = cluster_environment(self.site, token, one.cpus_per_task, plan.num_nodes)
             env = {**os.environ, **(containers.passed_on(variables) if self.site.containers else variables)}
             step = Step(one, line, logs / f"step.{number}.log", env)

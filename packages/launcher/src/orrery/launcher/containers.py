@@ -1,7 +1,9 @@
 """Containers: the command line around a role, and the code that it sees.
 
 - An image holds dependencies only. The code is a snapshot in the run's folder, bound read-only: editing the checkout moves no running run.
-- `--contain --cleanenv --no-home`: of the host a role sees its run folder, /dev/shm, the site's mounts and a scratch folder, and no Python.
+- Of the host a role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp; no home, no variable, no Python.
+  `--contain` says the same but for /dev: it gives every container a /dev/shm of its own, through which ranks, engines and NCCL could not
+  reach one another, and takes InfiniBand's devices away. So its parts stand here one by one.
 - Variables go in through APPTAINERENV_*, never on the command line, which every user of the machine can read.
 """
 
@@ -19,16 +21,21 @@ from orrery.manifest.workspace import Workspace
 CODE = "/orrery/code"  # where the snapshot is bound; on PYTHONPATH of every image
 
 
-def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, gpus: bool, argv: Sequence[str]) -> list[str]:
+def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, scratch: Path, gpus: bool, argv: Sequence[str]) -> list[str]:
     """`argv` inside `image`."""
-    binds = [str(run_dir), f"{code}:{CODE}:ro", "/dev/shm", *site.mounts]
+    binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", "/etc/hosts:/etc/hosts:ro", *site.mounts]
     return [
-        *("apptainer", "-s", "exec", "--contain", "--cleanenv", "--no-home", "--workdir", site.scratch),
+        *("apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths"),
         *(["--nv"] if gpus else []),
         *(part for bind in binds for part in ("--bind", bind)),
         *("--pwd", str(run_dir)),
         *(str(image), *argv),
     ]
+
+
+def scratch_of(site: Containers | None, job: str) -> Path:
+    """The folder of a job on each of its nodes; the launcher removes it with the job."""
+    return Path(site.scratch if site else "/tmp") / f"orrery-{job}"
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:

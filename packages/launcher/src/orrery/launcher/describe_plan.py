@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from orrery.launcher import images
-from orrery.launcher.containers import apptainer
+from orrery.launcher.containers import apptainer, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
@@ -60,11 +60,12 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
     folder = Path("runs") / run_dir("", manifest).name
     argv = role_argv("python3", step.module, folder, one.name, 0, 0)
     argv[argv.index("--attempt") + 1] = "<attempt>"
+    scratch = scratch_of(site.containers, "<job>")
     if site.containers is not None:
         kind: images.Hardware = "cpu" if manifest.hardware.accelerator == "cpu" else "cuda"
         try:
             image = images.find(workspace, Path(site.containers.images), images.IMAGE_OF[step.role], kind)
         except OrreryError:
             image = Path(site.containers.images) / f"{images.IMAGE_OF[step.role]}-{kind}-<not built>.sif"
-        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", kind == "cuda", argv)
-    return srun(step, heterogeneous, folder / "code" / "<digest>", folder / "logs", f"=== {one.name}", argv)
+        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, kind == "cuda", argv)
+    return srun(step, heterogeneous, folder / "code" / "<digest>", folder / "logs", scratch, f"=== {one.name}", argv)

@@ -193,6 +193,8 @@ class _Stage:
             view.close()
             self.metrics.close()
             self._end_strays()
+            if self.job.allocation is not None:
+                self.job.allocation.clean()
             self._remove_weights()
             self.status.ended_s = time.time()
             with suppress(OSError):  # on a full disk the sentence still reaches stderr

@@ -62,7 +62,7 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
-def srun(step: StepPlan, heterogeneous: bool, code: Path, logs: Path, header: str, argv: Sequence[str]) -> list[str]:
+def srun(step: StepPlan, heterogeneous: bool, code: Path, logs: Path, scratch: Path, header: str, argv: Sequence[str]) -> list[str]:
     """The step's command line around `argv`, the command of one role process without its index.
 
     All devices of the node are shown to a step with several tasks a node: ranks on one node reach one another's memory (CUDA IPC) only so.
@@ -81,7 +81,8 @@ def srun(step: StepPlan, heterogeneous: bool, code: Path, logs: Path, header: st
         "--kill-on-bad-exit=1",
         "--input=none",
         f"--job-name={step.role}",
-        *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index), str(logs), header),
+        *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index)),
+        *(str(logs), str(scratch), header),
         *argv,
     ]
 
