@@ -56,14 +56,14 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
 def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, str]:
     """What the definition files and python.sh read."""
     own = {
-        "BUILD_PYTHON": sys.executable,
+        "BUILD_PYTHON": Path(sys.executable),
         "BUILD_ROOT": workspace.root,
         "BUILD_CACHE": folder / "debian",
         "BUILD_PACKAGES": work / "packages",
     }
     tools = [str(Path(sys.executable).parent), str(workspace.root / ".tools/bin")]
     paths = {"PATH": os.pathsep.join([*tools, os.environ["PATH"]]), "APPTAINER_TMPDIR": str(work), "TMPDIR": str(work)}
-    return {**os.environ, **{name: str(Path(value).absolute()) for name, value in own.items()}, **paths}
+    return {**os.environ, **{name: str(value.absolute()) for name, value in own.items()}, **paths}
 
 
 def _apptainer(definition: Path, hardware: Hardware, work: Path, environment: dict[str, str]) -> None:
