@@ -85,6 +85,10 @@ def engine_environment(manifest: Manifest, host: str) -> None:
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if manifest.inference.enforce_eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = (
+            "1"  # vLLM still compiles the ranks of log-probs, for which every machine would need a C++ compiler
+        )
     if manifest.hardware.accelerator == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -38,9 +38,12 @@ def scratch_of(site: Containers | None, job: str) -> Path:
     return Path(site.scratch if site else "/tmp") / f"orrery-{job}"
 
 
+CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "XDG_CONFIG_HOME": "/tmp/.config", "TRITON_HOME": "/tmp"}  # there is no home
+
+
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables as Apptainer takes them into a container with a clean environment."""
-    return {f"APPTAINERENV_{name}": value for name, value in variables.items()}
+    return {f"APPTAINERENV_{name}": value for name, value in {**CACHES, **variables}.items()}
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
