@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from orrery.manifest.errors import OrreryError
 from orrery.transport import visible
@@ -236,3 +237,25 @@ def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):
     remove_weight_dir(tmp_path / "a", 1)
     remove_weight_dir(tmp_path / "a", 1)
     assert not weight_dir(tmp_path / "a", 1).exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch_finds(tmp_path, dtype):
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "a.weight": (torch.randn(700, 513, generator=generator) * 50).to(dtype),  # more than one chunk
+        "b": torch.zeros(3, dtype=dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+    }
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    wire = WeightPublisher(tmp_path / "wire")
+    published = wire.publish_folder(3, folder)
+    assert published.fingerprints == {name: tensor_fingerprint(tensor) for name, tensor in tensors.items()}
+    assert published.digest == WeightPublisher(tmp_path / "other").publish(3, tensors.items()).digest
+    read = dict(read_weights(published.path))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(OrreryError, match="no weights there"):
+        wire.publish_folder(4, tmp_path)
+    assert WeightWatch(tmp_path / "wire").latest().version == 3

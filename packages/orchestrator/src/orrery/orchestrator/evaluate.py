@@ -8,11 +8,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import write_atomic
 from orrery.orchestrator import assemble, samples
@@ -24,7 +21,7 @@ from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.stage import Stage
 from orrery.tasks.chat import Renderer
-from orrery.transport.weight_wire import make_publisher, read_weights
+from orrery.transport.weight_wire import make_publisher
 
 TICK_S = 0.5
 
@@ -47,7 +44,7 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
     results = {}
     for policy, (version, folder) in policies.items():
         with me.metrics.span("update", version):
-            published = await asyncio.to_thread(publisher.publish, version, policy_weights(folder))
+            published = await asyncio.to_thread(publisher.publish_folder, version, folder)
             report = await fleet.update(published)
         me.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=0.0, pause_s=report.paused_s,
@@ -60,13 +57,6 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
             me.metrics.add_span("evaluation", row["start_s"], row["end_s"], version, task=row["task"])
             me.log.info("%s RL: %s %.3f (%d rollouts)", policy, row["task"], row["reward_mean"], row["num_rollouts"])
     return results
-
-
-def policy_weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(HF name, tensor) of a policy's folder. Raises OrreryError where there are none."""
-    if not any(folder.glob("*.safetensors")):
-        raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
-    return read_weights(folder)
 
 
 class HeldOut:

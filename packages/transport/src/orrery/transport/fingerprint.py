@@ -19,6 +19,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,6 +45,20 @@ def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None 
     ):
         raise ValueError(f"a slice of shape {shape} at {starts} does not lie inside {full_shape}")
     return _share(tensor.detach(), full_shape, starts) & MASK
+
+
+def array_fingerprint(bits: np.ndarray) -> int:
+    """F of a whole tensor whose elements are the integers `bits`, in row-major order; needs no torch, and is the referee of what does."""
+    total = 0
+    flat = bits.reshape(-1)
+    for start in range(0, flat.size, CHUNK_ELEMENTS):
+        chunk = flat[start : start + CHUNK_ELEMENTS].astype(np.int64).view(np.uint64)
+        value = np.arange(start + 1, start + 1 + chunk.size, dtype=np.uint64) * np.uint64(GOLDEN)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
+        value = (value ^ (value >> np.uint64(31))) | np.uint64(1)
+        total += int(((chunk + np.uint64(1)) * value).sum(dtype=np.uint64))
+    return total & MASK
 
 
 def digest(fingerprints: dict[str, int]) -> str:

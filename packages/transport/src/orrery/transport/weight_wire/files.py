@@ -11,20 +11,22 @@ In a stage on several nodes the same in the run's folder, which all nodes see.
 - Tensors that share memory with another of the same version (tied embeddings) are written once a name.
 """
 
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
 from orrery.observe.shared_memory import SHARED_MEMORY, prefix
 from orrery.transport import visible
-from orrery.transport.fingerprint import digest, tensor_fingerprint
+from orrery.transport.fingerprint import array_fingerprint, digest, tensor_fingerprint
 from orrery.transport.weight_wire.contract import Published
 
 if TYPE_CHECKING:
@@ -64,6 +66,13 @@ class WeightPublisher:
 
     def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Published:
         """Make `version` visible. Tensors may be on any device and are copied out one at a time."""
+        return self._publish(version, lambda aside: self._write_shards(aside, named_tensors))
+
+    def publish_folder(self, version: int, folder: Path) -> Published:
+        """Make the safetensors files of `folder` visible as `version`; needs no torch. Raises OrreryError where there are none."""
+        return self._publish(version, lambda aside: _copy_shards(aside, folder))
+
+    def _publish(self, version: int, write: Callable[[Path], dict[str, int]]) -> Published:
         if self._last_version is not None and version <= self._last_version:
             raise OrreryError(f"weight wire: version {version} after version {self._last_version}; versions only rise")
         target = self.folder / f"version_{version}"
@@ -71,7 +80,7 @@ class WeightPublisher:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
-            taken = self._write_shards(aside, named_tensors)
+            taken = write(aside)
         except (SafetensorError, OSError) as error:
             raise OrreryError(
                 f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how full it is; where it is shared memory, "
@@ -123,6 +132,32 @@ class WeightPublisher:
         if not taken:
             raise OrreryError("weight wire: a version without tensors")
         return taken
+
+
+def _copy_shards(aside: Path, folder: Path) -> dict[str, int]:
+    """Copy every safetensors file of `folder`; the fingerprints of the tensors in them."""
+    taken: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shutil.copyfile(path, aside / path.name)
+        sync(aside / path.name)
+        taken |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
+    if not taken:
+        raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
+    return taken
+
+
+def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, elements as integers) of a safetensors file: 8 bytes of header size, the header as JSON, then all tensors' bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = msgspec.json.decode(file.read(size))
+    data = np.memmap(path, np.uint8, "r", 8 + size) if path.stat().st_size > 8 + size else np.empty(0, np.uint8)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            elements = math.prod(entry["shape"])
+            integers = f"<i{(end - begin) // elements}" if elements else "<i1"
+            yield name, np.frombuffer(data[begin:end].tobytes(), integers)
 
 
 class WeightWatch:
