@@ -26,8 +26,12 @@ from snakemake_interface_executor_plugins.settings import CommonSettings
 
 from orrery.launcher import slurm, status
 from orrery.launcher.allocation import INSIDE
+from orrery.launcher.containers import images_of
 from orrery.launcher.process import last_line
+from orrery.launcher.runs import find
 from orrery.launcher.site import cluster, load_site
+from orrery.manifest import plan
+from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import find_workspace
 
@@ -49,8 +53,8 @@ common_settings = CommonSettings(
 class Executor(RemoteExecutor):
     def __post_init__(self) -> None:
         try:
-            workspace = find_workspace()
-            self.site, poll_s = load_site(workspace), cluster(workspace).poll_s
+            self.workspace = find_workspace()
+            self.site, poll_s = load_site(self.workspace), cluster(self.workspace).poll_s
         except OrreryError as error:
             raise WorkflowError(str(error)) from None
         self.next_seconds_between_status_checks = poll_s
@@ -58,6 +62,14 @@ class Executor(RemoteExecutor):
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
+        info = SubmittedJobInfo(job)
+        try:  # what would fail on the nodes, said before anything waits in a queue
+            one = find(run, self.workspace)
+            check_built(one.manifest)
+            images_of(self.site.containers, self.workspace, one.manifest.hardware, plan.stage(one.manifest, stage))
+        except OrreryError as error:
+            self._fail(info, f"{run} {stage}: {error}")
+            return
         logs = Path("runs") / run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = shlex.quote(str(Path(sys.executable).parent))
@@ -68,11 +80,10 @@ class Executor(RemoteExecutor):
             *("sbatch", "--parsable", f"--job-name={run}.{stage}", f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
             *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
         ]
-        info = SubmittedJobInfo(job)
         try:
             info.external_jobid = slurm.call(*command).strip().split(";")[0]
         except OrreryError as error:
-            self.report_job_error(info, msg=f"{run} {stage}: {error}")
+            self._fail(info, f"{run} {stage}: {error}")
             return
         self.logger.info(f"{stage} of {run} is Slurm job {info.external_jobid}")
         self.report_job_submission(info)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from orrery.launcher import containers, images, slurm
+from orrery.launcher import containers, slurm
 from orrery.launcher.environment import cluster_environment
 from orrery.launcher.process import header, role_argv
 from orrery.launcher.site import Site, Slurm
@@ -38,17 +38,14 @@ class Allocation:
     hardware: Hardware
     workspace: Workspace
 
-    def _image(self, role: str) -> Path:
-        where = self.workspace.root / self.site.containers.images
-        return images.find(self.workspace, where, images.IMAGE_OF[role], "cpu" if self.hardware.accelerator == "cpu" else "cuda")
-
     def command(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int) -> list[str]:
         """What one task of a step runs: the role in its image, or with this Python at a site without containers."""
         if self.site.containers is None:
             return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0)
         argv = role_argv("python3", step.module, run_dir, stage, attempt, 0)
         gpus = self.hardware.accelerator != "cpu"
-        return containers.apptainer(self.site.containers, self._image(step.role), run_dir, code, self.scratch, gpus, argv)
+        image = containers.image_of(self.site.containers, self.workspace, self.hardware, step.role)
+        return containers.apptainer(self.site.containers, image, run_dir, code, self.scratch, gpus, argv)
 
     def steps(self, plan: StagePlan) -> list[StepPlan]:
         return step_plans(plan, components(self.hardware, plan, self.slurm), self.slurm)
@@ -69,10 +66,7 @@ class Allocation:
                 )
 
     def images(self, plan: StagePlan) -> dict[str, Path]:
-        """The image of every role of the stage; empty at a site without containers."""
-        if self.site.containers is None:
-            return {}
-        return {role: self._image(role) for role in dict.fromkeys(process.role for process in plan.processes)}
+        return containers.images_of(self.site.containers, self.workspace, self.hardware, plan)
 
     def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
         """Start every step of the stage; raises `OrreryError` where an image is missing."""

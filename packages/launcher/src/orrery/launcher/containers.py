@@ -14,8 +14,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from orrery.launcher import images
 from orrery.launcher.site import Containers
+from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import sync
+from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
 CODE = "/orrery/code"  # where the snapshot is bound; on PYTHONPATH of every image
@@ -31,6 +34,17 @@ def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, scratch:
         *("--pwd", str(run_dir)),
         *(str(image), *argv),
     ]
+
+
+def image_of(site: Containers, workspace: Workspace, hardware: Hardware, role: str) -> Path:
+    """The image file of a role; raises `OrreryError` where it is missing."""
+    kind: images.Hardware = "cpu" if hardware.accelerator == "cpu" else "cuda"
+    return images.find(workspace, workspace.root / site.images, images.IMAGE_OF[role], kind)
+
+
+def images_of(site: Containers | None, workspace: Workspace, hardware: Hardware, plan: StagePlan) -> dict[str, Path]:
+    """The image of every role of a stage; empty at a site without containers."""
+    return {one.role: image_of(site, workspace, hardware, one.role) for one in plan.processes} if site else {}
 
 
 def scratch_of(site: Containers | None, job: str) -> Path:

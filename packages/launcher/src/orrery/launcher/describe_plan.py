@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from orrery.launcher import images
-from orrery.launcher.containers import apptainer, scratch_of
+from orrery.launcher.containers import apptainer, image_of, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
@@ -62,10 +62,11 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
     argv[argv.index("--attempt") + 1] = "<attempt>"
     scratch = scratch_of(site.containers, "<job>")
     if site.containers is not None:
-        kind: images.Hardware = "cpu" if manifest.hardware.accelerator == "cpu" else "cuda"
+        gpus = manifest.hardware.accelerator != "cpu"
         try:
-            image = images.find(workspace, Path(site.containers.images), images.IMAGE_OF[step.role], kind)
+            image = image_of(site.containers, workspace, manifest.hardware, step.role)
         except OrreryError:
-            image = Path(site.containers.images) / f"{images.IMAGE_OF[step.role]}-{kind}-<not built>.sif"
-        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, kind == "cuda", argv)
+            image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{'cuda' if gpus else 'cpu'}-<not built>.sif"
+        image = Path(workspace.shown(image))
+        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, gpus, argv)
     return srun(step, heterogeneous, folder / "code" / "<digest>", folder / "logs", scratch, f"=== {one.name}", argv)
