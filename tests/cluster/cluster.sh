@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Slurm cluster on one Debian 12 machine, as root: cluster.sh install | up | down | status | start NODE | crash NODE | exec NODE COMMAND... | user [COMMAND...]
 #
-# - Every node (head, node1..node4) is a set of namespaces of its own: network (10.77.0.x on eth0, joined by a bridge in the head's
+# - Every node (head, node1..node5) is a set of namespaces of its own: network (10.77.0.x on eth0, joined by a bridge in the head's
 #   namespace; no way out), host name, processes, System V IPC, and mounts (own /tmp, /var/tmp, /dev/shm and /run). No server of the
 #   cluster listens on an interface of this machine, and nothing can lean on what real nodes do not share.
 # - All else under / is the one shared file system. Users live in $ROOT/users; $ROOT/small is a shared disk of 32 MB, to be filled.
@@ -13,7 +13,7 @@ set -euo pipefail
 ROOT=${ORRERY_CLUSTER_ROOT:-/srv/orrery-cluster}
 LOGIN=${ORRERY_CLUSTER_USER:-orrery}
 CHECKOUT=$ROOT/users/$LOGIN/orrery # where copy.sh puts the working tree
-NODES=(node1 node2 node3 node4)
+NODES=(node1 node2 node3 node4 node5)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() { printf 'cluster: %s\n' "$*" >&2; exit 1; }

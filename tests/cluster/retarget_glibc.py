@@ -2,7 +2,7 @@
 
 - In: paths of 64-bit little-endian ELF files, changed in place; their length and layout stay.
 - Out: every symbol `__isoc23_NAME` is looked up as `NAME`, and the version 2.38 as 2.2.5.
-- Never: another symbol; one of 2.38 that is not of that family is a ValueError. (`__isoc23_strtol` differs from `strtol` in reading "0b101".)
+- Never: another symbol; one of 2.38 that is not of that family is a ValueError. (They differ in reading "0b101".)
 """
 
 import struct

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
-NODES = ("node1", "node2", "node3", "node4")
+NODES = ("node1", "node2", "node3", "node4", "node5")
 KILL_SLURM = "for p in /proc/[0-9]*; do case $(cat $p/comm) in slurmd|slurmstepd) kill -9 ${p#/proc/};; esac; done"
 
 

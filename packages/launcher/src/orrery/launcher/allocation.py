@@ -7,6 +7,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
-CLEAN_S = 15.0
+CLEAN_S, ANSWER_S = 15.0, 8.0
 INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes
 
 
@@ -54,12 +55,39 @@ class Allocation:
     def scratch(self) -> Path:
         return containers.scratch_of(self.site.containers, self.job)
 
+    def silent_nodes(self) -> list[str]:
+        """Nodes of the job on which nothing can be started within ANSWER_S."""
+        single = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--gres=none"]
+        probes = {
+            name: subprocess.Popen(
+                ["srun", *self._group(number), *single, f"--nodelist={name}", "true"],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for number, names in enumerate(self.nodes) for name in names
+        }  # fmt: skip
+        limit_s = time.monotonic() + ANSWER_S
+        while time.monotonic() < limit_s and any(probe.poll() is None for probe in probes.values()):
+            time.sleep(0.1)
+        for probe in probes.values():
+            probe.kill()
+        return [name for name, probe in probes.items() if probe.wait() != 0]
+
+    def _group(self, number: int) -> list[str]:
+        return [f"--het-group={number}"] if len(self.nodes) > 1 else []
+
     def clean(self) -> None:
         """Remove the job's scratch folder from every node; what cannot be reached in CLEAN_S stays."""
         with suppress(OSError, subprocess.SubprocessError):
             for number, names in enumerate(self.nodes):
-                group = [f"--het-group={number}"] if len(self.nodes) > 1 else []
-                step = ["srun", *group, f"--nodes={len(names)}", f"--ntasks={len(names)}", "--overlap", "--cpu-bind=none", "--gres=none"]
+                step = [
+                    "srun",
+                    *self._group(number),
+                    f"--nodes={len(names)}",
+                    f"--ntasks={len(names)}",
+                    "--overlap",
+                    "--cpu-bind=none",
+                    "--gres=none",
+                ]
                 remove = ["rm", "-rf", str(self.scratch)]
                 subprocess.run(
                     [*step, *remove], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEAN_S

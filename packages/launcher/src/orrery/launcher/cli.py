@@ -37,10 +37,10 @@ def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", hel
     one = job(word, stage)
     outcome = run_stage(one)
     print(outcome.message if outcome.state == "done" else f"error: {outcome.message}", file=sys.stderr, flush=True)
-    if outcome.requeue and one.allocation is not None:
-        from orrery.launcher.slurm import requeue
+    if outcome.again and one.allocation is not None:
+        from orrery.launcher.slurm import put_back
 
-        requeue(one.allocation.job)  # ends this process, too
+        put_back(one.allocation.job, asked=outcome.again == "ask")  # ends this process, too
     raise typer.Exit(outcome.exit_code)
 
 

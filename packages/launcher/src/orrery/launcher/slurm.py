@@ -7,6 +7,7 @@
 
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,7 @@ STATES: dict[str, State] = {
 }  # fmt: skip
 
 COMMAND_S = 60.0
+LOST_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,14 @@ def cancel(ids: Sequence[str]) -> None:
         call("scancel", *ids)
 
 
-def requeue(job: str) -> None:
+def put_back(job: str, asked: bool) -> None:
+    """Back into the queue with the job that we run in, which ends this process. Where a node is lost Slurm does so by itself, as soon as it
+    knows (`SlurmdTimeout`), and then starts the job elsewhere; it is asked only when it has not within LOST_S.
+    """
+    if not asked:
+        time.sleep(LOST_S)
     call("scontrol", "requeue", job)
+    time.sleep(LOST_S)
 
 
 def seconds(left: str) -> float | None:

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import psutil
 
@@ -84,12 +85,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`requeue`: there is a newer checkpoint than at the start, and Slurm may start the job again."""
+    """What Slurm is to do with our job (`again`): put it back when asked, since there is a newer checkpoint than at the start ("ask");
+    or by itself, since it will find that a node is lost ("wait")."""
 
     state: State
     message: str
     exit_code: int
-    requeue: bool = False
+    again: Literal["ask", "wait"] | None = None
 
 
 def run_stage(job: Job) -> Outcome:
@@ -231,7 +233,8 @@ class _Stage:
         job, roles = self.job.allocation.job, self.last.roles
         lost = [node for node in {role.node for role in roles} if node in {*slurm.lost_nodes(job), *slurm.unusable_nodes([node])}]
         held = [f"{node} was lost, which held {_listed([role.name for role in roles if role.node == node])}" for node in sorted(lost)]
-        why = "; ".join(held) or self.last.message or "it was put back in the queue"
+        before = self.last.message.removeprefix(f"{self.stage}: ").split("; ")[0]
+        why = "; ".join(held) or before or "it was put back in the queue"
         text = f"{self.stage}: started again by Slurm (job {job}): {why}; {self._goes_on()}"
         self._log(text)
         print(text, file=sys.stderr, flush=True)
@@ -298,15 +301,17 @@ class _Stage:
             self._log("winding down")
             return None
         if all(process.poll() in (WOUND_DOWN, -signal.SIGTERM) for process in self.processes if process.plan.ends == "itself"):
-            step = newest_checkpoint(self.run_dir)
-            return Outcome("stopped", f"{self.stage}: wound down; {self._go_on()}", WOUND_DOWN, requeue=step != self.began_at)
+            return Outcome("stopped", f"{self.stage}: wound down; {self._go_on()}", WOUND_DOWN, again=self._again())
         if time.monotonic() > self.wind_down_until_s:
             waits = "; ".join(
                 f"{name} was {one.sentence()}" for name, one in self.health.items() if one.role in ("trainer", "orchestrator")
             )
             message = f"{self.stage}: did not wind down in time ({waits}); {self._go_on()}"
-            return Outcome("stopped", message, WOUND_DOWN, requeue=newest_checkpoint(self.run_dir) != self.began_at)
+            return Outcome("stopped", message, WOUND_DOWN, again=self._again())
         return None
+
+    def _again(self) -> Literal["ask"] | None:
+        return "ask" if newest_checkpoint(self.run_dir) != self.began_at else None
 
     def _time_to_wind_down(self) -> float:
         if self.job.allocation is None:
@@ -350,18 +355,22 @@ class _Stage:
 
         said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
         first = min({*filter(self._failed, self.processes), *said}, key=order)
-        if lost := self._lost_node():
-            held = _listed([process.name for process in self.processes if process.node == lost])
-            return Outcome("failed", f"{self.stage}: node {lost} was lost, which held {held}; {self._go_on()}", 1)
+        if lost := self._lost_nodes():
+            held = "; ".join(f"{node} is lost, which held {self._held(node)}" for node in lost)
+            return Outcome("failed", f"{self.stage}: {held}; when Slurm starts the job again, {self._goes_on()}", 1, again="wait")
         if (ended := self._ended_by_slurm(first)) is not None:
             return ended
         return Outcome("failed", f"{self._sentence(first)}; its log is {first.log}; {self._go_on()}", 1)
 
-    def _lost_node(self) -> str | None:
-        if self.job.allocation is None:
-            return None
-        tasks = [process for process in self.processes if isinstance(process, Task)]
-        return next((node for task in tasks if (node := failed_node(task.step.said()))), None)
+    def _lost_nodes(self) -> list[str]:
+        """Nodes of our job that are gone; of a stage on one node it is ours, and we are here."""
+        if self.job.allocation is None or self.job.plan.num_nodes == 1:
+            return []
+        said = {node for process in self.processes if isinstance(process, Task) and (node := failed_node(process.step.said()))}
+        return sorted(said) or self.job.allocation.silent_nodes()
+
+    def _held(self, node: str) -> str:
+        return _listed([process.name for process in self.processes if process.node == node])
 
     def _ended_by_slurm(self, first: Process | Task) -> Outcome | None:
         """The outcome where Slurm ends the job (cancelled, preempted, out of time) and its signal reached a role before it reached us."""

@@ -1,0 +1,244 @@
+"""Runs on the simulated cluster, as its user: real Slurm, real Apptainer images, the real vLLM; and what happens when something breaks.
+
+Each test goes to its run's end where it can, over what broke in between: that it went on is half of what is tested.
+"""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from simulated import NODES, Cluster, Terminal
+
+pytestmark = pytest.mark.timeout(420)
+
+SLURM = ("snakemake", "--profile", "slurm")
+
+
+class Run:
+    """A run of the user's checkout, by name."""
+
+    def __init__(self, cluster: Cluster, name: str):
+        self.cluster, self.name = cluster, name
+
+    @property
+    def path(self) -> Path:
+        return max(self.cluster.checkout.glob(f"runs/{self.name}-*"), key=lambda path: path.stat().st_mtime)
+
+    def start(self, *more: str, **env: str) -> Terminal:
+        return self.cluster.start(*SLURM, *more, self.name, env=env)
+
+    def status(self) -> dict:
+        try:
+            return json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def rows(self, process: str) -> list[dict]:
+        path = self.path / "metrics" / f"{process}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows("trainer.0") if "loss" in row and row.get("stage") == "rl"]
+
+    def checkpoints(self) -> list[int]:
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in self.path.glob("checkpoints/step_*/COMPLETE"))
+
+    def is_in(self, stage: str, terminal: Terminal) -> bool:
+        if terminal.process.poll() is not None:
+            raise AssertionError(f"the run ended before {stage}\n{terminal.output[-3000:]}")
+        return self.status().get("stage") == stage and self.status().get("state") == "running"
+
+    def health(self, process: str) -> dict:
+        try:
+            return json.loads((self.path / "stages" / "rl" / "health" / f"{process}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def job(self) -> str:
+        return self.status()["slurm_job"]
+
+    def receipt(self) -> dict:
+        return json.loads((self.path / "receipt.json").read_text())
+
+    def user(self, *argv: str) -> str:
+        done = self.cluster.run(*argv, check=False)
+        return done.stdout + done.stderr
+
+
+@pytest.fixture
+def fresh(cluster: Cluster):
+    """A run that has not begun."""
+
+    def made(name: str) -> Run:
+        for path in cluster.checkout.glob(f"runs/{name}-*"):
+            cluster.run("rm", "-rf", str(path))
+        return Run(cluster, name)
+
+    return made
+
+
+def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
+    """reverse_text: its RL job meets its time limit, writes a checkpoint, goes back into the queue and ends well."""
+    run = fresh("reverse_text")
+    terminal = run.start()
+    cluster.wait_until(
+        "RL has trained a few steps", lambda: run.is_in("rl", terminal) and len(run.steps()) >= 12, 200, lambda: terminal.output[-2000:]
+    )
+    job, before = run.job(), len(run.steps())
+    status = run.user("orrery", "status", "reverse_text")
+    assert re.search(rf"job {job} \(rl\): running for .* on node\d", status) and "orchestrator.0" in status and "node" in status
+    cluster.end_time(job, 45)  # Slurm sends the warning at once: less than slurm.warning_s is left
+    cluster.wait_until(
+        "the job is back in the queue", lambda: cluster.state(job) in ("PENDING", "CONFIGURING"), 90, lambda: terminal.output[-2000:]
+    )
+    said = (run.path / "logs" / "launcher.0.log").read_text()
+    wound_down = re.search(r"rl: wound down; type `snakemake --profile slurm reverse_text` to go on from step (\d+)", said)
+    assert wound_down and int(wound_down[1]) >= before and int(wound_down[1]) in run.checkpoints()
+    assert "goes on by itself" in run.user("orrery", "status", "reverse_text")
+    assert terminal.wait(300) == 0, terminal.output[-3000:]
+    assert run.steps() == list(range(1, 101))  # none twice, none left out
+    again = f"started again by Slurm (job {job})"
+    assert (
+        again in (run.path / "logs" / "launcher.0.log").read_text()
+        and f"goes on from step {wound_down[1]}" in (run.path / "logs" / "launcher.0.log").read_text()
+    )
+    result = json.loads((run.path / "stages" / "evaluate" / "result.json").read_text())
+    assert result["after"]["reward_mean"] >= 0.8 > result["before"]["reward_mean"]
+    receipt = run.receipt()["stages"]["rl"]
+    assert [attempt["state"] for attempt in receipt["attempts"]] == ["stopped", "done"]
+    assert all(attempt["slurm_job_id"] == job and attempt["nodes"][0].startswith("node") for attempt in receipt["attempts"])
+    assert set(receipt["attempts"][-1]["images"]) == {"inference", "orchestrator", "trainer"}
+    assert not list(Path("/dev/shm").glob("orrery-*"))
+    mode = run.path.stat().st_mode
+    assert not mode & 0o002, oct(mode)
+
+
+def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, fresh):
+    """glm5_shape_smoke: prefill, decode, two trainer nodes. A rank is killed: all end by its name. A node dies: Slurm starts all again."""
+    run = fresh("glm5_shape_smoke")
+    terminal = run.start()
+    cluster.wait_until(
+        "a checkpoint is there", lambda: run.is_in("rl", terminal) and run.checkpoints(), 180, lambda: terminal.output[-2000:]
+    )
+    nodes = {role["name"]: role["node"] for role in run.status()["roles"]}
+    assert nodes == {
+        **{"inference.0": "node1", "router.0": "node1", "orchestrator.0": "node1", "inference.1": "node2"},
+        **{"trainer.0": "node3", "trainer.1": "node4"},
+    }  # fmt: skip
+    listening = [line.split()[3] for line in cluster.on("node3", "ss", "-Hltn").stdout.splitlines()]
+    ours = [address for address in listening if not address.endswith(":6818")]  # slurmd's and srun's own are the site's
+    assert not [address for address in ours if address.startswith(("0.0.0.0:", "*:", "[::]:")) and _is_ours(cluster, "node3", address)]
+    cluster.on("node4", "kill", "-9", str(run.health("trainer.1")["pid"]))
+    assert terminal.wait(60) == 1
+    assert re.search(r"error: rl: trainer\.1 on node4 .*SIGKILL", terminal.output), terminal.output[-3000:]
+    assert "type `snakemake --profile slurm glm5_shape_smoke` to go on from step" in terminal.output
+    assert not cluster.queue()
+
+    terminal = run.start()
+    cluster.wait_until(
+        "RL runs again",
+        lambda: run.is_in("rl", terminal) and all(run.health(f"inference.{i}").get("doing") == "serving" for i in (0, 1)),
+        120,
+    )
+    job, attempt = run.job(), run.status()["attempt"]
+    cluster.crash("node4")
+    cluster.wait_until("Slurm has put the job back", lambda: cluster.state(job) == "PENDING", 90, lambda: terminal.output[-2000:])
+    cluster.wait_until("the job runs again", lambda: run.status().get("attempt", 0) > attempt, 120, lambda: terminal.output[-2000:])
+    assert {role["node"] for role in run.status()["roles"]} == {"node1", "node2", "node3", "node5"}
+    assert terminal.wait(240) == 0, terminal.output[-3000:]
+    said = (run.path / "logs" / "launcher.0.log").read_text()
+    assert re.search(rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; it goes on from step \d+", said), said
+    assert run.receipt()["stages"]["rl"]["restarts"] >= 2
+    assert sorted(set(run.steps())) == list(range(1, max(run.steps()) + 1))
+    assert not list((run.path / "weights" / "wire").glob("*"))
+
+
+def _is_ours(cluster: Cluster, node: str, address: str) -> bool:
+    """Whether a listening socket belongs to a role."""
+    shown = cluster.on(node, "ss", "-Hltnp", "sport", "=", f":{address.rpartition(':')[2]}").stdout
+    return "python3" in shown
+
+
+def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, fresh):
+    run = fresh("reverse_text_smoke")
+    blocker = cluster.submit(f"--nodes={len(NODES)}", "--exclusive", "--wrap=sleep 300")
+    cluster.wait_until("the nodes are taken", lambda: cluster.state(blocker) == "RUNNING", 30)
+    terminal = run.start()
+    cluster.wait_until("the job waits", lambda: "PENDING" in cluster.queue().values(), 60, lambda: terminal.output[-2000:])
+    assert "waits for Resources" in run.user("orrery", "status", "reverse_text_smoke") or "waits for Priority" in run.user(
+        "orrery", "status", "reverse_text_smoke"
+    )
+    terminal.interrupt()
+    assert terminal.wait(30) != 0 and "cancelled Slurm job" in terminal.output
+    cluster.wait_until("only the blocker is left", lambda: list(cluster.queue()) == [blocker], 20)
+
+    terminal = run.start()
+    cluster.wait_until("the job waits", lambda: "PENDING" in cluster.queue().values(), 60)
+    assert "cancelled job" in run.user("orrery", "stop", "reverse_text_smoke")
+    assert terminal.wait(30) == 1 and "CANCELLED" in terminal.output
+    cluster.run("scancel", blocker)
+
+    terminal = run.start()
+    cluster.wait_until("sft runs", lambda: run.is_in("sft", terminal), 90, lambda: terminal.output[-2000:])
+    terminal.interrupt()
+    assert terminal.wait(30) != 0
+    cluster.wait_until("no job is left", lambda: not cluster.queue(), 30)
+    cluster.wait_until("the launcher says so", lambda: run.status().get("state") == "stopped", 20)
+    for node in NODES:
+        assert "orrery" not in cluster.on(node, "ps", "-eo", "args").stdout.replace("/srv/orrery-cluster", "").replace("orrery-node", "")
+
+
+def test_a_bad_site_file_and_a_missing_image_are_one_sentence_before_anything_is_submitted(cluster: Cluster, fresh):
+    run = fresh("reverse_text_smoke")
+    site = (cluster.checkout / "site.toml").read_text()
+    bad = cluster.home / "bad.toml"
+    bad.write_text(site.replace("partition", "partitoin"))
+    refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
+    assert refused.returncode and "slurm.partitoin: there is no such key; did you mean 'partition'?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    bad.write_text(re.sub(r'images = ".*"', 'images = "nowhere"', site))
+    refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
+    assert refused.returncode and re.search(
+        r"error: .*reverse_text_smoke.* init: .*nowhere.*snakemake -s pipelines/images\.smk", refused.stderr
+    ), refused.stderr
+    bad.write_text(site.replace('account = "lab"', 'account = "nobody"'))
+    refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
+    assert refused.returncode and "sbatch: " in refused.stderr and "account" in refused.stderr.lower()
+    assert not cluster.queue()
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(cluster: Cluster, fresh):
+    run = fresh("reverse_text_smoke")
+    folder = cluster.run("orrery", "plan", run.name, "init").stdout.split()[2].rstrip(":")
+    on_disk = cluster.small_disk / folder
+    cluster.run("mkdir", str(on_disk))
+    cluster.run("mkdir", "-p", "runs")
+    cluster.run("ln", "-s", str(on_disk), f"runs/{folder}")
+    terminal = run.start()
+    assert terminal.wait(200) == 1
+    assert re.search(r"error: .*(no space left|disk is full|cannot be written)", terminal.output, re.IGNORECASE), terminal.output[-3000:]
+    assert "Traceback" not in terminal.output
+    for step in run.checkpoints():
+        checked = "from pathlib import Path; from orrery.transport.checkpoints import verify; import sys; verify(Path(sys.argv[1]))"
+        image = next(cluster.images.glob("trainer-cpu-*.sif"))
+        code = next((on_disk / "code").iterdir())
+        bind = ("--bind", f"{code}:/orrery/code", "--bind", str(on_disk))
+        cluster.run("apptainer", "-s", "exec", *bind, str(image), "python3", "-c", checked, str(on_disk / "checkpoints" / f"step_{step}"))
+    assert not cluster.queue()
+
+
+def test_what_is_typed_on_the_page_about_clusters_works(cluster: Cluster):
+    """Every command of docs/cluster.md that the tests above do not type."""
+    doctor = cluster.run("orrery", "doctor", check=False, timeout_s=120)
+    lines = doctor.stdout.splitlines()
+    assert not [line for line in lines if line.startswith("FAIL")], doctor.stdout
+    assert any(line.startswith("ok   Slurm") for line in lines)
+    began = time.monotonic()
+    shown = cluster.run(*SLURM, "-n", "glm5_run", timeout_s=60)
+    assert "28 nodes" in shown.stdout + shown.stderr and time.monotonic() - began < 15
+    refused = cluster.run(*SLURM, "glm5_run", check=False, timeout_s=60)
+    assert refused.returncode and "model.family 'glm5': this network is not built yet" in refused.stderr
+    assert "trainer.0-95" in cluster.run("orrery", "plan", "glm5_run", "rl").stdout
+    assert not cluster.queue()
