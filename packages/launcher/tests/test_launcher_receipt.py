@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from orrery.launcher import receipt
-from orrery.launcher.receipt import code_state, record
+from orrery.launcher.receipt import ImageReader, code_state, image_facts, record
 from orrery.manifest.diff import read_receipt
 
 ROOT = Path(__file__).parents[3]
@@ -163,6 +164,40 @@ def test_an_image_is_hashed_and_asked_once(run_dir, tmp_path, monkeypatch):
     image.unlink()
     told = ended(run_dir, "rl", 3, images={"trainer": tmp_path / "gone.sif"})["stages"]["rl"]["attempts"][0]
     assert told["images"]["trainer"]["sha256"] is None
+
+
+def test_images_are_read_while_the_stage_runs_and_its_end_waits_for_none(run_dir, tmp_path, monkeypatch):
+    image, slow = write(tmp_path / "trainer.sif", "image"), tmp_path / "slow.sif"
+    os.mkfifo(slow)
+    apptainer = write(tmp_path / "bin/apptainer", '#!/bin/sh\necho \'{"torch": "2.0"}\'\n')
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
+    read = {"file": image.name, "sha256": sha256("image"), "versions": {"torch": "2.0"}}
+    assert image_facts(run_dir, {"trainer": image, "report": image}) == {"report": read, "trainer": read}
+    reader = ImageReader(run_dir, {"inference": slow})
+    began_s = time.monotonic()
+    facts = reader.facts()
+    told = ended(run_dir, "rl", images={"trainer": read, **facts})["stages"]["rl"]["attempts"][0]
+    assert time.monotonic() - began_s < 20
+    assert told["images"]["inference"] == {
+        "file": "slow.sif", "sha256": None, "versions": {"unknown": "the stage ended before its images were read"},
+    }  # fmt: skip
+    assert told["images"]["trainer"] == read and "host" not in told["versions"]
+    slow.write_text("late")
+    reader.wait()
+    assert reader.facts()["inference"]["sha256"] == sha256("late")
+
+
+def test_an_image_is_asked_without_what_the_user_has_set_for_apptainer(run_dir, tmp_path, monkeypatch):
+    image = write(tmp_path / "trainer.sif", "image")
+    apptainer = write(
+        tmp_path / "bin/apptainer", '#!/bin/sh\necho "{\\"bind\\": \\"$APPTAINER_BIND$SINGULARITY_BIND\\", \\"argv\\": \\"$1 $2 $3\\"}"\n'
+    )
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("APPTAINER_BIND", "/nowhere")
+    monkeypatch.setenv("SINGULARITY_BIND", "/nowhere")
+    assert image_facts(run_dir, {"trainer": image})["trainer"]["versions"] == {"bind": "", "argv": "-s exec --cleanenv"}
 
 
 def test_no_secret_enters_a_receipt_or_a_kept_diff(run_dir, monkeypatch):

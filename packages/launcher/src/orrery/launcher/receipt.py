@@ -4,6 +4,7 @@
 - Out: `receipt.json`, replaced whole; the diff of a dirty checkout beside it in `receipts/dirty-<sha12>.diff`.
 - An attempt whose launcher died without a word is there as `unrecorded`: attempts are numbered without gaps.
 - What came out is hashed only when a stage is done; what a checkpoint's `files.json` says is not hashed again.
+- Images are gigabytes: an `ImageReader` hashes and asks them while the stage runs, near a time limit its end has no time for that.
 - No environment, no variable, no absolute path of a site. Values of variables that are called like secrets are struck out everywhere.
 - `orrery diff` reads it (`orrery.manifest.diff`).
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -45,6 +47,9 @@ print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.ite
 """
 
 
+Facts = dict[str, Any]  # of an image: file, sha256, versions
+
+
 @dataclass(frozen=True)
 class CodeState:
     """`commit` is None where there is no git checkout; `note` then says so, and says what of a dirty tree was left out of the kept diff."""
@@ -57,29 +62,22 @@ class CodeState:
 
 
 def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
-           images: Mapping[str, Path], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
-           secrets: Iterable[str] = ()) -> None:  # fmt: skip
-    """Write how an attempt at a stage ended. `images` by role, empty where roles are plain processes; `code` None: as it is now;
-    `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out is told as such in the receipt; raises
-    OSError where the run's folder cannot be written."""
+           images: Mapping[str, Path] | Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *,
+           code: CodeState | None = None, secrets: Iterable[str] = ()) -> None:  # fmt: skip
+    """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` found, or files to read now; empty where roles are
+    plain processes. `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out
+    is told as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
-    known = {
-        one["file"]: one
-        for entry in receipt["stages"].values()
-        for row in entry["attempts"]
-        for one in row.get("images", {}).values()
-        if one["sha256"]
-    }
     seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
     entry = receipt["stages"].setdefault(stage, {"attempts": []})
     rows = [row for row in entry["attempts"] if row["attempt"] != attempt]
     rows += [{"attempt": lost, "state": "unrecorded"} for lost in range(1, attempt) if lost not in seen]
-    known |= {path.name: _image(path) for path in set(images.values()) if path.name not in known}
-    kept = {role: known[path.name] for role, path in sorted(images.items())}
+    paths = {role: one for role, one in images.items() if isinstance(one, Path)}
+    facts = {role: one for role, one in images.items() if not isinstance(one, Path)} | image_facts(run_dir, paths)
     row = {
         "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
         "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
-        "code": asdict(code or code_state(run_dir, workspace_root)), "images": kept,
+        "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(facts.items())),
         "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable])}),
     }  # fmt: skip
     entry["attempts"] = sorted([*rows, row], key=lambda one: one["attempt"])
@@ -88,6 +86,46 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
         entry["outputs"], entry["metrics"] = _outputs(run_dir, stage), _metrics(run_dir, stage)
     text = _struck(json.dumps(receipt, indent=1), [*_secret_values(os.environ), *secrets])
     write_atomic(run_dir / RECEIPT, (text + "\n").encode())
+
+
+def image_facts(run_dir: Path, images: Mapping[str, Path]) -> dict[str, Facts]:
+    """File, sha256 and versions of every image, by role. Slow: reads and starts each file that no receipt of the run tells yet."""
+    reader = ImageReader(run_dir, images)
+    reader.wait()
+    return reader.facts()
+
+
+class ImageReader:
+    """Hashes and asks images in a thread, which keeps no process from ending."""
+
+    def __init__(self, run_dir: Path, images: Mapping[str, Path]):
+        self._images = dict(images)
+        self._found = _known(run_dir) if images else {}
+        self._thread = threading.Thread(target=self._read, daemon=True, name="images")
+        self._thread.start()
+
+    def facts(self) -> dict[str, Facts]:
+        """What is known now, by role, at once; an image that was not reached says so."""
+        unread = {"sha256": None, "versions": {"unknown": "the stage ended before its images were read"}}
+        return {role: self._found.get(path.name, {"file": path.name, **unread}) for role, path in sorted(self._images.items())}
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _read(self) -> None:
+        for path in dict.fromkeys(self._images.values()):
+            if path.name not in self._found:
+                self._found[path.name] = _image(path)
+
+
+def _known(run_dir: Path) -> dict[str, Facts]:
+    """By file, of the images that a receipt of this run tells whole: a file's name holds its digest, so it never changes."""
+    try:
+        stages = read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
+    except OrreryError:
+        return {}
+    told = [one for entry in stages.values() for row in entry["attempts"] for one in row.get("images", {}).values()]
+    return {one["file"]: one for one in told if one["sha256"] and "unknown" not in one["versions"]}
 
 
 def _run(run_dir: Path) -> dict[str, str]:
@@ -171,22 +209,22 @@ def _struck(text: str, secrets: Iterable[str]) -> str:
 # Software -------------------------------------------------------------------------------------------------------------
 
 
-def _image(path: Path) -> dict[str, Any]:
-    """A file's name begins with its digest and never changes, so a run hashes and asks each image once."""
+def _image(path: Path) -> Facts:
+    """Entered as roles enter it (`containers.apptainer`), with nothing of the host's bound but what Apptainer itself needs."""
+    inside = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths", "--pwd", "/"]
     try:
-        return {
-            "file": path.name,
-            "sha256": _sha256(path),
-            "versions": _versions(["apptainer", "--silent", "exec", "--contain", "--cleanenv", str(path), "python3"]),
-        }
+        return {"file": path.name, "sha256": _sha256(path), "versions": _versions([*inside, str(path), "/usr/bin/python3"])}
     except OSError as error:
         return {"file": path.name, "sha256": None, "versions": {"unknown": error.strerror}}
 
 
 def _versions(python: list[str]) -> dict[str, str]:
     """What the packages that decide results are, as installed; CUDA's runtime and NCCL are packages too."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
     try:
-        done = subprocess.run([*python, "-I", "-c", VERSIONS], capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [*python, "-I", "-c", VERSIONS], capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL, env=env
+        )
         return json.loads(done.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         return {"unknown": f"{Path(python[0]).name} did not say ({type(error).__name__})"}
