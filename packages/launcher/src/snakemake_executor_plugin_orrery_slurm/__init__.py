@@ -73,9 +73,16 @@ class Executor(RemoteExecutor):
         logs = Path("runs") / run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = shlex.quote(str(Path(sys.executable).parent))
+        if (going := next((one for one in slurm.of_run(run) if one.name == f"{run}.{stage}"), None)) is not None:
+            info.external_jobid = going.id  # an earlier Snakemake submitted it and is gone
+            self.logger.info(f"{stage} of {run} is Slurm job {going.id} already, {going.word.lower()}")
+            self.report_job_submission(info)
+            return
         modules = self.site.containers.modules if self.site.containers else ()
-        load = f". /etc/profile; module load {shlex.join(modules)}; " if modules else ""
-        script = f'{load}export PATH={path}:"$PATH" {INSIDE}=1; exec {job.shellcmd}'
+        load = f"module load {shlex.join(modules)} && " if modules else ""
+        inner = f'{load}export PATH={path}:"$PATH" {INSIDE}=1 && exec {job.shellcmd}'
+        # USR1 is for the launcher; before that has begun, it must not end the shell
+        script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
         command = [
             *("sbatch", "--parsable", f"--job-name={run}.{stage}", f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
             *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
@@ -93,7 +100,9 @@ class Executor(RemoteExecutor):
             words = slurm.words(str(info.external_jobid) for info in active_jobs)
         except OrreryError as error:
             self.logger.warning(f"no word from Slurm, asking again: {error}")
-            words = {}
+            for info in active_jobs:
+                yield info
+            return
         for info in active_jobs:
             job = str(info.external_jobid)
             word = words.get(job)

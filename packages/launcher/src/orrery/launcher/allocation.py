@@ -5,10 +5,11 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from orrery.launcher import containers, slurm
 from orrery.launcher.environment import cluster_environment
 from orrery.launcher.process import header, role_argv
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.steps import Step, StepPlan, Task, srun, step_plans
+from orrery.launcher.steps import Step, StepPlan, Task, srun, step_options, step_plans
 from orrery.launcher.submission import components
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
@@ -55,16 +56,24 @@ class Allocation:
     def scratch(self) -> Path:
         return containers.scratch_of(self.site.containers, self.job)
 
+    def component(self, number: int) -> int | None:
+        """`number` for srun; None where the job has only one."""
+        return number if len(self.nodes) > 1 else None
+
     def silent_nodes(self) -> list[str]:
-        """Nodes of the job on which nothing can be started within ANSWER_S."""
-        single = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--gres=none"]
+        """Nodes of the job on which nothing can be started, twice; none where half of them or more are silent, which is not their fault."""
+        silent = [name for names in self.nodes for name in names]
+        for _ in range(2):
+            silent = self._without_answer(silent)
+        return silent if 2 * len(silent) < sum(map(len, self.nodes)) else []
+
+    def _without_answer(self, asked: Sequence[str]) -> list[str]:
         probes = {
-            name: subprocess.Popen(
-                ["srun", *self._group(number), *single, f"--nodelist={name}", "true"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )
-            for number, names in enumerate(self.nodes) for name in names
-        }  # fmt: skip
+            name: self._run(step_options(self.component(number), name, 1, 1, 1, None), "true")
+            for number, names in enumerate(self.nodes)
+            for name in names
+            if name in asked
+        }
         limit_s = time.monotonic() + ANSWER_S
         while time.monotonic() < limit_s and any(probe.poll() is None for probe in probes.values()):
             time.sleep(0.1)
@@ -72,29 +81,31 @@ class Allocation:
             probe.kill()
         return [name for name, probe in probes.items() if probe.wait() != 0]
 
-    def _group(self, number: int) -> list[str]:
-        return [f"--het-group={number}"] if len(self.nodes) > 1 else []
-
     def clean(self) -> None:
         """Remove the job's scratch folder from every node; what cannot be reached in CLEAN_S stays."""
-        with suppress(OSError, subprocess.SubprocessError):
-            for number, names in enumerate(self.nodes):
-                step = [
-                    "srun",
-                    *self._group(number),
-                    f"--nodes={len(names)}",
-                    f"--ntasks={len(names)}",
-                    "--overlap",
-                    "--cpu-bind=none",
-                    "--gres=none",
-                ]
-                remove = ["rm", "-rf", str(self.scratch)]
-                subprocess.run(
-                    [*step, *remove], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEAN_S
-                )
+        steps = [
+            self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), "rm", "-rf", str(self.scratch))
+            for number, names in enumerate(self.nodes)
+        ]
+        limit_s = time.monotonic() + CLEAN_S
+        for step in steps:
+            with suppress(subprocess.TimeoutExpired):
+                step.wait(max(0.0, limit_s - time.monotonic()))
+            step.kill()
+
+    @staticmethod
+    def _run(options: Sequence[str], *command: str) -> subprocess.Popen:
+        env, nowhere = slurm.clean_environment(os.environ, inside=True), subprocess.DEVNULL
+        return subprocess.Popen([*options, *command], env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere)
 
     def images(self, plan: StagePlan) -> dict[str, Path]:
         return containers.images_of(self.site.containers, self.workspace, self.hardware, plan)
+
+    @staticmethod
+    def _base() -> dict[str, str]:
+        """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
+        mine = slurm.clean_environment(os.environ, inside=True)
+        return {name: value for name, value in mine.items() if not re.match(r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)", name)}
 
     def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
         """Start every step of the stage; raises `OrreryError` where an image is missing."""
@@ -102,9 +113,10 @@ class Allocation:
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             argv = self.command(one, run_dir, code, plan.name, attempt)
-            line = srun(one, len(self.nodes) > 1, code, logs, self.scratch, header(plan.name, attempt), argv)
-            variables = cluster_environment(self.site, token, one.cpus_per_task, plan.num_nodes)
-            env = {**os.environ, **(containers.passed_on(variables) if self.site.containers else variables)}
+            nodelist = ",".join(self.nodes[one.component][: one.num_nodes])
+            line = srun(one, self.component(one.component), nodelist, code, logs, self.scratch, header(plan.name, attempt), argv)
+            variables = cluster_environment(self.site, token, one.num_threads, plan.num_nodes)
+            env = {**self._base(), **(containers.passed_on(variables) if self.site.containers else variables)}
             step = Step(one, line, logs / f"step.{number}.log", env)
             tasks += [
                 Task(process, rank, self.nodes[one.component][rank // one.tasks_per_node], step, logs)

@@ -38,9 +38,9 @@ def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", hel
     outcome = run_stage(one)
     print(outcome.message if outcome.state == "done" else f"error: {outcome.message}", file=sys.stderr, flush=True)
     if outcome.again and one.allocation is not None:
-        from orrery.launcher.slurm import put_back
+        import time
 
-        put_back(one.allocation.job, asked=outcome.again == "ask")  # ends this process, too
+        time.sleep(600)  # until Slurm has put the job back in the queue, which ends this process; else the job has failed
     raise typer.Exit(outcome.exit_code)
 
 

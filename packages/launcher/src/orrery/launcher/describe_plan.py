@@ -69,4 +69,6 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
             image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{'cuda' if gpus else 'cpu'}-<not built>.sif"
         image = Path(workspace.shown(image))
         argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, gpus, argv)
-    return srun(step, heterogeneous, folder / "code" / "<digest>", folder / "logs", scratch, f"=== {one.name}", argv)
+    component, code = step.component if heterogeneous else None, folder / "code" / "<digest>"
+    nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
+    return srun(step, component, nodelist, code, folder / "logs", scratch, f"=== {one.name}", argv)

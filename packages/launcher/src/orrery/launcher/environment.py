@@ -30,7 +30,7 @@ def environment(
 
 
 def cluster_environment(site: Site, token: str, cpus: int, num_nodes: int) -> dict[str, str]:
-    """Of a task of a Slurm step: nothing of the launcher's own. Roles of one node stay on loopback, whatever interface the site names."""
+    """What a task of a Slurm step is told. Roles of one node stay on loopback, whatever interface the site names."""
     return {
         **_common(site, token, cpus),
         **({"ORRERY_INTERFACE": site.network.interface} if site.network and num_nodes > 1 else {}),

@@ -25,7 +25,20 @@ FILE = "site.toml"
 OURS = {
     *("nodes", "N", "ntasks", "n", "ntasks-per-node", "gres", "gpus-per-node", "gpus", "G", "cpus-per-task", "c", "mem", "time", "t"),
     *("partition", "p", "account", "A", "job-name", "J", "output", "o", "error", "e", "comment", "signal", "requeue", "no-requeue"),
-    *("wrap", "parsable"),
+    *(
+        "wrap",
+        "parsable",
+        "array",
+        "a",
+        "dependency",
+        "d",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "gpus-per-task",
+        "gpus-per-socket",
+        "cpus-per-gpu",
+    ),
+    *("export", "chdir", "D", "het-group", "hold", "H", "begin", "b"),
 }
 
 
@@ -45,7 +58,7 @@ class Slurm(Record):
     partition: Word
     account: NoWord = ""
     time_limit_min: PositiveInt
-    warning_s: PositiveInt = 300
+    warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
     gpu_type: NoWord = ""
     cpus_per_node: PositiveInt
     memory_per_node_mb: PositiveInt

@@ -5,10 +5,11 @@
 - A heterogeneous job is its leader: the leader's id cancels, requeues and reports all of its components.
 """
 
+import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +31,7 @@ STATES: dict[str, State] = {
 }  # fmt: skip
 
 COMMAND_S = 60.0
-LOST_S = 600.0
+REQUEUE_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,22 @@ def state_of(word: str, job: str) -> State:
     return STATES[first]
 
 
-def call(*command: str, text_in: str | None = None) -> str:
+KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GROUP_\d+)")
+
+
+def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
+    """Without what Slurm's commands would read as options: those of a job that we happen to be in (a shell of `salloc`), or of our own.
+
+    `inside` keeps what says which job we are in, for its steps.
+    """
+    ours = {name for name in env if re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name) and not (inside and KEPT.fullmatch(name))}
+    return {name: value for name, value in env.items() if name not in ours or name == "SLURM_CONF"}
+
+
+def call(*command: str) -> str:
     """Standard output of one of Slurm's commands; raises `OrreryError` with what it said."""
     try:
-        done = subprocess.run(command, input=text_in, capture_output=True, text=True, timeout=COMMAND_S)
+        done = subprocess.run(command, env=clean_environment(os.environ), capture_output=True, text=True, timeout=COMMAND_S)
     except FileNotFoundError:
         raise OrreryError(f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)") from None
     except subprocess.TimeoutExpired:
@@ -165,14 +178,22 @@ def cancel(ids: Sequence[str]) -> None:
         call("scancel", *ids)
 
 
-def put_back(job: str, asked: bool) -> None:
-    """Back into the queue with the job that we run in, which ends this process. Where a node is lost Slurm does so by itself, as soon as it
-    knows (`SlurmdTimeout`), and then starts the job elsewhere; it is asked only when it has not within LOST_S.
-    """
-    if not asked:
-        time.sleep(LOST_S)
-    call("scontrol", "requeue", job)
-    time.sleep(LOST_S)
+def requeue(job: str) -> None:
+    """Back into the queue with a job, which ends what runs of it. Tried several times: a controller that is busy must not cost a run."""
+    for attempt in range(REQUEUE_TRIES):
+        try:
+            call("scontrol", "requeue", job)
+            return
+        except OrreryError:
+            if attempt == REQUEUE_TRIES - 1:
+                raise
+            time.sleep(2.0)
+
+
+def is_preempted(job: str) -> bool:
+    """Whether Slurm takes this running job's nodes away; it says so when the grace time begins."""
+    found = re.search(r"PreemptTime=(\S+)", call("scontrol", "show", "job", "--oneliner", job))
+    return found is not None and found[1] not in ("None", "Unknown")
 
 
 def seconds(left: str) -> float | None:

@@ -60,8 +60,13 @@ HUNG_S = 5.0  # a process that has said `failed` and is still there after this c
 STACKS_S = 1.0  # for the stacks to reach the logs
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
-MARGIN_S = 15.0
-SLURM_SAYS_S = 1.5  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
+MARGIN_S = 60.0
+ENDED_AS_ASKED = (
+    WOUND_DOWN,
+    128 + signal.SIGTERM,
+    -signal.SIGTERM,
+)  # Slurm ends a step's other ranks with its first
+SLURM_SAYS_S = 2.0  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
 RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 
 
@@ -97,7 +102,9 @@ class Outcome:
 def run_stage(job: Job) -> Outcome:
     """Run the stage to its end; raises `OrreryError` where it cannot start."""
     restarted = job.allocation is not None and job.allocation.restarts > 0
+    os.umask(os.umask(0o077) | 0o002)  # whatever the umask: what a run writes is not every user's to change
     with ExitStack() as stack:
+        interrupts = stack.enter_context(_interrupts())
         stack.enter_context(lock.hold(job.run_dir, RESTART_LOCK_S if restarted else lock.LOOKED_AT_S))
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
@@ -107,11 +114,16 @@ def run_stage(job: Job) -> Outcome:
                 )
         if done_path(job.run_dir, job.plan.name).exists():
             return Outcome("done", f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again", 0)
-        return _Stage(job, stack.enter_context(_interrupts())).run()
+        return _Stage(job, interrupts).run()
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
     return run_dir / "stages" / stage / "DONE"
+
+
+def stay_path(run_dir: Path, stage: str) -> Path:
+    """Asks a stage that winds down to stay away: `orrery stop --checkpoint` makes it, so that the job is not put back in the queue."""
+    return run_dir / "stages" / stage / "stay"
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
@@ -160,7 +172,9 @@ class _Stage:
         self.health: dict[str, Health] = {}
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
+        self.images: receipt.ImageReader | None = None
         self.wind_down_until_s: float | None = None
+        self.ends_at_s = _job_ends_at_s(job)
         slurm_job = job.allocation.job if job.allocation else None
         self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), socket.gethostname(), slurm_job, time.time())
 
@@ -168,7 +182,8 @@ class _Stage:
         for folder in (health_dir(self.run_dir, self.stage), self.run_dir / "stages" / self.stage / "endpoints"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        wind_down.path(self.run_dir, self.stage).unlink(missing_ok=True)
+        for asked in (wind_down.path(self.run_dir, self.stage), stay_path(self.run_dir, self.stage)):
+            asked.unlink(missing_ok=True)
         (self.run_dir / "logs").mkdir(exist_ok=True)
         finished = [stage for stage in self.job.stages if done_path(self.run_dir, stage).exists()]
         self.progress = Progress(
@@ -191,6 +206,7 @@ class _Stage:
         finally:
             grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
             self._end_all(grace_s)
+            self._put_back(outcome)
             observer.close()
             view.close()
             self.metrics.close()
@@ -210,6 +226,14 @@ class _Stage:
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
 
+    def _put_back(self, outcome: Outcome) -> None:
+        """Ask Slurm to start our job again, before anything else that takes time; Slurm ends this process a little later."""
+        if outcome.again == "ask" and self.job.allocation is not None:
+            try:
+                slurm.requeue(self.job.allocation.job)
+            except OrreryError as error:
+                self._log(f"not put back in the queue: {error}")
+
     def _remove_weights(self) -> None:
         """What engines and trainer pass on: in shared memory on one node, in the run's folder on several."""
         shared_memory.remove(self.run_dir)
@@ -217,9 +241,11 @@ class _Stage:
 
     def _receipt(self, outcome: Outcome) -> None:
         allocation = self.job.allocation
+        if outcome.state == "done" and self.images is not None:
+            self.images.wait()
         receipt.record(
             self.run_dir, self.stage, self.attempt, outcome.state, outcome.message, self.status.started_s, self.status.ended_s,
-            nodes=sorted({process.node for process in self.processes}), images=allocation.images(self.job.plan) if allocation else {},
+            nodes=sorted({process.node for process in self.processes}), images=self.images.facts() if self.images else {},
             slurm_job_id=allocation.job if allocation else None, workspace_root=self.job.workspace.root,
             code=self.code, secrets=[self.token],
         )  # fmt: skip
@@ -242,6 +268,7 @@ class _Stage:
     def _start(self) -> None:
         if self.job.allocation is not None:
             tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.token)
+            self.images = receipt.ImageReader(self.run_dir, self.job.allocation.images(self.job.plan))
             self.processes = tasks
             for node in dict.fromkeys(task.node for task in tasks):
                 self._log(f"{node}: {_listed([task.name for task in tasks if task.node == node])}")
@@ -292,15 +319,17 @@ class _Stage:
     def _wind_down(self) -> Outcome | None:
         """Ask for a wind-down where a signal wants one; the outcome when it is over."""
         if self.wind_down_until_s is None:
-            if not self.interrupts.wind_down:
+            if not self._time_is_up():
                 return None
             if self.stage != "rl":
-                return Outcome("stopped", f"{self.stage}: its time is up, and it has no checkpoints; {self._go_on()}", 128 + signal.SIGUSR1)
+                self._log("its time is nearly up, and it has no checkpoints: it goes on")
+                self.interrupts.wind_down, self.ends_at_s = False, None
+                return None
             write_atomic(wind_down.path(self.run_dir, self.stage), b"")
             self.wind_down_until_s = time.monotonic() + self._time_to_wind_down()
             self._log("winding down")
             return None
-        if all(process.poll() in (WOUND_DOWN, -signal.SIGTERM) for process in self.processes if process.plan.ends == "itself"):
+        if all(self._wound_down(process) for process in self.processes if process.plan.ends == "itself"):
             return Outcome("stopped", f"{self.stage}: wound down; {self._go_on()}", WOUND_DOWN, again=self._again())
         if time.monotonic() > self.wind_down_until_s:
             waits = "; ".join(
@@ -311,17 +340,29 @@ class _Stage:
         return None
 
     def _again(self) -> Literal["ask"] | None:
-        return "ask" if newest_checkpoint(self.run_dir) != self.began_at else None
+        stays = stay_path(self.run_dir, self.stage).exists()
+        return "ask" if newest_checkpoint(self.run_dir) != self.began_at and not stays else None
+
+    def _time_is_up(self) -> bool:
+        warning_s = self.job.allocation.slurm.warning_s if self.job.allocation else 0
+        return self.interrupts.wind_down or (self.ends_at_s is not None and time.time() > self.ends_at_s - warning_s)
 
     def _time_to_wind_down(self) -> float:
         if self.job.allocation is None:
             return WIND_DOWN_S * self.job.site.roles.deadline_scale
-        left_s = next((slurm.seconds(job.left) for job in slurm.mine() if job.id == self.job.allocation.job), None)
-        return max(0.0, (WIND_DOWN_S if left_s is None else left_s) - MARGIN_S)
+        ends_at_s = _job_ends_at_s(self.job)  # asked again: an operator may have moved it
+        left_s = self.job.allocation.slurm.warning_s if ends_at_s is None else ends_at_s - time.time()
+        return max(0.5 * left_s, left_s - MARGIN_S)
+
+    def _wound_down(self, process: Process | Task) -> bool:
+        code = process.poll()
+        if code == -signal.SIGKILL:  # too slow to leave after the first of its step had left
+            return any(other.poll() == WOUND_DOWN for other in self.processes if other.plan.role == process.plan.role)
+        return code in ENDED_AS_ASKED
 
     def _failed(self, process: Process | Task) -> bool:
         code = process.poll()
-        if self.wind_down_until_s is not None and code in (WOUND_DOWN, -signal.SIGTERM):
+        if self.wind_down_until_s is not None and code is not None and process.plan.ends == "itself" and self._wound_down(process):
             return False
         return code is not None and (code != 0 or process.plan.ends == "with_stage")
 
@@ -337,6 +378,8 @@ class _Stage:
         stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         if stall is None:
             return None
+        if (outcome := self._lost(stall.sentence)) is not None:
+            return outcome
         for process in self.processes:
             if process.name in self.health:  # it wrote health, so it handles the signal
                 process.signal(signal.SIGUSR1)
@@ -355,12 +398,21 @@ class _Stage:
 
         said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
         first = min({*filter(self._failed, self.processes), *said}, key=order)
-        if lost := self._lost_nodes():
-            held = "; ".join(f"{node} is lost, which held {self._held(node)}" for node in lost)
-            return Outcome("failed", f"{self.stage}: {held}; when Slurm starts the job again, {self._goes_on()}", 1, again="wait")
+        sentence = self._sentence(first)
+        if (outcome := self._lost(sentence.removeprefix(f"{self.stage}: "))) is not None:
+            return outcome
         if (ended := self._ended_by_slurm(first)) is not None:
             return ended
-        return Outcome("failed", f"{self._sentence(first)}; its log is {first.log}; {self._go_on()}", 1)
+        return Outcome("failed", f"{sentence}; its log is {first.log}; {self._go_on()}", 1)
+
+    def _lost(self, seen: str) -> Outcome | None:
+        """The outcome where a node of our job is gone, which is why we `seen` what we did."""
+        lost = self._lost_nodes()
+        if not lost:
+            return None
+        held = "; ".join(f"{node} was lost, which held {self._held(node)}" for node in lost)
+        text = f"{self.stage}: {held} (seen first: {seen}); when Slurm starts the job again, {self._goes_on()}"
+        return Outcome("failed", text, 1, again="wait")
 
     def _lost_nodes(self) -> list[str]:
         """Nodes of our job that are gone; of a stage on one node it is ours, and we are here."""
@@ -381,10 +433,16 @@ class _Stage:
         while time.monotonic() < limit_s:
             if self.interrupts.received:
                 return self._stopped()
-            word = slurm.words([job]).get(job, "")
+            try:
+                if slurm.is_preempted(job):
+                    text = f"{self.stage}: Slurm takes the nodes of job {job} away; when it starts the job again, {self._goes_on()}"
+                    return Outcome("stopped", text, 128 + signal.SIGTERM, again="wait")
+                word = slurm.words([job]).get(job, "")
+            except OrreryError:
+                return None
             if word not in ("RUNNING", ""):
                 return Outcome("stopped", f"{self.stage}: Slurm ends job {job} ({word}); {self._go_on()}", 128 + signal.SIGTERM)
-            time.sleep(POLL_S)
+            time.sleep(0.5)
         return None
 
     def _sentence(self, process: Process | Task) -> str:
@@ -460,6 +518,17 @@ class _Stage:
     def _log(self, text: str) -> None:
         with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n")
+
+
+def _job_ends_at_s(job: Job) -> float | None:
+    """When Slurm ends our job; None outside a job, and where Slurm does not say."""
+    if job.allocation is None:
+        return None
+    try:
+        left_s = next((slurm.seconds(one.left) for one in slurm.mine() if one.id == job.allocation.job), None)
+    except OrreryError:
+        return None
+    return None if left_s is None else time.time() + left_s
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,13 +20,18 @@ from pathlib import Path
 from orrery.launcher.placement import KINDS
 from orrery.launcher.process import last_line, signal_or_code
 from orrery.launcher.site import Slurm
-from orrery.launcher.submission import Component, gres, members
+from orrery.launcher.submission import Component, gres, members, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Processes of one role in one node group: `indices` are consecutive, the same number on every node from `first_node` on."""
+    """Processes of one role in one node group: consecutive indices, the same number on every node from the first one's on.
+
+    `devices`: of a node's devices the first one of the role, how far on the next task's begin, and how many a task sees.
+    """
 
     component: int
     group: NodeGroup
@@ -35,7 +40,9 @@ class StepPlan:
     processes: tuple[ProcessPlan, ...]
     num_nodes: int
     cpus_per_task: int
+    num_threads: int
     gres: str | None
+    devices: tuple[int, int, int]
 
     @property
     def tasks_per_node(self) -> int:
@@ -43,46 +50,57 @@ class StepPlan:
 
 
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
-    """The stage's steps, servers first as in the plan."""
+    """The stage's steps, servers first as in the plan.
+
+    Steps overlap: each has all processors of its nodes and, where its role has devices, all of those, for Slurm gives overlapping steps the
+    same first ones. Which devices a task sees is said here: trainers all of their role's on the node, for ranks reach one another's memory
+    (CUDA IPC) only so; engines their own.
+    """
     found: list[StepPlan] = []
     for number, part in enumerate(parts):
-        inside = range(part.group.first_node, part.group.first_node + part.group.num_nodes)
+        inside = nodes(part.group)
         for role in dict.fromkeys(process.role for process in plan.processes):
             processes = tuple(process for process in plan.processes if process.role == role and process.node in inside)
             if not processes:
                 continue
             num_nodes = len({process.node for process in processes})
-            computing = max(sum(one.role in KINDS for one in members(plan, node)) for node in inside)
-            cpus = max(1, part.cpus // computing) if role in KINDS else 1
-            gpus = max(sum(one.num_devices for one in processes if one.node == node) for node in inside) if part.gpus else 0
+            tasks, each = len(processes) // num_nodes, processes[0].num_devices
+            here = members(plan, processes[0].node)
+            before = sum(one.num_devices for one in here[: here.index(processes[0])])
+            computing = sum(one.role in KINDS for one in here)
             found.append(StepPlan(
-                number, part.group, role, processes[0].module, processes, num_nodes, cpus, gres(slurm, gpus) if gpus else None,
+                number, part.group, role, processes[0].module, processes, num_nodes, max(1, part.cpus // tasks),
+                max(1, part.cpus // computing) if role in KINDS else 1, gres(slurm, part.gpus) if part.gpus and each else None,
+                (before, 0, tasks * each) if role == "trainer" else (before, each, each),
             ))  # fmt: skip
     order = [process.role for process in plan.processes]
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
-def srun(step: StepPlan, heterogeneous: bool, code: Path, logs: Path, scratch: Path, header: str, argv: Sequence[str]) -> list[str]:
-    """The step's command line around `argv`, the command of one role process without its index.
-
-    All devices of the node are shown to a step with several tasks a node: ranks on one node reach one another's memory (CUDA IPC) only so.
-    """
+def step_options(
+    component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int, cpus_per_task: int, gres: str | None
+) -> list[str]:
+    """srun's options for a step on these nodes, beside what runs there. `component` None: the job is not heterogeneous."""
     return [
         "srun",
-        *([f"--het-group={step.component}"] if heterogeneous else []),
-        f"--nodes={step.num_nodes}",
-        f"--ntasks={len(step.processes)}",
-        f"--ntasks-per-node={step.tasks_per_node}",
-        f"--cpus-per-task={step.cpus_per_task}",
-        "--distribution=block",
-        "--overlap",
-        "--cpu-bind=none",
-        f"--gres={step.gres or 'none'}",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        f"--job-name={step.role}",
+        *([f"--het-group={component}"] if component is not None else []),
+        f"--nodes={num_nodes}",
+        f"--nodelist={nodelist}",
+        f"--ntasks={num_nodes * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--cpus-per-task={cpus_per_task}",
+        *("--distribution=block", "--overlap", "--cpu-bind=none", "--mem=0", f"--gres={gres or 'none'}", "--export=ALL", "--input=none"),
+    ]
+
+
+def srun(step: StepPlan, component: int | None, nodelist: str, code: Path, logs: Path, scratch: Path, header: str,
+         argv: Sequence[str]) -> list[str]:  # fmt: skip
+    """The step's command line around `argv`, the command of one role process without its index."""
+    return [
+        *step_options(component, nodelist, step.num_nodes, step.tasks_per_node, step.cpus_per_task, step.gres),
+        *("--kill-on-bad-exit=1", f"--job-name={step.role}"),
         *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index)),
-        *(str(logs), str(scratch), header),
+        *(",".join(map(str, step.devices)), str(logs), str(scratch), header),
         *argv,
     ]
 
@@ -93,6 +111,7 @@ class Step:
     def __init__(self, plan: StepPlan, argv: Sequence[str], log: Path, env: Mapping[str, str]):
         self.plan, self.log = plan, log
         self._read: tuple[int, dict[int, int]] = (0, {})
+        self._looked_s = 0.0
         with open(log, "ab") as out:
             out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
             out.flush()
@@ -111,10 +130,12 @@ class Step:
             return log.read().decode(errors="replace")
 
     def endings(self) -> dict[int, int]:
-        """`task_endings` of what srun wrote; read again only when there is more."""
-        size = self.log.stat().st_size
-        if size != self._read[0]:
-            self._read = size, task_endings(self.said())
+        """`task_endings` of what srun wrote; looked at every LOOK_S, and read again only when there is more."""
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            with suppress(OSError):  # what a shared file system cannot say now it says later
+                if (size := self.log.stat().st_size) != self._read[0]:
+                    self._read = size, task_endings(self.said())
         return self._read[1]
 
     def signal(self, number: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from orrery.launcher import lock, slurm
 from orrery.launcher import status as statuses
+from orrery.launcher.stage import stay_path
 from orrery.manifest.errors import OrreryError
 
 WITHIN_S = 30.0
@@ -25,6 +26,8 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s
         if holder is not None:
             raise OrreryError(f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there")
         raise OrreryError(f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands")
+    if checkpoint:
+        _stay(run_dir)
     told = ", ".join(f"{job.id} ({job.name.rpartition('.')[2]}, {job.word.lower()})" for job in jobs)
     if checkpoint:
         running = [job for job in jobs if job.state == "running"]
@@ -41,12 +44,23 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s
     return f"{run_dir.name}: cancelled job {told}"
 
 
+def _stay(run_dir: Path) -> None:
+    """A stage that winds down now does not come back by itself; raises `OrreryError` for a stage without checkpoints."""
+    status = statuses.read(run_dir)
+    if status is None or status.state != "running" or status.stage != "rl":
+        stage = status.stage if status else "nothing"
+        raise OrreryError(f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; type `orrery stop {run_dir.name}`")
+    stay_path(run_dir, "rl").touch()
+
+
 def _is_a_job(run_dir: Path) -> bool:
     status = statuses.read(run_dir)
     return status is not None and status.slurm_job is not None
 
 
 def _stop_launcher(run_dir: Path, pid: int, checkpoint: bool, within_s: float) -> str:
+    if checkpoint:
+        _stay(run_dir)
     try:
         os.kill(pid, signal.SIGUSR1 if checkpoint else signal.SIGTERM)
     except PermissionError:
