@@ -1,6 +1,7 @@
 """The doctor of a site: what Slurm and nodes said on real ones, judged; and the probe itself, as several nodes on this machine."""
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -42,7 +43,8 @@ node4|drained|32|32000|gpu:h200:6
 PROBES = [
     {
         "rank": rank, "node": f"node{rank + 1}", "ended": "in time", "address": f"10.77.0.1{rank + 1}", "interfaces": ["lo", "eth0"],
-        "unseen": [], "tcp": {str(1 - rank): None}, "skew_s": {str(1 - rank): 0.0002}, "rename_s": {str(1 - rank): 0.00003},
+        "unseen": [], "lock": ["mine", "theirs"][rank], "tcp": {str(1 - rank): None},
+        "skew_s": {str(1 - rank): 0.0002}, "rename_s": {str(1 - rank): 0.00003},
         "python": [0, "imports"], "visible_gpus": ["0", "1"], "nvidia": [0, "570.86.15\n570.86.15"],
         "nvidia_cuda": [0, "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |"],
         "apptainer": [0, "apptainer version 1.4.5"], "images": {"cuda/trainer": [0, '{"python": "3.11.2", "cuda": "12.8.90"}']},
@@ -214,6 +216,12 @@ def test_two_good_nodes_have_no_trouble():
         ({"unseen": [0]}, "shared files", "node2: sees nothing of node1"),
         ({"rename_s": {"0": None}}, "shared files", "node2: its file was not seen on node1 within 20 s"),
         ({"rename_s": {"0": 3.5}}, "shared files", "within 3.500 s: set [roles] deadline_scale above 1"),
+        (
+            {"lock": "Function not implemented"},
+            "file locks",
+            "node2: Function not implemented: mount it with file locks (Lustre: `-o flock`",
+        ),
+        ({"lock": "mine"}, "file locks", "node2: took a lock that node1 held: mount it with locks between nodes"),
         ({"address": None}, "interface", "node2: has lo, eth0"),
         ({"tcp": {"0": "timed out"}}, "ports", "node2: cannot reach node1 (timed out)"),
         ({"skew_s": {"0": -7.25}}, "clocks", "at most 7.250 s apart: synchronise"),
@@ -301,6 +309,7 @@ def test_probes_meet_and_say_what_a_node_sees(tmp_path):
     for one, other in zip(found, ("1", "0"), strict=True):
         assert one["ended"] == "in time" and one["unseen"] == [] and one["tcp"] == {other: None} and one["address"] == "127.0.0.1"
         assert abs(one["skew_s"][other]) < 1 and 0 <= one["rename_s"][other] < 5
+        assert one["lock"] == {"1": "mine", "0": "theirs"}[other]
         assert one["visible_gpus"] == ["0", "1"] and one["images"]["cpu/trainer"] == [None, "not there"]
         assert one["free_bytes"]["runs"] > 0 and one["free_bytes"]["scratch"] is None and len(one["mounts_missing"]) == 1
     assert troubles(judge_probe(found, ["node1", "node2"], 2, 2, site())).keys() >= {"mounts", "scratch on nodes"}
@@ -310,6 +319,24 @@ def test_a_probe_that_never_meets_its_peer_ends_and_says_so(tmp_path):
     found = {"address": None}
     doctor_probe.meet(found, {"folder": str(tmp_path), "wait_s": 0.1}, 0, 2)
     assert found["unseen"] == [1] and found["tcp"] == {}
+
+
+def test_what_a_file_system_says_to_a_lock_is_kept(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(doctor_probe.fcntl, "flock", refuse)
+    assert doctor_probe.try_lock(str(tmp_path / "lock")) == (None, "Function not implemented")
+    monkeypatch.setattr(doctor_probe, "LOCK_S", 0.1)
+    monkeypatch.setattr(doctor_probe.fcntl, "flock", lambda *_: time.sleep(1))
+    assert doctor_probe.try_lock(str(tmp_path / "lock")) == (None, "no answer within 0.1 s")
+
+
+def test_locks_of_nodes_that_did_not_meet_are_not_compared():
+    for change in (lambda one: one.update(lock=None), lambda one: one.update(rank=2, lock="mine")):
+        both = probes(change)
+        both[0]["lock"] = both[0]["lock"] if both[1]["lock"] is None else None
+        assert {one.what: (one.found, one.mend) for one in judged(both)}["file locks"] == ("not compared: the nodes did not meet", "")
 
 
 def test_a_probe_that_runs_out_of_time_prints_what_it_knows(tmp_path):
@@ -358,6 +385,13 @@ def test_a_command_that_hangs_is_ended_in_time(checkout, tmp_path):
     begin_s = time.monotonic()
     answer = doctor_site._ask("srun", within_s=0.2)
     assert answer.code is None and "no answer within" in answer.said and time.monotonic() - begin_s < 10
+
+
+def test_what_the_shell_has_set_for_slurm_changes_no_question(monkeypatch):
+    for name in ("SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_CONF"):
+        monkeypatch.setenv(name, "set")
+    names = {line.partition("=")[0] for line in doctor_site._ask("env").out.splitlines()}
+    assert names & {"SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_CONF"} == {"SLURM_CONF"}
 
 
 def test_runs_that_every_user_may_write_are_told(checkout):

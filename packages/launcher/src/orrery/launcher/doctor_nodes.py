@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orrery.launcher.doctor import GIB, Finding
+from orrery.launcher.doctor_probe import MINE, THEIRS
 from orrery.launcher.site import Site
 
 WAIT_S = 20  # for a renamed file to be seen, and for the nodes to meet
@@ -65,6 +66,7 @@ def _meeting(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> li
         found[-1] = Finding(
             "shared files", found[-1].found, "set [roles] deadline_scale above 1, or mount with `lookupcache=positive`", False
         )
+    found.append(_locks(probes))
     if site.network is None:
         return found
     interface = site.network.interface
@@ -85,6 +87,23 @@ def _meeting(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> li
         mend = "" if skew <= SKEW_S else "synchronise the nodes' clocks (chrony): a role that is ahead or behind looks hung"
         found.append(Finding("clocks", f"at most {skew:.3f} s apart", mend))
     return found
+
+
+def _locks(probes: Sequence[Probe]) -> Finding:
+    """A run is held by a lock on a file of its folder: whoever may take one that another node holds can start the run a second time."""
+    none = {one["node"]: one["lock"] for one in probes if one["lock"] not in (None, MINE, THEIRS)}
+    if none:
+        mend = (
+            "mount it with file locks (Lustre: `-o flock`; NFS: a lock service that answers), or put runs/ on a file system that has them"
+        )
+        return over_nodes("file locks", "", none, mend)
+    holder = next((one["node"] for one in probes if one["rank"] == 0 and one["lock"] == MINE), None)
+    if holder is None or not any(one["lock"] for one in probes if one["rank"]):
+        told = "one node, nothing to compare" if len(probes) == 1 else "not compared: the nodes did not meet"
+        return Finding("file locks", told)
+    twice = {one["node"]: f"took a lock that {holder} held" for one in probes if one["rank"] and one["lock"] == MINE}
+    mend = "mount it with locks between nodes (Lustre: `-o flock`, not `localflock`; NFS: without `nolock` and `local_lock`)"
+    return over_nodes("file locks", "what one node locks no other can", twice, mend)
 
 
 def _devices(probes: Sequence[Probe], gpus: int, site: Site) -> list[Finding]:

@@ -3,6 +3,7 @@
 - By path and with the node's own `python3` (3.6 or newer, standard library only): it looks at nodes where nothing of ours may work yet.
 - Tasks meet in a folder of the shared file system, where each publishes its address by a rename, as roles do. Then each asks each over TCP:
   what time is it, and how long until you see the file that I have renamed just now?
+- The first one takes a file's lock and keeps it while all others try for it.
 - In: the options as one JSON argument. Every question has a time limit; a task that runs out of time prints what it knows.
 """
 
@@ -20,6 +21,8 @@ import threading
 import time
 
 POLL_S = 0.02
+LOCK_S = 10  # a lock service that does not answer hangs whoever asks
+MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
 cuda = [d.version for d in importlib.metadata.distributions() if (d.metadata["Name"] or "").startswith("nvidia-cuda-runtime")]
@@ -37,6 +40,8 @@ def main():
         say(found)
         os._exit(0)
 
+    for name in [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]:
+        del os.environ[name]  # roles do not have them either
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -76,8 +81,8 @@ def ask(argv, within_s=20):
 def in_image(path, gpus):
     if not os.path.exists(path):
         return [None, "not there"]
-    argv = ["apptainer", "-s", "exec", "--contain", "--cleanenv", "--no-home"] + (["--nv"] if gpus else [])
-    return ask(argv + [path, "/usr/bin/python3", "-c", IN_IMAGE], within_s=40)
+    argv = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths", "--pwd", "/"]
+    return ask(argv + (["--nv"] if gpus else []) + [path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40)
 
 
 def address_of(interface):
@@ -117,9 +122,10 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Fill in `unseen` (ranks whose file never came), and by rank: `tcp` (None or the trouble), `skew_s`, `rename_s` (None: never)."""
+    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank `tcp` (None or the trouble), `skew_s`, `rename_s` (None:
+    never)."""
     folder, wait_s = options["folder"], options["wait_s"]
-    found.update(unseen=[], tcp={}, skew_s={}, rename_s={})
+    found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
     server = socket.socket()
     try:
         server.bind((found["address"] or "127.0.0.1", 0))
@@ -146,10 +152,54 @@ def meet(found, options, rank, size):
         thread.start()
     for thread in threads:
         thread.join()
+    held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # others may still ask this one
+    limit_s = time.monotonic() + wait_s  # others may still ask this one, or try for its lock
     while time.monotonic() < limit_s and not all(os.path.exists(os.path.join(folder, f"done.{one}")) for one in where):
         time.sleep(POLL_S)
+    if held is not None:
+        os.close(held)
+
+
+def take_turns(found, folder, rank, wait_s):
+    """Fill in `lock`: whose the lock was when this rank tried for it, or the trouble; None where rank 0 never said that it has tried.
+
+    Rank 0 tries first, and keeps what it gets: its descriptor is the answer.
+    """
+    if rank == 0:
+        held, found["lock"] = try_lock(os.path.join(folder, "lock"))
+        publish(folder, "locked", found["lock"])
+        return held
+    limit_s = time.monotonic() + wait_s + LOCK_S
+    while not os.path.exists(os.path.join(folder, "locked")):
+        if time.monotonic() > limit_s:
+            return None
+        time.sleep(POLL_S)
+    held, found["lock"] = try_lock(os.path.join(folder, "lock"))
+    if held is not None:
+        os.close(held)
+    return None
+
+
+def try_lock(path):
+    """(descriptor that holds the lock or None, MINE or THEIRS or the trouble). In a thread, which a hanging file system keeps."""
+    answers = []
+
+    def attempt():
+        descriptor = None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            answers.append((descriptor, MINE))
+        except OSError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            answers.append((None, THEIRS if isinstance(error, BlockingIOError) else error.strerror))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(LOCK_S)
+    return answers[0] if answers else (None, f"no answer within {LOCK_S} s")
 
 
 def publish(folder, name, text):

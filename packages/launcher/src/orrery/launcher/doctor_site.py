@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from orrery.launcher.doctor_nodes import RUNS_GIB, WAIT_S, judge_probe, judge_sp
 from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
 from orrery.launcher.runs import runs_root
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm import seconds
+from orrery.launcher.slurm import clean_environment, seconds
 from orrery.launcher.submission import gres
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
@@ -91,8 +92,8 @@ def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[F
 
 
 def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    pipe, env = subprocess.PIPE, clean_environment(os.environ)
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env) as process:
         try:
             out, said = process.communicate(timeout=within_s)
             return Answer(process.returncode, out, " ".join(said.split()))
@@ -174,7 +175,7 @@ def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapp
     }  # fmt: skip
     script = ["/usr/bin/env", "python3", str(Path(__file__).with_name("doctor_probe.py")), json.dumps(options)]
     if site.containers and site.containers.modules:
-        script = ["bash", "-lc", f'module load {" ".join(site.containers.modules)} && exec "$@"', "probe", *script]
+        script = ["bash", "-lc", f'module load {shlex.join(site.containers.modules)} && exec "$@"', "probe", *script]
     argv = [
         *("srun", f"--job-name=orrery-doctor-{word}", *_where(slurm), "--time=5", f"--immediate={START_S}", "--input=none"),
         *(f"--nodelist={','.join(node.name for node in idle)}", f"--nodes={len(idle)}", "--ntasks-per-node=1", "--cpus-per-task=1"),

@@ -65,8 +65,8 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
            images: Mapping[str, Path] | Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *,
            code: CodeState | None = None, secrets: Iterable[str] = ()) -> None:  # fmt: skip
     """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found or files to read; empty where roles are
-    plain processes. `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out
-    is told as such in the receipt; raises OSError where the run's folder cannot be written."""
+    plain processes. `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found
+    out is told as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
     seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
     entry = receipt["stages"].setdefault(stage, {"attempts": []})
