@@ -122,8 +122,8 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank `tcp` (None or the trouble), `skew_s`, `rename_s` (None:
-    never)."""
+    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank `tcp` (None or the trouble), `skew_s`, `rename_s`
+    (None: never)."""
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
     server = socket.socket()
