@@ -16,7 +16,6 @@ from typing import Any
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
 NODES = ("node1", "node2", "node3", "node4", "node5")
-KILL_SLURM = "for p in /proc/[0-9]*; do case $(cat $p/comm) in slurmd|slurmstepd) kill -9 ${p#/proc/};; esac; done"
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,6 @@ class Cluster:
     def crash(self, node: str) -> None:
         """A power cut."""
         _done(self.command("crash", node), True, 20)
-
-    def kill_slurmd(self, node: str) -> None:
-        """kill -9 of slurmd and its step daemons; what users run there lives on."""
-        self.on(node, "bash", "-c", KILL_SLURM, check=False)
 
     def boot(self, node: str) -> None:
         """Power, where it is off, and slurmd."""

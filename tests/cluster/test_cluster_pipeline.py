@@ -188,6 +188,39 @@ def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, f
         assert "orrery" not in cluster.on(node, "ps", "-eo", "args").stdout.replace("/srv/orrery-cluster", "").replace("orrery-node", "")
 
 
+def test_a_job_outlives_its_snakemake_stops_with_a_checkpoint_and_gives_way_to_a_better_one(cluster: Cluster, fresh):
+    run = fresh("reverse_text_smoke")
+    terminal = run.start()
+    cluster.wait_until("RL trains", lambda: run.is_in("rl", terminal) and run.steps(), 120, lambda: terminal.output[-2000:])
+    job = run.job()
+    terminal.kill()
+    terminal = run.start()
+    cluster.wait_until("the job is found", lambda: f"is Slurm job {job} already, running" in terminal.output, 30, lambda: terminal.output)
+    assert list(cluster.queue()) == [job]
+    assert "asked job" in run.user("orrery", "stop", run.name, "--checkpoint")
+    assert terminal.wait(60) == 1 and "error: rl: wound down; type `snakemake --profile slurm" in terminal.output, terminal.output[-2000:]
+    assert not cluster.queue() and run.status()["state"] == "stopped" and max(run.checkpoints()) >= len(run.steps()) > 0
+    assert "--checkpoint is for" in run.user("orrery", "stop", run.name, "--checkpoint") or "no launcher runs it" in run.user(
+        "orrery", "stop", run.name
+    )
+
+    spot = cluster.home / "spot.toml"
+    spot.write_text((cluster.checkout / "site.toml").read_text().replace('partition = "gpu"', 'partition = "spot"'))
+    before = max(run.checkpoints())
+    terminal = run.start(ORRERY_SITE=str(spot))
+    cluster.wait_until(
+        "RL trains again", lambda: run.is_in("rl", terminal) and len(run.steps()) > before, 90, lambda: terminal.output[-2000:]
+    )
+    job = run.job()
+    better = cluster.submit(f"--nodes={len(NODES)}", "--exclusive", "--wrap=sleep 5")
+    cluster.wait_until("the run gave way", lambda: cluster.state(job) == "PENDING", 60, lambda: terminal.output[-2000:])
+    assert max(run.checkpoints()) > before
+    cluster.wait_until("the better job has run", lambda: cluster.state(better) == "COMPLETED", 60)
+    cluster.wait_until("the run goes on", lambda: run.status()["state"] == "running" and cluster.state(job) == "RUNNING", 90)
+    terminal.interrupt()
+    assert terminal.wait(30) != 0
+
+
 def test_a_bad_site_file_and_a_missing_image_are_one_sentence_before_anything_is_submitted(cluster: Cluster, fresh):
     run = fresh("reverse_text_smoke")
     site = (cluster.checkout / "site.toml").read_text()

@@ -1,6 +1,5 @@
 """The simulated cluster is what it says: real Slurm, nodes that share one file system and nothing else."""
 
-import pytest
 from simulated import NODES, Cluster
 
 SPREAD = ("-N2", "--ntasks-per-node=1", "-w", "node[1-2]")
@@ -64,46 +63,6 @@ def test_accounting_holds_the_exit_code(cluster: Cluster):
 
 def test_an_account_that_does_not_exist_is_refused(cluster: Cluster):
     assert "Invalid account" in cluster.run("sbatch", "--account=nobody", "--wrap", "true", check=False).stderr
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("lose", ["crash", "kill_slurmd"])
-def test_a_job_whose_node_is_lost_starts_again_on_others(cluster: Cluster, lose: str):
-    job = cluster.submit("--requeue", *SPREAD[:2], "--wrap", "srun sleep 300")
-    cluster.wait_until("the job runs", lambda: cluster.state(job) == "RUNNING", 20)
-    lost = cluster.accounting(job, "-X")
-    cluster.wait_until("sacct has the start", lambda: cluster.accounting(job, "-X")[0].nodes == "node[1-2]", 20, lambda: str(lost))
-    getattr(cluster, lose)("node2")
-    cluster.wait_until("the job was lost and runs again", lambda: cluster.restarts(job) == 1 and cluster.state(job) == "RUNNING", 120)
-    first, second = cluster.accounting(job, "-X", "-D")
-    assert (first.state, first.nodes) == ("NODE_FAIL", "node[1-2]") and "node2" not in second.nodes
-    assert "down" in cluster.node_states()["node2"]
-
-
-@pytest.mark.timeout(150)
-def test_before_the_time_limit_comes_the_signal_that_was_asked_for(cluster: Cluster):
-    told = cluster.checkout / "runs" / "told"
-    told.unlink(missing_ok=True)
-    script = f"trap 'date +%s >{told}' USR1; sleep 600 & wait; wait"
-    job = cluster.submit("-N1", "--time=5", "--signal=B:USR1@30", "--wrap", script)
-    cluster.wait_until("the job runs", lambda: cluster.state(job) == "RUNNING", 20)
-    cluster.end_time(job, 40)
-    cluster.wait_until("the signal came", told.exists, 60)
-    assert cluster.state(job) == "RUNNING"
-    cluster.wait_until("the time limit was held", lambda: cluster.state(job) == "TIMEOUT", 100)
-
-
-@pytest.mark.timeout(200)
-def test_a_job_of_low_priority_is_told_gives_way_and_starts_again(cluster: Cluster):
-    told = cluster.checkout / "runs" / "preempted"
-    told.unlink(missing_ok=True)
-    script = f"trap 'touch {told}' USR1; sleep 600 & wait; wait"
-    low = cluster.submit("-p", "spot", "-N4", "--exclusive", "--time=5", "--signal=B:USR1@30", "--requeue", "--wrap", script)
-    cluster.wait_until("the low job runs", lambda: cluster.state(low) == "RUNNING", 20)
-    high = cluster.submit("-p", "gpu", "-N1", "--exclusive", "--wrap", "true")
-    cluster.wait_until("the low job was told", told.exists, 20)
-    cluster.wait_until("the high job ended", lambda: cluster.state(high) == "COMPLETED", 90)
-    cluster.wait_until("the low job runs again", lambda: cluster.restarts(low) == 1 and cluster.state(low) == "RUNNING", 60)
 
 
 def test_ctrl_c_ends_what_is_typed_at_the_terminal(cluster: Cluster):

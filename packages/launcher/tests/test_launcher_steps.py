@@ -1,0 +1,132 @@
+"""A task of a step: its index, its devices, its log; and what the steps of one node share."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orrery.launcher.allocation import allocation
+from orrery.launcher.containers import CODE, snapshot
+from orrery.launcher.site import Site
+from orrery.launcher.slurm import clean_environment
+from orrery.launcher.steps import step_plans
+from orrery.launcher.submission import components
+from orrery.manifest.identity import load
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
+from orrery.manifest.schema import Hardware
+from orrery.manifest.workspace import Workspace
+
+ROOT = Path(__file__).parents[3]
+TASK = ROOT / "packages/launcher/src/orrery/launcher/task.sh"
+SITE = Site.model_validate(
+    {
+        "slurm": {"partition": "gpu", "time_limit_min": 60, "gpu_type": "h200", "cpus_per_node": 64, "memory_per_node_mb": 64000},
+        "containers": {"images": "images"},
+        "network": {"interface": "eth0"},
+    }
+)
+
+
+def task(tmp_path, devices, rank, local, visible="0,1,2,3,4,5,6,7", scratch=None):
+    env = {"PATH": os.environ["PATH"], "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local)}
+    env |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    show = ("bash", "-c", 'echo "sees ${CUDA_VISIBLE_DEVICES-none} ${APPTAINERENV_CUDA_VISIBLE_DEVICES-none} as $*"', "role")
+    scratch = scratch or tmp_path / "scratch"
+    done = subprocess.run(["bash", TASK, "inference", "8", devices, tmp_path, scratch, "=== rl", *show], env=env, capture_output=True)
+    return done.returncode, (tmp_path / f"inference.{8 + rank}.log").read_text()
+
+
+def test_a_task_has_its_own_index_log_and_devices(tmp_path):
+    code, log = task(tmp_path, "4,2,2", rank=3, local=1)
+    assert code == 0 and log.splitlines()[-1] == "sees 6,7 6,7 as --index 11"
+    assert log.startswith("=== rl bash -c ") and log.splitlines()[0].endswith("--index 11")
+
+
+def test_ranks_of_one_node_see_all_devices_of_their_role(tmp_path):
+    assert task(tmp_path, "4,0,4", rank=2, local=2)[1].splitlines()[-1] == "sees 4,5,6,7 4,5,6,7 as --index 10"
+
+
+def test_a_task_without_devices_sees_none(tmp_path):
+    assert task(tmp_path, "0,0,0", rank=0, local=0, visible="")[1].splitlines()[-1] == "sees none none as --index 8"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of somebody else's")
+def test_a_scratch_folder_of_another_user_is_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    os.chown(other, 12345, 12345)
+    code, log = task(tmp_path, "0,0,0", rank=0, local=0, scratch=other)
+    assert code == 2 and "is not ours" in log and log.count("\n") == 2
+
+
+def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
+    """4 ranks, two engines of two devices, on one node of eight."""
+    processes = (
+        *(ProcessPlan("inference", index, "m", 2, "with_stage") for index in range(2)),
+        ProcessPlan("orchestrator", 0, "m", 0, "itself"),
+        *(ProcessPlan("trainer", index, "m", 1, "itself") for index in range(4)),
+    )
+    one = StagePlan("rl", (), processes, (NodeGroup("all", 0, 1),))
+    hardware = Hardware(accelerator="h200", num_nodes=1, devices_per_node=8)
+    engines, orchestrator, ranks = step_plans(one, components(hardware, one, SITE.slurm), SITE.slurm)
+    assert engines.devices == (0, 2, 2) and ranks.devices == (4, 0, 4) and orchestrator.gres is None
+    assert engines.gres == ranks.gres == "gpu:h200:8"  # every step sees the node's; task.sh takes the slice
+    assert ranks.cpus_per_task * ranks.tasks_per_node <= 64 and orchestrator.cpus_per_task == 64
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch):
+    """The allocation of a heterogeneous job of 4 nodes, with images of the lock and a fake srun that keeps its arguments."""
+    one = load(ROOT / "manifests" / "glm5_shape_smoke.json")
+    env = {"SLURM_HET_SIZE": "3", "SLURM_JOB_ID": "7", "SLURM_HET_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    env |= {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": names for i, names in enumerate(("a", "b", "c,d"))}
+    for name, value in {**env, "SLURM_CPUS_PER_TASK": "9", "APPTAINER_BIND": "/etc", "APPTAINERENV_LD_PRELOAD": "x.so"}.items():
+        monkeypatch.setenv(name, value)
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "srun").write_text(f'#!/bin/bash\n(printf "%s\\n" "$@"; echo; env) >{tmp_path}/srun.$$\n')
+    (fake / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
+    monkeypatch.setattr("orrery.launcher.containers.image_of", lambda *_: Path("/images/x.sif"))
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    return allocation(SITE, SITE.slurm, one.hardware, Workspace(ROOT)), stage(one, "rl"), run_dir, tmp_path
+
+
+def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
+    made, plan, run_dir, tmp_path = inside
+    assert (made.job, made.restarts, made.nodes) == ("7", 1, (("a",), ("b",), ("c", "d")))
+    tasks = made.start(plan, run_dir, 3, "t0psecret")
+    for one in tasks:
+        one.wait()
+    assert {one.name: one.node for one in tasks} == {
+        "inference.0": "a", "router.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c", "trainer.1": "d",
+    }  # fmt: skip
+    calls = [path.read_text().split("\n\n", 1) for path in tmp_path.glob("srun.*")]
+    assert len(calls) == 5
+    for argv, env in calls:
+        words = argv.splitlines()
+        assert "t0psecret" not in argv and "APPTAINERENV_ORRERY_TOKEN=t0psecret" in env
+        assert {"--overlap", "--mem=0", "--export=ALL", "--kill-on-bad-exit=1"} <= set(words)
+        assert "SLURM_CPUS_PER_TASK" not in env and "APPTAINER_BIND=" not in env and "LD_PRELOAD" not in env
+        assert "SLURM_JOB_ID=7" in env and "APPTAINERENV_ORRERY_INTERFACE=eth0" in env
+        assert any(word.endswith(f":{CODE}:ro") for word in words)
+    lists = sorted(word for argv, _ in calls for word in argv.splitlines() if word.startswith("--nodelist="))
+    assert lists == ["--nodelist=a"] * 3 + ["--nodelist=b", "--nodelist=c,d"]
+    for log in run_dir.rglob("*.log"):
+        assert "t0psecret" not in log.read_text()
+
+
+def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_path):
+    code = snapshot(Workspace(ROOT), tmp_path)
+    assert code == snapshot(Workspace(ROOT), tmp_path)  # the same tree is the same folder
+    assert (code / "orrery/trainer/loop.py").read_bytes() == (ROOT / "packages/trainer/src/orrery/trainer/loop.py").read_bytes()
+    assert "orrery.inference.plugin:register" in (code / "orrery_inference-0.1.0.dist-info/entry_points.txt").read_text()
+    assert not list(code.rglob("__pycache__")) and not (code / "orrery" / "__init__.py").exists()
+
+
+def test_options_of_another_job_do_not_reach_slurm():
+    env = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2", "SBATCH_EXPORT": "NONE", "SLURM_CONF": "/c", "HOME": "/h", "SLURM_HET_SIZE": "2"}
+    assert clean_environment(env) == {"SLURM_CONF": "/c", "HOME": "/h"}
+    assert clean_environment(env, inside=True) == {"SLURM_JOB_ID": "5", "SLURM_CONF": "/c", "HOME": "/h", "SLURM_HET_SIZE": "2"}
