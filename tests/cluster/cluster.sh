@@ -46,8 +46,8 @@ install() {
     if ! dpkg-query -W "${packages[@]}" >/dev/null 2>&1; then
         local kept=yes
         [ -e $policy ] || { kept=no; printf '#!/bin/sh\nexit 101\n' >$policy; chmod 755 $policy; } # Debian would start the daemons on this machine
-        apt-get -qq -o DPkg::Lock::Timeout=120 update
-        apt-get -qq -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "${packages[@]}" >/dev/null
+        apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 update
+        apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 install -y --no-install-recommends "${packages[@]}" >/dev/null
         [ $kept = yes ] || rm $policy
     fi
     command -v apptainer >/dev/null || bash "$HERE/install_apptainer.sh"
