@@ -6,7 +6,7 @@ SPREAD = ("-N2", "--ntasks-per-node=1", "-w", "node[1-2]")
 
 
 def test_one_task_runs_on_every_node_as_the_user(cluster: Cluster):
-    lines = cluster.run("srun", "-N4", "bash", "-c", "echo $(hostname) $(id -un)").stdout.splitlines()
+    lines = cluster.run("srun", f"-N{len(NODES)}", "bash", "-c", "echo $(hostname) $(id -un)").stdout.splitlines()
     assert sorted(lines) == [f"{node} {cluster.login}" for node in NODES]
 
 
