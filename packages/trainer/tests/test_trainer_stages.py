@@ -328,13 +328,13 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
 
 def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared_memory, monkeypatch):
     """Nobody makes a checkpointed step again, so a kill right after the marker must find its row."""
-    spec = manifest(stages={"sft": None, "rl": {"num_steps": 2}})
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3}})  # a checkpoint after step 2, with nothing left to send
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
     me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
     found = []
 
-    def complete(folder):
+    def complete(folder, notes):
         found.extend(row["step"] for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl")
         raise RunFailed("killed")
 

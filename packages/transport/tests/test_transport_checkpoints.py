@@ -1,6 +1,10 @@
 """Checkpoints, rendezvous and stored batches: files that count only once they are whole."""
 
 import contextlib
+import errno
+import hashlib
+import json
+import os
 import threading
 from types import SimpleNamespace
 
@@ -62,6 +66,65 @@ def test_an_empty_checkpoint_is_not_completed(tmp_path):
         checkpoints.complete(tmp_path / "step_1")
 
 
+def noted(run_dir, step, num_ranks=2):
+    """A checkpoint whose ranks have hashed their own files, and the notes that there must be."""
+    folder = written(run_dir, step, whole=False)
+    for rank in range(num_ranks):
+        mine = folder / "trainer" / f"rank_{rank}.safetensors"
+        mine.write_bytes(b"rank %d of %d" % (rank, step))
+        checkpoints.note_digests(folder / "trainer" / f"rank_{rank}.sha256.json", [mine])
+    return folder, [f"trainer/rank_{rank}.sha256.json" for rank in range(num_ranks)]
+
+
+def test_what_its_writer_has_hashed_is_not_read_again_and_is_verified_like_the_rest(tmp_path, monkeypatch):
+    folder, notes = noted(tmp_path, 1)
+    hashed = []
+    sha256 = checkpoints._sha256
+    monkeypatch.setattr(checkpoints, "_sha256", lambda path: hashed.append(path.relative_to(folder).as_posix()) or sha256(path))
+    checkpoints.complete(folder, notes)
+    assert sorted(hashed) == ["orchestrator.json", *notes]
+    assert json.loads((folder / "files.json").read_text()) == {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("files.json", "COMPLETE")
+    }
+    hashed.clear()
+    checkpoints.verify(folder)
+    assert sorted(hashed) == ["orchestrator.json", *sorted([*notes, "trainer/rank_0.safetensors", "trainer/rank_1.safetensors"])]
+
+
+def test_a_note_that_is_not_of_its_file_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints.visible, "VISIBLE_S", 0.0)
+    folder, notes = noted(tmp_path, 1)
+    file, note = folder / "trainer/rank_1.safetensors", folder / notes[1]
+    whole, said = file.read_bytes(), note.read_bytes()
+    file.write_bytes(b"X" + whole[1:])
+    checkpoints.complete(folder, notes)
+    with pytest.raises(OrreryError, match=r"rank_1\.safetensors: its sha256 is not the one in files\.json"):
+        checkpoints.verify(folder)
+    for change, sentence in [
+        (lambda: file.write_bytes(whole[:-1]), r"rank_1\.safetensors: has 10 bytes, but rank_1\.sha256\.json says 11"),
+        (file.unlink, r"rank_1\.safetensors: is missing, but rank_1\.sha256\.json says 11"),
+        (lambda: note.write_bytes(said[:-1]), r"rank_1\.sha256\.json: not a note"),
+        (note.unlink, r"rank_1\.sha256\.json: missing"),
+    ]:
+        change()
+        with pytest.raises(RunFailed, match=sentence):
+            checkpoints.complete(folder, notes)
+        assert checkpoints.steps(tmp_path) == []
+
+
+def test_shares_of_a_verification_are_all_of_it_and_deal_big_files_evenly(tmp_path, monkeypatch):
+    folder, notes = noted(tmp_path, 1, num_ranks=4)
+    checkpoints.complete(folder, notes)
+    sha256, hashed = checkpoints._sha256, [set(), set()]
+    for share in (0, 1):
+        monkeypatch.setattr(checkpoints, "_sha256", lambda path, seen=hashed[share]: seen.add(path) or sha256(path))
+        checkpoints.verify(folder, share=(share, 2))
+    assert not hashed[0] & hashed[1] and len(hashed[0] | hashed[1]) == 9
+    assert [sum(path.suffix == ".safetensors" for path in seen) for seen in hashed] == [2, 2]
+
+
 def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     for step in (1, 2, 3):
         written(tmp_path, step)
@@ -76,13 +139,62 @@ def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, m
     for step in (1, 2):
         written(tmp_path, step)
 
-    def dies(folder):
+    def dies(folder, ignore_errors):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoints.shutil, "rmtree", dies)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.prune(tmp_path, keep=1)
     assert checkpoints.steps(tmp_path) == [2]
+
+
+def is_in_use(monkeypatch):
+    """Every folder's removal leaves its deepest files, as a network file system does with files that are open somewhere."""
+
+    def removes_some(folder, ignore_errors=False):
+        (folder / "orchestrator.json").unlink(missing_ok=True)
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", removes_some)
+
+
+def test_a_checkpoint_that_will_not_go_ends_nothing_and_is_not_taken_for_whole(tmp_path, monkeypatch):
+    for step in (1, 2):
+        written(tmp_path, step)
+    with monkeypatch.context() as patched:
+        is_in_use(patched)
+        assert checkpoints.prune(tmp_path, keep=1) == [1]
+        assert checkpoints.steps(tmp_path) == [2]
+        assert checkpoints.discard_incomplete(tmp_path) == []
+    [left, _] = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left.startswith(".discarded.")
+    checkpoints.discard_incomplete(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
+def test_what_is_left_of_a_half_written_checkpoint_is_not_in_the_next_one_of_its_step(tmp_path, monkeypatch):
+    folder = written(tmp_path, 3, whole=False)
+    (folder / "later").mkdir()
+    (folder / "later" / "COMPLETE").touch()
+    is_in_use(monkeypatch)
+    assert checkpoints.discard_incomplete(tmp_path) == [3]
+    checkpoints.verify(written(tmp_path, 3))
+    assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "files.json", "orchestrator.json", "trainer"]
+
+
+def test_a_marker_that_cannot_be_removed_keeps_its_checkpoint_whole(tmp_path, monkeypatch):
+    for step in (1, 2):
+        written(tmp_path, step)
+
+    def refuses(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.Path, "unlink", refuses)
+        assert checkpoints.prune(tmp_path, keep=1) == []
+    assert checkpoints.steps(tmp_path) == [1, 2]
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 1))
 
 
 # Rendezvous -----------------------------------------------------------------------------------------------------------

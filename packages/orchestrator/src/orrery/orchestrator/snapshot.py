@@ -71,7 +71,7 @@ def write_now(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) 
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
     # A kill between these two leaves the state of the cut, which is older and as good: groups that have ended since then are made again.
-    shutil.rmtree(later, ignore_errors=True)
+    checkpoints.discard(run_dir, later)
     aside.rename(later)
     sync(later.parent)
     return later / "orchestrator"
@@ -110,20 +110,19 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 def read(run_dir: Path, step: int) -> Snapshot:
     """The newest that was written of `step`. Raises OrreryError where it is not whole."""
     path, later = folder(run_dir, step), _later(run_dir, step)
+    remedy = f"remove {checkpoints.checkpoint_dir(run_dir, step)} to go on from the checkpoint before it"
     if (later / checkpoints.MARKER).exists():
-        checkpoints.verify(later)
-        path = later / "orchestrator"
+        path, remedy = later / "orchestrator", f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays"
+        checkpoints.verify(later, remedy)
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
         columns, _ = safetensors_columns.read(path / "queue.safetensors")
     except (OSError, msgspec.MsgspecError, OrreryError) as error:
-        raise OrreryError(
-            f"{path}: not a snapshot of the orchestrator ({error}); remove checkpoints/step_{step} to go on from an older one"
-        ) from error
+        raise OrreryError(f"{path}: not a snapshot of the orchestrator ({error}); {remedy}") from error
     if state.format != FORMAT or state.step != step or columns.num_samples != len(state.queue):
         raise OrreryError(
             f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of {len(state.queue)} samples; "
-            f"expected format {FORMAT} of step {step}; remove checkpoints/step_{step} to go on from an older one"
+            f"expected format {FORMAT} of step {step}; {remedy}"
         )
     queue: list[list[Sample]] = []
     for index, kept in enumerate(state.queue):
@@ -137,7 +136,8 @@ def read(run_dir: Path, step: int) -> Snapshot:
 
 def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    token_id, logprob, trained, version = (columns.token[name][tokens] for name in ("token_id", "logprob", "trained", "version"))
+    # Copies, so that nothing is left of the mapping: a file that another node removes cannot be read on a network file system.
+    token_id, logprob, trained, version = (columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version"))
     rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics)
     group_id, task_index, dispatch_version = (int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version"))
     return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

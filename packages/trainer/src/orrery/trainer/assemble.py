@@ -98,8 +98,9 @@ def resume(me: RoleProcess, learner: Learner, publisher: Publisher) -> None:
         return
     me.health.doing(f"resuming from step {step}", step=step)
     folder = checkpoints.checkpoint_dir(me.run_dir, step)
+    checkpoints.verify(folder, share=(learner.world.rank, learner.world.size))
+    learner.world.barrier()  # nobody goes on before every share is known to be sound
     if learner.world.is_first:
-        checkpoints.verify(folder)
         publisher.restore(folder / "trainer")
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:

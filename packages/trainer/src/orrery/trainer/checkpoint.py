@@ -4,6 +4,7 @@
         state.json            {"format", "step", "world_size"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: what rank i holds, box = [start, stop) a dimension
         rank_<i>.safetensors  those boxes, and the rank's random-number state
+        rank_<i>.sha256.json  size and sha256 of rank i's two files, which rank i wrote, synced and hashed itself
         published.json        {version: digest}: what was published so far (`publish.py`)
 
 - Names: `weight/<parameter>`, and `<key>/<parameter>` for optimizer state (`exp_avg`, `exp_avg_sq`, `step`).
@@ -30,6 +31,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import sync, write_atomic
 from orrery.models.placement import local_box, local_tensor
 from orrery.trainer.learner import Learner
+from orrery.transport import checkpoints
 
 FORMAT = 1
 REMEDY = "remove its step folder to go on from the checkpoint before it"
@@ -48,15 +50,22 @@ def save(learner: Learner, folder: Path) -> None:
         if world.replica == 0 and (isinstance(tensor, DTensor) or world.is_first) and local_tensor(tensor).numel():
             index[name] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "box": local_box(tensor)}
             pieces[name] = local_tensor(tensor).detach().contiguous()
-    save_file(pieces, partial / f"rank_{world.rank}.safetensors")
-    sync(partial / f"rank_{world.rank}.safetensors")
-    _write_json(partial / f"rank_{world.rank}.json", index)
+    mine = [partial / f"rank_{world.rank}.safetensors", partial / f"rank_{world.rank}.json"]
+    save_file(pieces, mine[0])
+    sync(mine[0])
+    _write_json(mine[1], index)
+    checkpoints.note_digests(partial / note(world.rank), mine)
     world.barrier()
     if world.is_first:
         _write_json(partial / "state.json", {"format": FORMAT, "step": learner.step, "world_size": world.size})
         partial.rename(folder)
         sync(folder.parent)
     world.barrier()
+
+
+def note(rank: int) -> str:
+    """The file, beside rank `rank`'s own, that says what they hold."""
+    return f"rank_{rank}.sha256.json"
 
 
 def load(learner: Learner, folder: Path) -> None:

@@ -109,7 +109,7 @@ def _write_checkpoint(rig: Rig, me: RoleProcess) -> None:
         rig.publisher.save(folder / "trainer")
         if not visible.appears(folder / "orchestrator"):
             raise RunFailed(f"{folder}: the orchestrator's half is missing, though batch {step} was sent; see logs/orchestrator.0.log")
-        checkpoints.complete(folder)
+        checkpoints.complete(folder, [f"trainer/{checkpoint.note(rank)}" for rank in range(rig.world.size)])
         checkpoints.prune(me.run_dir, me.manifest.trainer.checkpoint.keep)
     rig.world.barrier()
 

@@ -1,22 +1,38 @@
 """Checkpoints: folders that count only once they are whole.
 
 - `checkpoints/step_<n>/<role>/…` is written by its roles; then `files.json` (sha256 of every file), then `COMPLETE`, last.
+- Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
+  `complete` reads none of it.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
 - `step_<n>/later/` is the one folder that may come after the marker, which does not vouch for it; it has a marker of its own.
-- Pruning removes the marker first: a half-removed checkpoint is an incomplete one, which nobody reads.
+- What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
+  taken for whole nor in the way of a new checkpoint of the same step.
 """
 
+import contextlib
 import hashlib
 import json
+import secrets
 import shutil
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
 
-from orrery.manifest.errors import OrreryError
+import msgspec
+
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.publish import sync, write_atomic
+from orrery.transport import visible
 
 MARKER = "COMPLETE"
 FILES = "files.json"
 LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
+DISCARDED = ".discarded"  # begins the names of folders in `checkpoints/` that are on their way out
+
+
+class _Noted(msgspec.Struct):
+    bytes: int
+    sha256: str
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -34,28 +50,42 @@ def latest(run_dir: Path) -> int | None:
     return max(steps(run_dir), default=None)
 
 
-def complete(folder: Path) -> None:
-    """Say that `folder` is whole: sha256 of every file in it, then the marker."""
+def note_digests(note: Path, files: Iterable[Path]) -> None:
+    """Write size and sha256 of `files`, which are synced already and lie in the folder of `note`, as `note`."""
+    noted = {file.name: _Noted(file.stat().st_size, _sha256(file)) for file in files}
+    write_atomic(note, msgspec.json.encode(noted))
+
+
+def complete(folder: Path, notes: Sequence[str] = ()) -> None:
+    """Say that `folder` is whole: sha256 of every file in it, then the marker.
+
+    `notes` are the files of `note_digests` that there must be, relative to `folder`; what they name is not read again. RunFailed where one
+    is missing, or a file's size is not the noted one.
+    """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
     (folder / FILES).unlink(missing_ok=True)
-    files = _files(folder)
-    if not files:
+    digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
+    rest = [name for name in _files(folder) if name not in digests]
+    if not digests and not rest:
         raise OrreryError(f"{folder}: nothing to complete; a checkpoint holds at least one file")
-    for name in files:
+    for name in rest:
         sync(folder / name)
-    for parent in sorted({(folder / name).parent for name in files}):
+    for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
         sync(parent)
-    digests = {name: _sha256(folder / name) for name in files}
-    write_atomic(folder / FILES, (json.dumps(digests, indent=1) + "\n").encode())
+    digests |= {name: _sha256(folder / name) for name in rest}
+    write_atomic(folder / FILES, (json.dumps(dict(sorted(digests.items())), indent=1) + "\n").encode())
     write_atomic(folder / MARKER, b"")
     sync(folder.parent)
 
 
-def verify(folder: Path) -> None:
-    """Raises `OrreryError` naming the first file that is missing, damaged, or not of the checkpoint."""
+def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises `OrreryError` naming a file that is missing, damaged, or not of the checkpoint, and saying `remedy`.
+
+    `share` (i, n): read only the i-th of n shares of the files; each of n processes takes one, and all is well where it is for all.
+    """
     folder = Path(folder)
-    remedy = f"remove {folder} to go on from the checkpoint before it"
+    remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
     if not (folder / MARKER).exists():
         raise OrreryError(f"{folder}: has no {MARKER}, so it is not whole; {remedy}")
     try:
@@ -68,38 +98,85 @@ def verify(folder: Path) -> None:
             raise OrreryError(f"{folder / name}: is not in {FILES}; {remedy}")
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
-        if _sha256(folder / name) != expected[name]:
-            raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
+    index, count = share
+    mine = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]  # by suffix, so that big files are dealt evenly
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        for name, digest in zip(mine, pool.map(lambda name: _sha256(folder / name), mine), strict=True):
+            if digest != expected[name]:
+                raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
 
 
 def prune(run_dir: Path, keep: int) -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints; returns the removed steps."""
+    """Remove all but the newest `keep` complete checkpoints; returns the removed steps. What will not go is tried again another time."""
     if keep < 1:
         raise OrreryError(f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1")
-    removed = steps(run_dir)[:-keep]
-    for step in removed:
+    removed = []
+    for step in steps(run_dir)[:-keep]:
         folder = checkpoint_dir(run_dir, step)
-        (folder / MARKER).unlink()
-        sync(folder)
-        shutil.rmtree(folder)
+        with contextlib.suppress(OSError):
+            (folder / MARKER).unlink()
+            removed.append(step)
+            sync(folder)
+            discard(run_dir, folder)
     return removed
 
 
+def discard(run_dir: Path, folder: Path) -> None:
+    """Free the name of `folder`, a folder of the run's checkpoints, and remove what can be removed; nothing where it is not there."""
+    aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(aside)
+        sync(folder.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def discard_incomplete(run_dir: Path) -> list[int]:
-    """Remove what an earlier attempt left half-written; returns the steps. The orchestrator calls it before it cuts: nobody writes yet."""
+    """Remove what an earlier attempt left half-written or half-removed; returns the steps.
+
+    The orchestrator calls it before it cuts: nobody writes yet.
+    """
     whole = set(steps(run_dir))
     removed = []
     for folder in (Path(run_dir) / "checkpoints").glob("step_*"):
         name = folder.name.removeprefix("step_")
         if name.isdigit() and int(name) not in whole:
-            shutil.rmtree(folder)
+            try:
+                discard(run_dir, folder)
+            except OSError as error:
+                raise OrreryError(f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again") from error
             removed.append(int(name))
+    for folder in (Path(run_dir) / "checkpoints").glob(f"{DISCARDED}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
     return sorted(removed)
 
 
 def _files(folder: Path) -> list[str]:
     every = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return sorted(path.as_posix() for path in every if path.parts[0] != LATER and path.as_posix() not in (MARKER, FILES))
+
+
+def _noted(folder: Path, note: str) -> dict[str, str]:
+    """{name in `folder`: sha256} of what `note` names, each there with its size."""
+    path = folder / note
+    if not visible.appears(path):
+        raise RunFailed(f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; see the logs of the role")
+    try:
+        noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunFailed(f"{path}: not a note of sizes and sha256 ({error}); run again to go on from the checkpoint before it") from error
+    for name, entry in noted.items():
+        file = path.with_name(name)
+        num_bytes = _size(file) if visible.appears(file) else None
+        if num_bytes != entry.bytes:
+            has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
+            raise RunFailed(f"{file}: {has}, but {path.name} says {entry.bytes} bytes; run again to go on from the checkpoint before it")
+    return {path.with_name(name).relative_to(folder).as_posix(): entry.sha256 for name, entry in noted.items()}
+
+
+def _size(path: Path) -> int:
+    """As of now: a network file system asks for it anew when a file is opened, and may not when it is only looked at."""
+    with path.open("rb") as file:
+        return file.seek(0, 2)
 
 
 def _sha256(path: Path) -> str:
