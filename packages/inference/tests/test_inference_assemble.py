@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -115,6 +117,20 @@ def test_the_door_opens_to_the_runs_token_only(monkeypatch, token, path, given, 
         monkeypatch.setenv("ORRERY_TOKEN", token)
     client = TestClient(RequireToken(PlainTextResponse("in")))
     assert client.post(path, headers={"Authorization": given} if given else {}).status_code == status
+
+
+def test_the_door_of_a_launched_engine_without_a_token_opens_to_nobody():
+    code = """
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from orrery.inference.token import RequireToken
+client = TestClient(RequireToken(PlainTextResponse("in")))
+print(*(client.post("/pause", headers={"Authorization": given}).status_code for given in ("", "Bearer ", "Bearer None")))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ORRERY_TOKEN"}
+    environment |= {"ORRERY_LAUNCHER_PID": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    engine = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert engine.stdout.split() == ["401"] * 3, engine.stderr
 
 
 def test_every_engine_has_the_door(make_manifest, tmp_path):

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -360,6 +363,44 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             check(*await taken(wire.receiver(), 1), batch_of(1))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("given", "says"), [({"ORRERY_TOKEN": "ours"}, True), ({"ORRERY_TOKEN": ""}, False), ({}, False)])
+def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(kind, tmp_path, given, says):
+    """As processes that a launcher starts: the lifeline has taken its variable away when a wire is made."""
+    code = f"""
+import asyncio
+from orrery.manifest.errors import RunFailed
+from orrery.observe.process import role_process
+from orrery.transport import rendezvous, rollout_wire
+async def sender():
+    rollout_wire.make_sender({kind!r}, me.run_dir, me.host, 0, 1).close()
+with role_process("orchestrator") as me:
+    url = {f"file://{tmp_path}" if kind == "files" else "tcp://127.0.0.1:1"!r}
+    for begin in (lambda: asyncio.run(sender()), lambda: rollout_wire.make_receiver({kind!r}, me.run_dir, url, 0).close()):
+        try:
+            begin()
+        except RunFailed as error:
+            assert "ORRERY_TOKEN" in str(error)
+        else:
+            print("began")
+    rendezvous.publish(me, "http://here")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ORRERY_TOKEN"}
+    environment |= {"ORRERY_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **given}
+    role = subprocess.run(
+        [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--stage", "rl"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (tmp_path / "stages/rl/endpoints/orchestrator.0.json").exists() is says
+    assert role.stdout.splitlines() == ["began"] * (2 if says else 0), role.stderr
+    if says:
+        assert role.returncode == 0, role.stderr
+    else:
+        assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith("error: ORRERY_TOKEN: not set, though a launcher started")
 
 
 def test_an_unknown_kind_is_named():

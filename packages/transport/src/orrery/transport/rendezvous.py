@@ -17,6 +17,7 @@ import msgspec
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.transport import visible
+from orrery.transport.token import run_token
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
@@ -49,7 +50,8 @@ def _folder(me: "RoleProcess") -> Path:
 
 
 def publish(me: "RoleProcess", url: str, **info: Any) -> None:
-    """Say where this process listens; a second call replaces the first."""
+    """Say where this process listens; a second call replaces the first. RunFailed for a role that was started without the run's token."""
+    run_token()
     folder = _folder(me)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{me.role}.{me.index}.json"

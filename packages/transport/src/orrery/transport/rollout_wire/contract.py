@@ -1,6 +1,5 @@
 """What every rollout wire carries and does; `rollout_wire/__init__.py` has the protocol in words."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,8 +71,3 @@ class RolloutReceiver(Protocol):
         """This rank's share of batch `step`. `RunFailed` when nothing arrives for `deadline_s`, here or between micro-batches."""
 
     def close(self) -> None: ...
-
-
-def run_token() -> str:
-    """The secret that both ends of this run share (`ORRERY_TOKEN`, set by the launcher); empty where none is set."""
-    return os.environ.get("ORRERY_TOKEN", "")

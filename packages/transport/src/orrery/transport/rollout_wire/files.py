@@ -25,7 +25,8 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.transport import safetensors_columns, visible
 from orrery.transport.columns import Columns
-from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, run_token
+from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
+from orrery.transport.token import run_token
 
 PROTOCOL = 1
 POLL_S = 0.01

@@ -27,7 +27,8 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.transport.buffers import BufferPool
 from orrery.transport.column_bytes import Layout, chunks, columns_from, layout_of, segments
 from orrery.transport.columns import Columns
-from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, run_token
+from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
+from orrery.transport.token import run_token
 
 PROTOCOL = 1
 CHUNK_BYTES = 1 << 20
