@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orrery.launcher import receipt
-from orrery.launcher.receipt import ImageReader, code_state, image_facts, record
+from orrery.launcher.receipt import Facts, ImageReader, code_state, record
 from orrery.manifest.diff import read_receipt
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +45,13 @@ def ended(run_dir: Path, stage: str = "init", attempt: int = 1, state: str = "do
     given = {"images": {}, "slurm_job_id": "77", "workspace_root": run_dir.parents[1], **more}
     record(run_dir, stage, attempt, state, message, 10.0, 20.0, ["node1"], **given)
     return read_receipt(run_dir / "receipt.json")
+
+
+def image_facts(run_dir: Path, images: dict[str, Path]) -> dict[str, Facts]:
+    """All that can be found out."""
+    reader = ImageReader(run_dir, images)
+    reader.wait()
+    return reader.facts()
 
 
 def write(path: Path, text: str) -> Path:
@@ -157,12 +164,12 @@ def test_an_image_is_hashed_and_asked_once(run_dir, tmp_path, monkeypatch):
     apptainer.chmod(0o755)
     monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
     for attempt, stage in enumerate(("init", "sft"), 1):
-        told = ended(run_dir, stage, attempt, images={"trainer": image})["stages"][stage]["attempts"][0]
+        told = ended(run_dir, stage, attempt, images=image_facts(run_dir, {"trainer": image}))["stages"][stage]["attempts"][0]
         assert told["images"] == {"trainer": {"file": image.name, "sha256": sha256("image"), "versions": {"torch": "2.0"}}}
         assert "host" not in told["versions"], "what the host has is not what the roles had"
     assert (apptainer.parent / "asked").read_text() == "asked\n"
     image.unlink()
-    told = ended(run_dir, "rl", 3, images={"trainer": tmp_path / "gone.sif"})["stages"]["rl"]["attempts"][0]
+    told = ended(run_dir, "rl", 3, images=image_facts(run_dir, {"trainer": tmp_path / "gone.sif"}))["stages"]["rl"]["attempts"][0]
     assert told["images"]["trainer"]["sha256"] is None
 
 

@@ -62,22 +62,20 @@ class CodeState:
 
 
 def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
-           images: Mapping[str, Path] | Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *,
-           code: CodeState | None = None, secrets: Iterable[str] = ()) -> None:  # fmt: skip
-    """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found or files to read; empty where roles are
-    plain processes. `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found
-    out is told as such in the receipt; raises OSError where the run's folder cannot be written."""
+           images: Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
+           secrets: Iterable[str] = ()) -> None:  # fmt: skip
+    """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found; empty where roles are plain processes.
+    `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token. What cannot be found out is told
+    as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
     seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
     entry = receipt["stages"].setdefault(stage, {"attempts": []})
     rows = [row for row in entry["attempts"] if row["attempt"] != attempt]
     rows += [{"attempt": lost, "state": "unrecorded"} for lost in range(1, attempt) if lost not in seen]
-    paths = {role: one for role, one in images.items() if isinstance(one, Path)}
-    facts = {role: one for role, one in images.items() if not isinstance(one, Path)} | image_facts(run_dir, paths)
     row = {
         "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
         "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
-        "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(facts.items())),
+        "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(images.items())),
         "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable])}),
     }  # fmt: skip
     entry["attempts"] = sorted([*rows, row], key=lambda one: one["attempt"])
@@ -88,15 +86,9 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
     write_atomic(run_dir / RECEIPT, (text + "\n").encode())
 
 
-def image_facts(run_dir: Path, images: Mapping[str, Path]) -> dict[str, Facts]:
-    """File, sha256 and versions of every image, by role. Slow: reads and starts each file that no receipt of the run tells yet."""
-    reader = ImageReader(run_dir, images)
-    reader.wait()
-    return reader.facts()
-
-
 class ImageReader:
-    """Hashes and asks images in a thread, which keeps no process from ending."""
+    """File, sha256 and versions of images by role: hashed and asked in a thread, which keeps no process from ending. One that a receipt of
+    the run tells already is not read again."""
 
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
