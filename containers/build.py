@@ -14,14 +14,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
+from debian import fetch, read_lock
 from normalise import normalise
 
 from orrery.launcher import images
 from orrery.launcher.images import Built, Hardware, Image
 from orrery.manifest.workspace import Workspace, find_workspace
+
+
+FETCH_TRIES = 5
 
 
 def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
@@ -31,7 +37,9 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
     with tempfile.TemporaryDirectory(prefix=f"orrery-{image}-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         environment = _environment(workspace, folder, work)
-        if image != "base":
+        if image == "base":
+            _prefetch(workspace.root / f"containers/debian.{hardware}.lock", folder / "debian")
+        else:
             (work / "base.sif").symlink_to(_built(workspace, folder, "base", hardware))
             lock = next(part for part in images.parts(image, hardware) if part.startswith("locks/"))
             compiler = _built(workspace, folder, "base", "cuda")
@@ -51,6 +59,21 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
     record.parent.mkdir(exist_ok=True)
     record.write_text(json.dumps(built._asdict()) + "\n")
     return built
+
+
+def _prefetch(lock: Path, cache: Path) -> None:
+    """The packages of a lock into `cache`, where the build finds them; a network that stumbles gets FETCH_TRIES, and the last says why."""
+    time_stamp, packages = read_lock(lock)
+    cache.mkdir(parents=True, exist_ok=True)
+    for pause_s in [2.0**n for n in range(FETCH_TRIES - 1)] + [None]:
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda package: fetch(package, time_stamp, cache), packages))
+            return
+        except OSError:
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
 
 
 def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, str]:
