@@ -26,7 +26,6 @@ from orrery.launcher import images
 from orrery.launcher.images import Built, Hardware, Image
 from orrery.manifest.workspace import Workspace, find_workspace
 
-
 FETCH_TRIES = 5
 
 
