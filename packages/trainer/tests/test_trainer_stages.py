@@ -154,12 +154,25 @@ def write_half(run_dir: Path, step: int) -> None:
 
 
 def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down: bool = False) -> list[tuple[int, str]]:
+    """(exit code, stderr) of every rank. A trainer that fails is not waited for."""
     stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
-    try:
-        asyncio.run(orchestrate(run_dir, spec, steps, attempt, change, winds_down))
-        return stage.end()
-    finally:
-        stage.kill()
+
+    async def both() -> list[tuple[int, str]]:
+        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, steps, attempt, change, winds_down))
+        ended = asyncio.create_task(asyncio.to_thread(stage.end))
+        try:
+            await asyncio.wait({orchestrator, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not orchestrator.done() and not {code for code, _ in ended.result()} <= {0, 75}:
+                while not orchestrator.done():  # more than once: `wait_for` loses a cancellation that comes with its result
+                    orchestrator.cancel()
+                    await asyncio.wait({orchestrator}, timeout=0.1)
+                return ended.result()
+            await orchestrator
+            return await ended
+        finally:
+            stage.kill()
+
+    return asyncio.run(both())
 
 
 @pytest.fixture
@@ -292,16 +305,7 @@ def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_
     def stamp(step, columns, digests):
         digests["0"] = "ab"
 
-    async def run() -> list[tuple[int, str]]:
-        stage = Stage(run_dir, "rl")
-        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 2), 1, stamp))
-        try:
-            return await asyncio.to_thread(stage.end)
-        finally:
-            orchestrator.cancel()
-            await asyncio.gather(orchestrator, return_exceptions=True)
-
-    [(code, error)] = asyncio.run(run())
+    [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=stamp)
     assert code == 1 and "Traceback" not in error
     assert "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer published it with " in error
 
@@ -387,7 +391,10 @@ def sft_spec(num_steps: int, num_ranks: int = 1):
 
 def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     spec = sft_spec(40)
-    runs = [start_run(tmp_path / name, spec, ("sft",)) for name in "ab"]
+    runs = [start_run(tmp_path / name, spec) for name in "ab"]
+    for stage in [Stage(run_dir, "sft") for run_dir in runs]:
+        [(code, error)] = stage.end()
+        assert code == 0, error
     losses = [row["loss"] for row in read(runs[0] / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
     assert len(losses) == 40
     assert losses[0] > 2.3  # about log 16, the size of the vocabulary
