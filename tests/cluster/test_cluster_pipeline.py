@@ -89,6 +89,9 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     job, before = run.job(), len(run.steps())
     status = run.user("orrery", "status", "reverse_text")
     assert re.search(rf"job {job} \(rl\): running for .* on node\d", status) and "orchestrator.0" in status and "node" in status
+    logs = cluster.start("orrery", "logs", "reverse_text", "trainer", "-f")
+    cluster.wait_until("the log is followed", lambda: logs.output.count("step") > 2 and f"step {before + 1}:" in logs.output, 30)
+    logs.interrupt()
     cluster.end_time(job, 45)  # Slurm sends the warning at once: less than slurm.warning_s is left
     cluster.wait_until(
         "the job is back in the queue", lambda: cluster.state(job) in ("PENDING", "CONFIGURING"), 90, lambda: terminal.output[-2000:]

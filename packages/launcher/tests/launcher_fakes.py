@@ -18,6 +18,7 @@ from orrery.launcher.stage import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace
+from orrery.observe import wind_down
 from orrery.observe.process import role_process
 from orrery.observe.shared_memory import prefix
 
@@ -35,6 +36,10 @@ def be_a_role() -> None:
             if act == "serve":
                 while True:
                     time.sleep(0.05)
+            elif act == "wind down":
+                while not wind_down.is_asked(me.run_dir, me.stage):
+                    time.sleep(0.05)
+                raise wind_down.WoundDown(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
             elif act == "wait":

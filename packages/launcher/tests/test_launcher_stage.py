@@ -15,12 +15,12 @@ import pytest
 
 from orrery.launcher import lock, status
 from orrery.launcher.observer import Observer
-from orrery.observe import shared_memory
+from orrery.observe import shared_memory, wind_down
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def launch(run_dir: Path, *processes: tuple[str, list[str]]) -> subprocess.Popen
 
 
 def end(launcher: subprocess.Popen) -> tuple[int, str]:
-    _, stderr = launcher.communicate(timeout=40)
+    _, stderr = launcher.communicate(timeout=90)
     return launcher.returncode, stderr
 
 
@@ -246,3 +246,23 @@ def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monke
     err = capsys.readouterr().err
     assert err.startswith("warning: WandbSink is dropped: WANDB_PROJECT is set, but wandb is not installed") and err.count("\n") == 1
     assert progress.step == 3 and list((tmp_path / "metrics/tensorboard").rglob("events*"))
+
+
+def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(run_dir):
+    plans = ("inference", ["serve"]), ("orchestrator", ["ready", "wind down"]), ("trainer", ["ready", "wind down"])
+    launcher = launch(run_dir, *plans)
+    ready(run_dir, "orchestrator.1", "trainer.2")
+    launcher.send_signal(signal.SIGUSR1)
+    code, stderr = end(launcher)
+    assert code == wind_down.WOUND_DOWN and "rl: wound down; type `make demo` to start rl again" in stderr
+    assert status.read(run_dir).state == "stopped" and not (run_dir / "stages/rl/DONE").exists()
+
+
+def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
+    launcher = launch(run_dir, ("orchestrator", ["ready", "wind down"]), ("trainer", ["ready", "serve"]))
+    pids = ready(run_dir, "orchestrator.0", "trainer.1")
+    launcher.send_signal(signal.SIGUSR1)
+    wait_for(lambda: wind_down.is_asked(run_dir, "rl"), 10)
+    os.kill(pids["trainer.1"], signal.SIGSEGV)
+    code, stderr = end(launcher)
+    assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr
