@@ -4,11 +4,13 @@ import gc
 
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
 from orrery.observe.process import role_process
+from orrery.transport.token import run_token
 
 
 def main() -> None:
     gc.disable()  # importing torch and vLLM makes millions of objects that all stay; `serve` collects again once it is up
     with role_process("inference") as me:
+        run_token()  # refuses to go on without one, before the minutes that loading may take
         me.health.doing("loading vLLM")
         manifest = me.manifest
         engine_environment(manifest, me.host)
