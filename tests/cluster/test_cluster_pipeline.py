@@ -111,7 +111,9 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     assert [attempt["state"] for attempt in receipt["attempts"]] == ["stopped", "done"]
     assert all(attempt["slurm_job_id"] == job and attempt["nodes"][0].startswith("node") for attempt in receipt["attempts"])
     assert set(receipt["attempts"][-1]["images"]) == {"inference", "orchestrator", "trainer"}
-    assert not list(Path("/dev/shm").glob("orrery-*"))
+    for node in NODES:
+        left = cluster.on(node, "ls", "/dev/shm", "/tmp").stdout
+        assert "orrery" not in left, f"{node}: {left}"
     mode = run.path.stat().st_mode
     assert not mode & 0o002, oct(mode)
 
