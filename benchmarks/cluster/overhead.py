@@ -87,7 +87,7 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
                 lines.append(line)
                 if begins := BEGINS.match(line):
                     stages[begins[1]] = Stage(begins_s=time.time())
-                elif ends := ENDS.match(line):
+                elif (ends := ENDS.match(line)) and ends[1] in stages:
                     stages[ends[1]].ends_s = time.time()
         finally:
             finished.set()
