@@ -2,7 +2,7 @@
 
 import pytest
 
-from orrery.launcher.site import VARIABLE, cluster, load_site
+from orrery.launcher.site import VARIABLE, Site, check_network, cluster, load_site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
@@ -54,7 +54,7 @@ def test_a_whole_site(workspace):
 def test_no_file_is_this_machine_alone(workspace):
     site = load_site(workspace)
     assert (site.slurm, site.containers, site.network) == (None, None, None)
-    with pytest.raises(OrreryError, match=r"site\.toml: there is no \[slurm\]"):
+    with pytest.raises(OrreryError, match=r"site\.toml: there is no site file.*cp docs/site\.example\.toml site\.toml"):
         cluster(workspace)
 
 
@@ -79,8 +79,14 @@ def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
         ("time_limit_min = 60", "time_limit_min = 5", "warning_s 300 is not below the time limit of 300 s"),
         ("time_limit_min = 60", "time_limit_min = 0", "slurm.time_limit_min: "),
         ('"--exclusive"', '"--nodes=3"', "'--nodes=3' is set from the manifest"),
-        ('"--exclusive"', '"--comment=x y"', "is not one sbatch option"),
-        ('"--exclusive"', '"--x=$(id)"', "is not one sbatch option"),
+        ('"--exclusive"', '"--gres=gpu:2"', "'--gres=gpu:2' is set from the manifest"),
+        ('"--exclusive"', '"--licenses=x y"', "is not one sbatch option"),
+        ('"--exclusive"', '"exclusive"', "is not one sbatch option"),
+        ('["--exclusive", "--qos=high"]', '"--exclusive"', "slurm.extra: '--exclusive' is not a list"),
+        ("time_limit_min = 60", 'time_limit_min = "24:00:00"', "slurm.time_limit_min: '24:00:00' is not a whole number"),
+        ('NCCL_IB_HCA = "mlx5"', "NCCL_DEBUG = 1", "environment.NCCL_DEBUG: 1 is not a text; put it in quotes"),
+        ('images = "images"', 'images = "images"\nscratch = "tmp x"', "containers.scratch: 'tmp x' is not what can stand there"),
+        ('partition = "gpu"', "partition = gpu", "texts need quotes"),
         ('"/scratch"', '"scratch"', "'scratch' is not 'SRC'"),
         ('"ib0"', '"ib 0"', "network.interface: "),
         ("deadline_scale = 2.0", "deadline_scale = 0.0", "roles.deadline_scale: "),
@@ -92,3 +98,22 @@ def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
 def test_a_mistake_is_one_sentence(workspace, before, after, words):
     assert before in GOOD
     assert words in sentence(workspace, GOOD.replace(before, after, 1))
+
+
+def test_options_with_signs_of_slurm_are_options(workspace):
+    (workspace.root / "site.toml").write_text(GOOD.replace('"--exclusive"', '"--constraint=a&b|c", "--licenses=x:2"'))
+    assert load_site(workspace).slurm.extra[:2] == ("--constraint=a&b|c", "--licenses=x:2")
+
+
+def test_a_home_is_a_home_and_a_file_that_is_no_text_is_one_sentence(workspace):
+    (workspace.root / "site.toml").write_text(GOOD.replace('"images"', '"~/images"'))
+    assert load_site(workspace).containers.images.startswith("/")
+    (workspace.root / "site.toml").write_bytes(b"\xff\xfe[slurm]")
+    with pytest.raises(OrreryError, match="not UTF-8"):
+        load_site(workspace)
+
+
+def test_several_nodes_need_a_network():
+    check_network(Site(), 1, "rl of x")
+    with pytest.raises(OrreryError, match="rl of x has 4 nodes, and the site file has no"):
+        check_network(Site(), 4, "rl of x")

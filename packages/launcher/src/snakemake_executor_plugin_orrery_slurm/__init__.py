@@ -12,6 +12,7 @@ and after the loss of a node of a heterogeneous job its next submission is not a
 """
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -29,12 +30,14 @@ from orrery.launcher.allocation import INSIDE
 from orrery.launcher.containers import images_of
 from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
-from orrery.launcher.site import cluster, load_site
+from orrery.launcher.site import check_network, cluster, load_site
 from orrery.manifest import plan
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import find_workspace
 
+PAUSES_S = (2.0, 10.0, 30.0)
+AWAY = re.compile(r"no answer within|[Uu]nable to contact|timed out|Connection refused|try again", re.IGNORECASE)
 LOST_S = 120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
 UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
 
@@ -56,7 +59,7 @@ class Executor(RemoteExecutor):
             self.workspace = find_workspace()
             self.site, poll_s = load_site(self.workspace), cluster(self.workspace).poll_s
         except OrreryError as error:
-            raise WorkflowError(str(error)) from None
+            raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # since when a job is lost or unknown
 
@@ -66,18 +69,15 @@ class Executor(RemoteExecutor):
         try:  # what would fail on the nodes, said before anything waits in a queue
             one = find(run, self.workspace)
             check_built(one.manifest)
-            images_of(self.site.containers, self.workspace, one.manifest.hardware, plan.stage(one.manifest, stage))
+            stage_plan = plan.stage(one.manifest, stage)
+            check_network(self.site, stage_plan.num_nodes, f"{stage} of {one.manifest.name}")
+            images_of(self.site.containers, self.workspace, one.manifest.hardware, stage_plan)
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
         logs = Path("runs") / run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = shlex.quote(str(Path(sys.executable).parent))
-        if (going := next((one for one in slurm.of_run(run) if one.name == f"{run}.{stage}"), None)) is not None:
-            info.external_jobid = going.id  # an earlier Snakemake submitted it and is gone
-            self.logger.info(f"{stage} of {run} is Slurm job {going.id} already, {going.word.lower()}")
-            self.report_job_submission(info)
-            return
         modules = self.site.containers.modules if self.site.containers else ()
         load = f"module load {shlex.join(modules)} && " if modules else ""
         inner = f'{load}export PATH={path}:"$PATH" {INSIDE}=1 && exec {job.shellcmd}'
@@ -88,12 +88,26 @@ class Executor(RemoteExecutor):
             *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
         ]
         try:
-            info.external_jobid = slurm.call(*command).strip().split(";")[0]
+            going = self._submit(f"{run}.{stage}", command)
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
-        self.logger.info(f"{stage} of {run} is Slurm job {info.external_jobid}")
+        info.external_jobid = going.id
+        self.logger.info(f"{stage} of {run} is Slurm job {going.id}" + (f" already, {going.word.lower()}" if going.word else ""))
         self.report_job_submission(info)
+
+    def _submit(self, name: str, command: list[str]) -> slurm.SlurmJob:
+        """The stage's job: one that an earlier Snakemake left, else a new one. A controller that does not answer is asked again, and first
+        whether it did take what it did not answer."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                going = next((one for one in slurm.of_run(name.rpartition(".")[0]) if one.name == name), None)
+                return going or slurm.SlurmJob(slurm.call(*command).strip().split(";")[0], name, "", "", "", "", "")
+            except OrreryError as error:
+                if pause_s is None or not AWAY.search(str(error)):
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError("the last pause is None")
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo, None]:
         try:

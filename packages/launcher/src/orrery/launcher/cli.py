@@ -46,7 +46,10 @@ def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", hel
 
 @app.command()
 def plan(
-    word: RunWord, stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="One stage; without it all of the run.")] = None
+    word: RunWord,
+    stage: Annotated[
+        str | None, typer.Argument(metavar="[STAGE]", help="One stage, with its srun lines; without it all of the run.")
+    ] = None,
 ) -> None:
     """Say what a run's stages would be on this site: nodes, devices, images, submission, command lines. Starts nothing."""
     from orrery.launcher.describe_plan import describe_stage
@@ -57,7 +60,8 @@ def plan(
     workspace = find_workspace()
     run, site = find(word, workspace), load_site(workspace)
     for name in [stage] if stage else run.stages:
-        print("\n".join(describe_stage(run.manifest, name, site, workspace)))
+        lines = describe_stage(run.manifest, name, site, workspace)
+        print("\n".join(line for line in lines if stage or not line.startswith("  srun")))
 
 
 @app.command()
@@ -80,7 +84,8 @@ def status(
         return
     shown = newest(workspace)
     if shown is None:
-        raise OrreryError("no run has started here; type `make demo`, or `snakemake --profile local RUN` (`orrery check` lists the runs)")
+        profile = "slurm" if on_cluster else "local"
+        raise OrreryError(f"no run has started here; type `snakemake --profile {profile} reverse_text` (`orrery check` lists the runs)")
     print("\n".join(describe(find(shown.name, workspace), on_cluster=on_cluster)))
     for path in all_runs(workspace):
         if path != shown:

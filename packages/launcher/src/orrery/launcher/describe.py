@@ -34,11 +34,12 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         status = statuses.read(run.path)
     except OrreryError as error:
         return [str(error)]
-    jobs = _jobs(run.path.name) if on_cluster else []
+    jobs, silence = _jobs(run.path.name) if on_cluster else ([], [])
     if status is None:
         if jobs:
             return [f"{run.path.name}: not started", *map(_job_line, jobs)]
-        return [f"{run.path.name}: not started; type `{resume_command(run, 'init')}`"]
+        profile = "slurm" if on_cluster else "local"
+        return [f"{run.path.name}: not started; type `{resume_command(run, 'init', profile=profile)}`", *silence]
     died = statuses.launcher_died(run.path, status)
     working = status.state in ("running", "stopping") and not died
     state = "its launcher died" if died else status.state
@@ -47,7 +48,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
     finished = run.finished()
     marks = [f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}" for stage in run.stages]
     lines.append("  " + "   ".join(marks))
-    lines += map(_job_line, jobs)
+    lines += [*map(_job_line, jobs), *silence]
     health = read_health(run.path, status.stage, status.attempt)
     for role in status.roles:
         one = health.get(role.name)
@@ -76,12 +77,12 @@ def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
     return resume_command(run, stage or status.stage, profile="slurm" if status.slurm_job else "local")
 
 
-def _jobs(folder: str) -> list[slurm.SlurmJob]:
-    """The run's jobs in Slurm's queue; none where there is no word from it: a status is better than an error."""
+def _jobs(folder: str) -> tuple[list[slurm.SlurmJob], list[str]]:
+    """The run's jobs in Slurm's queue; where there is no word from it, a line that says so: a status is better than an error."""
     try:
-        return slurm.of_run(folder)
-    except OrreryError:
-        return []
+        return slurm.of_run(folder), []
+    except OrreryError as error:
+        return [], [f"  Slurm does not answer, so jobs may be missing here: {error}"]
 
 
 def _job_line(job: slurm.SlurmJob) -> str:

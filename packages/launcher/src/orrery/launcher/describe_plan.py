@@ -4,6 +4,7 @@
 """
 
 import shlex
+from collections import Counter
 from pathlib import Path
 
 from orrery.launcher import images
@@ -12,7 +13,7 @@ from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
-from orrery.manifest.built import remarks
+from orrery.manifest.built import check_built, remarks
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import StagePlan, stage
@@ -24,7 +25,10 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     """Lines about one stage."""
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
-        return [_head(manifest, one, "processes here"), *(f"  {process.role}.{process.index}" for process in one.processes)]
+        counts = Counter(process.role for process in one.processes)
+        what = ", ".join(f"{role}.0" + (f"-{count - 1}" if count > 1 else "") for role, count in counts.items())
+        how = "processes here" if one.num_nodes == 1 else "needs a cluster, and there is no site file with [slurm]"
+        return [_head(manifest, one, how), f"  {what}", *_notes(manifest)]
     parts = components(hardware, one, site.slurm)
     steps = step_plans(one, parts, site.slurm)
     job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
@@ -32,7 +36,9 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     for number, part in enumerate(parts):
         held = ", ".join(_indices(step) for step in steps if step.component == number)
         lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
-    lines += [f"  note: {remark}" for remark in remarks(manifest) if any(step.role == "inference" for step in steps)]
+    lines += _notes(manifest)
+    if one.num_nodes > 1 and site.network is None:
+        lines.append("  note: network.interface: the site file has none, so nodes cannot reach one another: the stage is refused")
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
     lines += [f"  {shlex.join(_line(step, len(parts) > 1, manifest, one, site, workspace))}" for step in steps]
     return lines
@@ -43,6 +49,15 @@ def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
     return (
         f"{one.name} of {run_dir('', manifest).name}: {how}, {nodes}, {len(one.processes)} process{'es' if len(one.processes) > 1 else ''}"
     )
+
+
+def _notes(manifest: Manifest) -> list[str]:
+    """What of the manifest is not so yet."""
+    try:
+        check_built(manifest)
+    except OrreryError as error:
+        return [f"  note: it is planned and refuses to start: {error}"]
+    return [f"  note: {remark}" for remark in remarks(manifest)]
 
 
 def _nodes(part: Component, accelerator: str) -> str:
@@ -66,7 +81,7 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
         try:
             image = image_of(site.containers, workspace, manifest.hardware, step.role)
         except OrreryError:
-            image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{'cuda' if gpus else 'cpu'}-<not built>.sif"
+            image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{'cuda' if gpus else 'cpu'}-<missing>.sif"
         image = Path(workspace.shown(image))
         argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, gpus, argv)
     component, code = step.component if heterogeneous else None, folder / "code" / "<digest>"

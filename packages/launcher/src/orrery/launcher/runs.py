@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orrery.launcher import lock
 from orrery.launcher.allocation import INSIDE, allocation
-from orrery.launcher.site import cluster, load_site
+from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.stage import Job, done_path
 from orrery.manifest.built import check_built, remarks
 from orrery.manifest.check import nearest
@@ -109,6 +109,8 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     for remark in remarks(run.manifest) if stage_name == "rl" else ():
         print(f"note: {remark}", file=sys.stderr, flush=True)
     inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
+    if inside is not None:
+        check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
     if inside is None and stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {run.manifest.hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} nodes and this is one; "

@@ -20,6 +20,7 @@ from orrery.manifest.workspace import Workspace
 
 VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
+EXAMPLE = "docs/site.example.toml"
 
 # sbatch options that follow from the manifest or from other keys
 OURS = {
@@ -56,6 +57,7 @@ class Slurm(Record):
     """How this site's Slurm is asked for nodes. Times in the unit of their name."""
 
     partition: Word
+    cpu_partition: NoWord = ""  # of jobs without GPUs, where the other takes none
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -68,11 +70,11 @@ class Slurm(Record):
     @model_validator(mode="after")
     def extra_leaves_ours_alone(self) -> "Slurm":
         for option in self.extra:
-            name = re.fullmatch(r"--?([A-Za-z][\w-]*)(?:[=].*)?", option)
-            if name is None or re.search(r"[\s:'\"$`;|&]", option):
-                raise ValueError(f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'")
-            if name[1] in OURS:
+            name = re.match(r"--?([A-Za-z][\w-]*)", option)
+            if name is not None and name[1] in OURS:
                 raise ValueError(f"extra: {option!r} is set from the manifest or from another key of [slurm]; take it out")
+            if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[^\s'\"\\]+)?", option):
+                raise ValueError(f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'")
         return self
 
     @model_validator(mode="after")
@@ -85,16 +87,16 @@ class Slurm(Record):
 def _mount(text: str) -> str:
     parts = text.split(":")
     if not all(part.startswith("/") for part in parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]) or "," in text:
-        raise ValueError(f"mounts: {text!r} is not 'SRC', 'SRC:DST' or 'SRC:DST:ro' with absolute folders")
+        raise ValueError(f"{text!r} is not 'SRC', 'SRC:DST' or 'SRC:DST:ro' with absolute folders")
     return text
 
 
 class Containers(Record):
     """Apptainer images and what of the host they see."""
 
-    images: str
+    images: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()))]
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
-    scratch: str = "/tmp"
+    scratch: Annotated[str, Field(pattern=r"^/[\w./+-]*$")] = "/tmp"
     modules: Annotated[tuple[Annotated[str, Field(pattern=r"^[\w.@:+/-]+$")], ...], Field(strict=False)] = ()
 
 
@@ -143,11 +145,13 @@ def load_site(workspace: Workspace) -> Site:
     if path is None:
         return Site()
     try:
-        return Site.model_validate(tomllib.loads(path.read_text()))
+        return Site.model_validate(tomllib.loads(path.read_text(encoding="utf-8-sig")))
+    except UnicodeDecodeError:
+        raise OrreryError(f"{workspace.shown(path)}: not UTF-8 text; save it as such") from None
     except OSError as error:
         raise OrreryError(f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file") from None
     except tomllib.TOMLDecodeError as error:
-        raise OrreryError(f"{workspace.shown(path)}: not TOML: {error}") from None
+        raise OrreryError(f'{workspace.shown(path)}: not TOML: {error}; texts need quotes, as in partition = "gpu"') from None
     except ValidationError as error:
         raise OrreryError(f"{workspace.shown(path)}: {_sentence(error)}") from None
 
@@ -156,9 +160,20 @@ def cluster(workspace: Workspace) -> Slurm:
     """The site's Slurm; raises `OrreryError` where it has none."""
     site = load_site(workspace)
     if site.slurm is None:
-        where = site_path(workspace) or workspace.root / FILE
-        raise OrreryError(f"{workspace.shown(where)}: there is no [slurm] in the site file; docs/cluster.md shows what to write")
+        where = site_path(workspace)
+        if where is None:
+            raise OrreryError(f"{FILE}: there is no site file, which says how to reach Slurm; type `cp {EXAMPLE} {FILE}` and edit it")
+        raise OrreryError(f"{workspace.shown(where)}: there is no [slurm] in it; {EXAMPLE} shows what to write")
     return site.slurm
+
+
+def check_network(site: Site, num_nodes: int, what: str) -> None:
+    """Raises `OrreryError` where roles of several nodes would have nothing but loopback to listen on."""
+    if num_nodes > 1 and site.network is None:
+        raise OrreryError(
+            f"network.interface: {what} has {num_nodes} nodes, and the site file has no [network]; "
+            "name the interface that nodes reach one another on (`ip address` shows them)"
+        )
 
 
 def _sentence(error: ValidationError) -> str:
@@ -170,7 +185,13 @@ def _sentence(error: ValidationError) -> str:
         near = nearest(str(first["loc"][-1]), list(model.model_fields))
         return f"{field}: there is no such key; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}")
     if first["type"] == "missing":
-        return f"{field}: is missing; docs/cluster.md shows what to write"
+        return f"{field}: is missing; {EXAMPLE} shows what to write"
     if first["type"] == "value_error":
         return f"{field}: {first['ctx']['error']}" if field else str(first["ctx"]["error"])
-    return f"{field}: {first['msg'].lower()} ({first['input']!r})"
+    words = {
+        "tuple_type": 'is not a list; write ["…"]',
+        "string_type": "is not a text; put it in quotes",
+        "int_type": "is not a whole number, in the unit that the key's name ends with",
+        "string_pattern_mismatch": "is not what can stand there",
+    }
+    return f"{field}: {first['input']!r} {words.get(first['type'], first['msg'].lower())}"

@@ -80,8 +80,9 @@ def call(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise OrreryError(f"{command[0]}: no answer within {COMMAND_S:.0f} s; is the controller up (`scontrol ping`)?") from None
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise OrreryError(f"{command[0]}: {said}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        said = re.sub(rf"^({command[0]}: )?((error|fatal): )?", "", lines[-1])
+        raise OrreryError(f"{command[0]}: {said} (`orrery doctor` looks at Slurm)")
     return done.stdout
 
 

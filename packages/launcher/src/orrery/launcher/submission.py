@@ -61,7 +61,7 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
     parts = []
     for number, one in enumerate(components(hardware, plan, slurm)):
         options = [
-            f"--partition={slurm.partition}",
+            f"--partition={slurm.partition if one.gpus else slurm.cpu_partition or slurm.partition}",
             *([f"--account={slurm.account}"] if slurm.account else []),
             f"--time={slurm.time_limit_min}",
             f"--nodes={one.group.num_nodes}",
