@@ -42,7 +42,7 @@ soon() { # COMMAND...: tries it for 20 seconds
 
 install() {
     export DEBIAN_FRONTEND=noninteractive
-    local packages=(slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core mariadb-client-core iproute2 iputils-ping rsync) policy=/usr/sbin/policy-rc.d
+    local packages=(slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core mariadb-client-core iproute2 iputils-ping rsync curl procps python3 python3-pip) policy=/usr/sbin/policy-rc.d
     if ! dpkg-query -W "${packages[@]}" >/dev/null 2>&1; then
         local kept=yes
         [ -e $policy ] || { kept=no; printf '#!/bin/sh\nexit 101\n' >$policy; chmod 755 $policy; } # Debian would start the daemons on this machine

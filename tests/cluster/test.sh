@@ -18,12 +18,13 @@ lacks() {
     local device
     device=$(mktemp -u) && mknod "$device" c 1 3 2>/dev/null && rm "$device" || echo 'device nodes cannot be made'
 }
-why=$(lacks)
-if [ -n "$why" ]; then
-    echo "test-cluster: NOT RUN: $why" >&2
-    [ -n "${CI:-}" ] # in CI the other tests count; for a person it is an error
+not_run() { # WHY: in CI the other tests count; for a person it is an error
+    echo "test-cluster: NOT RUN: $1" >&2
+    [ -n "${CI:-}" ]
     exit
-fi
+}
+why=$(lacks)
+[ -z "$why" ] || not_run "$why"
 
 phase() { # NAME COMMAND...
     local began=$SECONDS code=0
@@ -42,7 +43,7 @@ images() {
 finish() { [ -n "${ORRERY_CLUSTER_KEEP:-}" ] || phase down bash tests/cluster/cluster.sh down; }
 trap finish EXIT
 
-phase install bash tests/cluster/cluster.sh install
+phase install bash tests/cluster/cluster.sh install || not_run 'Slurm or Apptainer could not be installed (see above)'
 phase up bash tests/cluster/cluster.sh up
 phase copy bash tests/cluster/copy.sh
 phase images images
