@@ -398,3 +398,8 @@ def test_runs_that_every_user_may_write_are_told(checkout):
     (checkout.root / "runs").mkdir()
     (checkout.root / "runs").chmod(0o777)
     assert troubles(examine_site(checkout, site()))["runs/"] == "every user may write there: type `chmod o-w runs`"
+
+
+def test_what_several_nodes_say_at_once_is_put_together_by_rank():
+    said = ['1/0/2 {"rank": 1, "no', "Welcome!", '0/0/1 {"rank": 0, "node": "a"}', '1/1/2 de": "b"}', '2/0/2 {"rank": 2']
+    assert parse_probes("\n".join(said)) == [{"rank": 0, "node": "a"}, {"rank": 1, "node": "b"}]

@@ -17,16 +17,17 @@ Probe = dict[str, Any]
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """The lines that nodes wrote, by rank; what else stands between them (greetings of a login shell) is left out."""
-    found = []
+    """What nodes wrote, in pieces `rank/place/count text`, by rank; what else stands between them (a shell's greetings) is left out."""
+    pieces: dict[int, dict[int, str]] = {}
+    counts: dict[int, int] = {}
     for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "rank" in row:
-            found.append(row)
-    return sorted(found, key=lambda row: row["rank"])
+        if found := re.fullmatch(r"(\d+)/(\d+)/(\d+) (.*)", line):
+            rank, place, counts[int(found[1])] = int(found[1]), int(found[2]), int(found[3])
+            pieces.setdefault(rank, {})[place] = found[4]
+    whole = {
+        rank: "".join(text for _, text in sorted(pieces[rank].items())) for rank in sorted(pieces) if len(pieces[rank]) == counts[rank]
+    }
+    return [json.loads(text) for text in whole.values()]
 
 
 def judge_probe(probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site) -> list[Finding]:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 
+PIECE = 800
 POLL_S = 0.02
 LOCK_S = 10  # a lock service that does not answer hangs whoever asks
 MINE, THEIRS = "mine", "theirs"
@@ -63,7 +64,11 @@ def main():
 
 
 def say(found):
-    sys.stdout.write(json.dumps(found) + "\n")
+    """In short lines, each with the rank and its place: srun takes lines of several tasks apart that are longer than 1024 bytes."""
+    text = json.dumps(found)
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    lines = ["{}/{}/{} {}\n".format(found["rank"], place, len(pieces), piece) for place, piece in enumerate(pieces)]
+    sys.stdout.write("".join(lines))
     sys.stdout.flush()
 
 
