@@ -1,6 +1,5 @@
 """Packing: conservation, limits, lock-step balance, speed."""
 
-import gc
 import time
 
 import numpy as np
@@ -83,16 +82,19 @@ def test_a_sample_without_tokens_is_named():
 
 @pytest.mark.parametrize("longest", [200, 8_000, 131_072])
 def test_a_hundred_thousand_samples_are_packed_within_a_second(longest):
+    """Of a machine that squares two million numbers in 0.1 s: the two are timed side by side, so a machine's speed, or its load, does not
+    count, and packing that grows faster than it should does."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, 100_000)
-    took_s = []
+    ratios = []
     for _ in range(5):
-        gc.collect()  # what other tests left is not packing's to collect
-        start = time.process_time()  # CPU time and the best of five: neighbours on the machine count as little as can be
+        start = time.process_time()
+        sum(number * number for number in range(2_000_000))
+        middle = time.process_time()
         plan = pack(lengths, 8, 131_072, 1e-5)
-        took_s.append(time.process_time() - start)
-        if took_s[-1] < 1.0:
+        ratios.append((time.process_time() - middle) / (middle - start))
+        if ratios[-1] < 1 / 0.1:
             break
-    assert min(took_s) < 1.0
+    assert min(ratios) < 1 / 0.1
     assert sum(len(bin) for of_rank in plan for bin in of_rank) == 100_000
     filled = lengths.sum() / (131_072 * 8 * len(plan[0]))
     assert filled > 0.9
