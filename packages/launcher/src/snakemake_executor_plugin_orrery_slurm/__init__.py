@@ -37,7 +37,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import find_workspace
 
 PAUSES_S = (2.0, 10.0, 30.0)
-AWAY = re.compile(r"no answer within|[Uu]nable to contact|timed out|Connection refused|try again", re.IGNORECASE)
+AWAY = re.compile(r"no answer within|unable to contact|timed out|Connection refused|try again", re.IGNORECASE)
 LOST_S = 120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
 UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
 
@@ -99,15 +99,12 @@ class Executor(RemoteExecutor):
     def _submit(self, name: str, command: list[str]) -> slurm.SlurmJob:
         """The stage's job: one that an earlier Snakemake left, else a new one. A controller that does not answer is asked again, and first
         whether it did take what it did not answer."""
-        for pause_s in (*PAUSES_S, None):
-            try:
-                going = next((one for one in slurm.of_run(name.rpartition(".")[0]) if one.name == name), None)
-                return going or slurm.SlurmJob(slurm.call(*command).strip().split(";")[0], name, "", "", "", "", "")
-            except OrreryError as error:
-                if pause_s is None or not AWAY.search(str(error)):
-                    raise
-                time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
+
+        def ask() -> slurm.SlurmJob:
+            going = next((one for one in slurm.of_run(name.rpartition(".")[0]) if one.name == name), None)
+            return going or slurm.SlurmJob(slurm.call(*command).strip().split(";")[0], name, "", "", "", "", "")
+
+        return slurm.patiently(ask, PAUSES_S, lambda error: AWAY.search(str(error)))
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo, None]:
         try:

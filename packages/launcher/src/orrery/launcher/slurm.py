@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from orrery.manifest.errors import OrreryError
 
+T = TypeVar("T")
 State = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, State] = {
@@ -31,7 +32,7 @@ STATES: dict[str, State] = {
 }  # fmt: skip
 
 COMMAND_S = 60.0
-REQUEUE_TRIES = 5
+REQUEUE_PAUSES_S = (2.0,) * 4
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,15 @@ def parse_queue(text: str) -> list[SlurmJob]:
         fields = line.split("|")
         if len(fields) != 7:
             continue
-        leader, _, component = fields[0].partition("+")
-        if component in ("", "0"):
+        if leader := _leader(fields[0]):
             jobs.append(SlurmJob(leader, *fields[1:]))
     return jobs
+
+
+def _leader(job: str) -> str:
+    """The id of a plain job or of a heterogeneous one's first component; empty for its others."""
+    leader, _, component = job.partition("+")
+    return leader if component in ("", "0") else ""
 
 
 def mine() -> list[SlurmJob]:
@@ -140,8 +146,7 @@ def parse_accounting(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.splitlines():
         job, _, word = line.partition("|")
-        leader, _, component = job.partition("+")
-        if component in ("", "0") and word:
+        if word and (leader := _leader(job)):
             found[leader] = word
     return found
 
@@ -181,14 +186,19 @@ def cancel(ids: Sequence[str]) -> None:
 
 def requeue(job: str) -> None:
     """Back into the queue with a job, which ends what runs of it. Tried several times: a controller that is busy must not cost a run."""
-    for attempt in range(REQUEUE_TRIES):
+    patiently(lambda: call("scontrol", "requeue", job), REQUEUE_PAUSES_S)
+
+
+def patiently(ask: Callable[[], T], pauses_s: Iterable[float], worth: Callable[[OrreryError], object] = lambda error: True) -> T:
+    """What `ask` gives, asked again after each pause where its error is `worth` that; the last error is raised."""
+    for pause_s in pauses_s:
         try:
-            call("scontrol", "requeue", job)
-            return
-        except OrreryError:
-            if attempt == REQUEUE_TRIES - 1:
+            return ask()
+        except OrreryError as error:
+            if not worth(error):
                 raise
-            time.sleep(2.0)
+        time.sleep(pause_s)
+    return ask()
 
 
 def is_preempted(job: str) -> bool:
