@@ -4,19 +4,19 @@
 """
 
 import shlex
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from orrery.launcher import images
 from orrery.launcher.containers import apptainer, image_of, scratch_of
-from orrery.launcher.process import role_argv
+from orrery.launcher.process import listed, role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
 from orrery.manifest.built import check_built, remarks
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
-from orrery.manifest.plan import StagePlan, stage
+from orrery.manifest.plan import ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace
 
@@ -25,16 +25,14 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     """Lines about one stage."""
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
-        counts = Counter(process.role for process in one.processes)
-        what = ", ".join(f"{role}.0" + (f"-{count - 1}" if count > 1 else "") for role, count in counts.items())
         how = "processes here" if one.num_nodes == 1 else "needs a cluster, and there is no site file with [slurm]"
-        return [_head(manifest, one, how), f"  {what}", *_notes(manifest)]
+        return [_head(manifest, one, how), f"  {_names(one.processes)}", *_notes(manifest)]
     parts = components(hardware, one, site.slurm)
     steps = step_plans(one, parts, site.slurm)
     job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
     lines = [_head(manifest, one, job)]
     for number, part in enumerate(parts):
-        held = ", ".join(_indices(step) for step in steps if step.component == number)
+        held = ", ".join(_names(step.processes) for step in steps if step.component == number)
         lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
     lines += _notes(manifest)
     if one.num_nodes > 1 and site.network is None:
@@ -66,9 +64,8 @@ def _nodes(part: Component, accelerator: str) -> str:
     return f"{count} node{'s' if count > 1 else ''} × {what}"
 
 
-def _indices(step: StepPlan) -> str:
-    first, last = step.processes[0].index, step.processes[-1].index
-    return f"{step.role}.{first}" + (f"-{last}" if last > first else "")
+def _names(processes: Iterable[ProcessPlan]) -> str:
+    return listed(f"{process.role}.{process.index}" for process in processes)
 
 
 def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePlan, site: Site, workspace: Workspace) -> list[str]:

@@ -115,7 +115,7 @@ class Step:
         with open(log, "ab") as out:
             out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
             out.flush()
-            self._begin = out.tell()
+            self.begin = out.tell()
             self._popen = subprocess.Popen(
                 list(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True
             )
@@ -126,7 +126,7 @@ class Step:
     def said(self) -> str:
         """What srun wrote of this step so far."""
         with open(self.log, "rb") as log:
-            log.seek(self._begin)
+            log.seek(self.begin)
             return log.read().decode(errors="replace")
 
     def endings(self) -> dict[int, int]:
@@ -188,7 +188,7 @@ class Task:
         self.step.kill()
 
     def last_words(self) -> str:
-        return last_line(self.log, self._log_begin) or _last_line_of_srun(self.step.said())
+        return last_line(self.log, self._log_begin) or last_line(self.step.log, self.step.begin)
 
 
 _ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
@@ -224,8 +224,3 @@ def _ranks(text: str) -> list[int]:
         first, _, last = part.partition("-")
         ranks += range(int(first), int(last or first) + 1)
     return ranks
-
-
-def _last_line_of_srun(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
