@@ -41,6 +41,23 @@ input()
     assert sampler.sample()["rss_bytes"] < held - (150 << 20)
 
 
+def test_a_child_that_counts_for_itself_is_left_out_with_all_that_it_started():
+    code = """
+import subprocess, sys
+below = "held = bytearray(200 << 20); print(flush=True); input()"
+held = bytearray(200 << 20)
+subprocess.run([sys.executable, "-c", below])
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        together, apart = Sampler(os.getpid()).sample(), Sampler(os.getpid(), without=[child.pid]).sample()
+        assert Sampler(child.pid).sample()["rss_bytes"] > 400 << 20
+        assert together["rss_bytes"] - apart["rss_bytes"] > 350 << 20
+    finally:
+        child.communicate(b"\n")
+
+
 def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     metrics = MetricsFile(tmp_path, "rl", "trainer", 1, 3)
     usage = UsageRows("trainer.1", metrics, period_s=0.01)

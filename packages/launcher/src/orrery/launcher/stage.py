@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,10 @@ from orrery.launcher.allocation import Allocation
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import free_ports, share_cores, share_devices
-from orrery.launcher.process import Process
+from orrery.launcher.process import Process, listed
 from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
 from orrery.launcher.steps import Task, failed_node
-from orrery.launcher.usage import UsageSampler
 from orrery.launcher.view import View
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
@@ -48,24 +47,22 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe import shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
-from orrery.observe.lifeline import adopt_orphans
+from orrery.observe.lifeline import TOKEN, adopt_orphans
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 from orrery.observe.system_error import explain
+from orrery.observe.usage import PERIOD_S, Sampler
 from orrery.observe.wind_down import WOUND_DOWN
 
-POLL_S, LOOK_S, USAGE_S = 0.1, 0.5, 2.0
+POLL_S, LOOK_S = 0.1, 0.5
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
 STACKS_S = 1.0  # for the stacks to reach the logs
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
 MARGIN_S = 60.0
-ENDED_AS_ASKED = (
-    WOUND_DOWN,
-    128 + signal.SIGTERM,
-    -signal.SIGTERM,
-)  # Slurm ends a step's other ranks with its first
+# Of a rank in a wind-down; Slurm ends a step's other ranks with its first.
+ENDED_AS_ASKED = (WOUND_DOWN, 128 + signal.SIGTERM, -signal.SIGTERM)
 SLURM_SAYS_S = 2.0  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
 RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 
@@ -90,8 +87,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What Slurm is to do with our job (`again`): put it back when asked, since there is a newer checkpoint than at the start ("ask");
-    or by itself, since it will find that a node is lost ("wait")."""
+    """How a stage ended, and what Slurm is to do with our job: put it back in the queue when asked (`again` "ask", where there is a newer
+    checkpoint than at the start), or by itself ("wait": it will find that a node is lost, or takes the nodes away)."""
 
     state: State
     message: str
@@ -257,8 +254,9 @@ class _Stage:
         if self.last is None or self.job.allocation is None or self.last.slurm_job != self.job.allocation.job:
             return
         job, roles = self.job.allocation.job, self.last.roles
-        lost = [node for node in {role.node for role in roles} if node in {*slurm.lost_nodes(job), *slurm.unusable_nodes([node])}]
-        held = [f"{node} was lost, which held {_listed([role.name for role in roles if role.node == node])}" for node in sorted(lost)]
+        nodes = {role.node for role in roles}
+        lost = sorted(nodes & {*slurm.lost_nodes(job), *slurm.unusable_nodes(sorted(nodes))})
+        held = [f"{node} was lost, which held {listed(role.name for role in roles if role.node == node)}" for node in lost]
         before = self.last.message.removeprefix(f"{self.stage}: ").split("; ")[0]
         why = "; ".join(held) or before or "it was put back in the queue"
         text = f"{self.stage}: started again by Slurm (job {job}): {why}; {self._goes_on()}"
@@ -271,7 +269,7 @@ class _Stage:
             self.images = receipt.ImageReader(self.run_dir, self.job.allocation.images(self.job.plan))
             self.processes = tasks
             for node in dict.fromkeys(task.node for task in tasks):
-                self._log(f"{node}: {_listed([task.name for task in tasks if task.node == node])}")
+                self._log(f"{node}: {listed(task.name for task in tasks if task.node == node)}")
         else:
             self._start_here()
         self._say_state("running", "")
@@ -295,7 +293,8 @@ class _Stage:
     # Watching ---------------------------------------------------------------------------------------------------------
 
     def _watch(self, view: View) -> Outcome:
-        usage, look_at_s, usage_at_s = UsageSampler(), 0.0, 0.0
+        usage = Sampler(os.getpid(), without=[process.pid for process in self.processes])  # roles write rows of their own use
+        look_at_s, usage_at_s = 0.0, 0.0
         while True:
             if self.interrupts.received:
                 return self._stopped()
@@ -311,8 +310,8 @@ class _Stage:
                 if (outcome := self._look()) is not None:
                     return outcome
             if now_s >= usage_at_s:
-                usage_at_s = now_s + USAGE_S
-                self.metrics.write(event="usage", processes=usage.sample({"launcher.0": os.getpid()}))
+                usage_at_s = now_s + PERIOD_S
+                self.metrics.write(event="usage", processes={"launcher.0": usage.sample()})
             view.draw(self.health, {process.name: process.ending or "running" for process in self.processes})
             time.sleep(POLL_S)
 
@@ -422,7 +421,7 @@ class _Stage:
         return sorted(said) or self.job.allocation.silent_nodes()
 
     def _held(self, node: str) -> str:
-        return _listed([process.name for process in self.processes if process.node == node])
+        return listed(process.name for process in self.processes if process.node == node)
 
     def _ended_by_slurm(self, first: Process | Task) -> Outcome | None:
         """The outcome where Slurm ends the job (cancelled, preempted, out of time) and its signal reached a role before it reached us."""
@@ -531,18 +530,9 @@ def _job_ends_at_s(job: Job) -> float | None:
     return None if left_s is None else time.time() + left_s
 
 
-def _listed(names: Sequence[str]) -> str:
-    """`trainer.0-7, router.0`: processes by role, runs of indices drawn together."""
-    by_role: dict[str, list[int]] = {}
-    for name in names:
-        role, _, index = name.rpartition(".")
-        by_role.setdefault(role, []).append(int(index))
-    return ", ".join(f"{role}.{min(found)}" + (f"-{max(found)}" if len(found) > 1 else "") for role, found in by_role.items())
-
-
 def _token(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get("ORRERY_TOKEN")
+        return process.environ().get(TOKEN)
     except psutil.Error:
         return None
 

@@ -1,13 +1,14 @@
-"""Usage: a role's own processor time and memory, with all that it started, as a row every PERIOD_S.
+"""Usage: a process's own processor time and memory, with all that it started, as a row every PERIOD_S.
 
 - Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` in the role's metrics; 100 % is one core busy.
 - Reads /proc itself: listing the children of one process through psutil reads the state of every process of the machine.
-- Only a role that a launcher started samples itself; a report that a person draws writes no rows.
+- Only a role that a launcher started samples itself; a report that a person draws writes no rows. The launcher leaves its roles out.
 """
 
 import os
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,8 @@ def parse(stat: str) -> Stat:
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
 
-def tree(root: int) -> dict[int, Stat]:
-    """`root` and all below it, by process id; who ends meanwhile is left out."""
+def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
+    """`root` and all below it, by process id, but for the trees of `without`; who ends meanwhile is left out."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -41,21 +42,23 @@ def tree(root: int) -> dict[int, Stat]:
         try:
             found[pid] = parse(Path(f"/proc/{pid}/stat").read_text())
             for task in os.listdir(f"/proc/{pid}/task"):
-                left.extend(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+                children = map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+                left.extend(child for child in children if child not in without)
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
 
 
 class Sampler:
-    """The use of one process and all below it, between two looks."""
+    """The use of one process and all below it, but for the trees of `without`, between two looks."""
 
-    def __init__(self, pid: int):
-        self._pid, self._cpu_s, self._time_s = pid, {pid: each.cpu_s for pid, each in tree(pid).items()}, time.monotonic()
+    def __init__(self, pid: int, without: Collection[int] = ()):
+        self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
+        self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
         """`cpu_percent` since the last look and `rss_bytes` now. Of a child that came since, all its time counts."""
-        now_s, found = time.monotonic(), tree(self._pid)
+        now_s, found = time.monotonic(), tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
         self._cpu_s, self._time_s = {pid: each.cpu_s for pid, each in found.items()}, now_s
