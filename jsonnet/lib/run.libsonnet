@@ -22,6 +22,13 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
     init: { kind: 'random', seed: run.seed },
     // the chat format has 8 special tokens before the alphabet
     vocab_size: 8 + std.length(self.tokenizer.alphabet),
+    rotary_fraction: 1.0,
+    rope_scaling: null,
+    attention_bias: false,
+    qk_norm: std.member(['qwen3', 'qwen3_moe'], self.family),
+    moe: null,
+    mla: null,
+    hf_config: null,
   },
 
   hardware: { accelerator: error 'hardware: no hardware axis; add (import "hardware/cpu.libsonnet")' },
@@ -32,9 +39,17 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
       dp_shard: run.layout.trainer_ranks / (self.dp_replicate * self.cp),
       cp: 1,
       ep: 1,
+      cp_style: 'ulysses',
+      ep_backend: 'torch',
     },
+    fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },
+    lora: null,
     optimizer: { kind: error 'trainer.optimizer: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
-    memory: { activation_checkpointing: error 'trainer.memory: no memory axis; add (import "memory/plain.libsonnet")' },
+    memory: {
+      activation_checkpointing: error 'trainer.memory: no memory axis; add (import "memory/plain.libsonnet")',
+      activation_offload: false,
+      optimizer_offload: false,
+    },
     checkpoint: { interval_steps: error 'trainer.checkpoint.interval_steps: say it in the run file', keep: 2 },
   },
 
@@ -76,6 +91,8 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
       optimizer: run.trainer.optimizer,
       schedule: { kind: 'constant', warmup_steps: 0 },
       max_grad_norm: run.trainer.max_grad_norm,
+      trained_roles: ['assistant'],
+      validation: null,
       data: {
         kind: 'demonstrations',
         task: run.problems[0] { seed: run.seeds.warm_start },

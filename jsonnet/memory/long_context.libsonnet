@@ -2,6 +2,6 @@
 {
   trainer+: {
     mesh+: { cp: 8 },
-    memory+: { activation_checkpointing: 'full', lm_head_chunk_tokens: 1024, max_tokens_per_micro_batch: 131072 },
+    memory+: { activation_checkpointing: { kind: 'full' }, lm_head_chunk_tokens: 1024, max_tokens_per_micro_batch: 131072 },
   },
 }

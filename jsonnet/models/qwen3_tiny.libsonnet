@@ -14,7 +14,5 @@
     rope_theta: 20,  // positions of a word a few letters long; a large base would leave most dimensions unturned
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
-    moe: null,
-    mla: null,
   },
 }

@@ -90,7 +90,10 @@ SENTENCES = [
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
     (broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}), "trainer 1 + inference 1 devices do not fit 1"),
-    (broken(("model", "family"), "glm4"), "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe' or 'glm5'"),
+    (
+        broken(("model", "family"), "glm4"),
+        "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or 'hugging_face'",
+    ),
     (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
     (broken(("model", "mla"), MLA), "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4"),
     (

@@ -39,6 +39,11 @@ def make_model():
                 "tie_embeddings": True,
                 "moe": moe if family == "qwen3_moe" else None,
                 "mla": None,
+                "hf_config": None,
+                "rotary_fraction": 1.0,
+                "rope_scaling": None,
+                "attention_bias": False,
+                "qk_norm": True,
                 **fields,
             }
         )

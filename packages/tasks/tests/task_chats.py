@@ -40,6 +40,11 @@ def character_model(alphabet: str = ALPHABET, **changes) -> Model:
         "tie_embeddings": True,
         "moe": None,
         "mla": None,
+        "hf_config": None,
+        "rotary_fraction": 1.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "qk_norm": True,
     }
     return Model.model_validate(fields | changes)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_cases import batch_columns, make_learner, manifest, run_ranks, share, whole_weights, write_start_weights
+from trainer_cases import MEMORY, batch_columns, make_learner, manifest, run_ranks, share, whole_weights, write_start_weights
 from trainer_rank import train
 
 from orrery.manifest.errors import RunFailed
@@ -112,7 +112,7 @@ MOE = {
 SHARDS, REPLICAS, UNTIED = {"dp_shard": 2}, {"dp_replicate": 2}, {"tie_embeddings": False}
 # Three samples on two ranks, at most one a micro-batch: somebody gets an empty micro-batch.
 FEW = {"num_samples": 3, "max_tokens": 20}
-RECOMPUTE = {"activation_checkpointing": "full", "lm_head_chunk_tokens": 16, "max_tokens_per_micro_batch": 64}
+RECOMPUTE = {**MEMORY, "activation_checkpointing": {"kind": "full"}}
 ON_TWO_RANKS = {
     "shards": {"manifest": {"mesh": SHARDS}, "steps": [1, 2, 3], "batch": FEW},
     "shards_untied": {"manifest": {"mesh": SHARDS, "model": UNTIED}, "steps": [1, 2, 3], "batch": FEW},

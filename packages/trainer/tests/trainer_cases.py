@@ -21,6 +21,13 @@ from orrery.transport.packing import pack
 torch.set_num_threads(1)
 
 ALPHABET = "abcdefgh"
+MEMORY = {
+    "activation_checkpointing": {"kind": "none"},
+    "activation_offload": False,
+    "optimizer_offload": False,
+    "lm_head_chunk_tokens": 16,
+    "max_tokens_per_micro_batch": 64,
+}
 HERE = Path(__file__).resolve().parent
 
 
@@ -32,6 +39,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
     constant = {"kind": "constant", "warmup_steps": 2}
     data = {"kind": "demonstrations", "task": task, "num_problems": 64}
     sft = {"num_steps": 8, "examples_per_batch": 16, "optimizer": adamw, "schedule": constant, "max_grad_norm": 1.0, "data": data}
+    sft |= {"trained_roles": ["assistant"], "validation": None}
     return Manifest.model_validate(
         {
             "schema_version": 1,
@@ -55,16 +63,23 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "tie_embeddings": True,
                 "moe": None,
                 "mla": None,
+                "hf_config": None,
+                "rotary_fraction": 1.0,
+                "rope_scaling": None,
+                "attention_bias": False,
+                "qk_norm": True,
                 **(model or {}),
             },
             "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
             "trainer": {
-                "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, **(mesh or {})},
+                "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses", "ep_backend": "torch", **(mesh or {})},
+                "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": False},
+                "lora": None,
                 "param_dtype": "float32",
                 "compute_dtype": "float32",
                 "reduce_dtype": "float32",
                 "compile": False,
-                "memory": {"activation_checkpointing": "none", "lm_head_chunk_tokens": 16, "max_tokens_per_micro_batch": 64},
+                "memory": MEMORY,
                 "optimizer": adamw,
                 "schedule": constant,
                 "max_grad_norm": 1.0,

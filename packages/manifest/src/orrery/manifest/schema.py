@@ -18,6 +18,12 @@ TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pip
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
+ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # what a family's attention can be
+    "qwen3": {"rotary_fraction": (1.0,), "rope_scaling": (None,), "attention_bias": (False,), "qk_norm": (True,)},
+    "qwen3_moe": {"rotary_fraction": (1.0,), "rope_scaling": (None,), "attention_bias": (False,), "qk_norm": (True,)},
+    "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
+    "glm4_moe": {"rope_scaling": (None,)},
+}
 QWEN3_MOE = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}  # its only experts
 
 
@@ -79,6 +85,16 @@ class MoE(Record):
     routed_scale: PositiveFloat
 
 
+class Llama3RopeScaling(Record):
+    """Llama 3.1's stretching of slow rotary frequencies (Grattafiori et al. 2024, arXiv 2407.21783; transformers' rope_type "llama3")."""
+
+    kind: Literal["llama3"]
+    factor: PositiveFloat
+    low_frequency_factor: PositiveFloat
+    high_frequency_factor: PositiveFloat
+    original_max_positions: PositiveInt
+
+
 class Indexer(Record):
     """DeepSeek sparse attention (DSA): the indexer scores earlier tokens, and a query attends to the `top_k` best of them."""
 
@@ -101,10 +117,12 @@ class MLA(Record):
 class Model(Record):
     """Architecture in this project's names; `orrery.models` maps it to and from a Hugging Face `config.json`.
 
-    `head_dim` is that of queries and keys. `glm5` is GLM-5, which transformers calls `glm_moe_dsa`.
+    - `head_dim` is that of queries and keys; `rotary_fraction` of it turns with position.
+    - `glm5` is GLM-5, which transformers calls `glm_moe_dsa`; `glm4_moe` is GLM-4.5.
+    - `hugging_face` is any causal language model of transformers, built from `hf_config`, the content of its `config.json`.
     """
 
-    family: Literal["qwen3", "qwen3_moe", "glm5"]
+    family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
     init: Annotated[RandomInit | PretrainedInit, Field(discriminator="kind")]
     tokenizer: Annotated[CharacterTokenizer | PretrainedTokenizer, Field(discriminator="kind")]
     vocab_size: PositiveInt
@@ -116,10 +134,15 @@ class Model(Record):
     head_dim: PositiveInt
     max_positions: PositiveInt
     rope_theta: PositiveFloat
+    rotary_fraction: Annotated[float, Field(gt=0.0, le=1.0)]
+    rope_scaling: Llama3RopeScaling | None
     rms_norm_eps: PositiveFloat
+    attention_bias: bool
+    qk_norm: bool
     tie_embeddings: bool
     moe: MoE | None
     mla: MLA | None
+    hf_config: dict[str, Any] | None
 
     @model_validator(mode="after")
     def heads_divide(self) -> "Model":
@@ -133,11 +156,14 @@ class Model(Record):
 
     @model_validator(mode="after")
     def family_has_its_parts(self) -> "Model":
-        has = {"moe": ("qwen3_moe", "glm5"), "mla": ("glm5",)}
+        has = {"moe": ("qwen3_moe", "glm4_moe", "glm5"), "mla": ("glm5",), "hf_config": ("hugging_face",)}
         for part, families in has.items():
             value = getattr(self, part)
             if (value is not None) != (self.family in families):
                 raise ValueError(f"family {self.family!r} and {part} {'null' if value is None else 'set'} do not go together")
+        for field, only in ATTENTION.get(self.family, {}).items():
+            if (value := getattr(self, field)) not in only:
+                raise ValueError(f"{field} {value!r}: family {self.family!r} has {' or '.join(map(repr, only))} only")
         if self.family == "qwen3_moe" and self.moe is not None:
             for field, only in QWEN3_MOE.items():
                 if (value := getattr(self.moe, field)) != only:
@@ -160,16 +186,41 @@ class Hardware(Record):
 
 
 class Mesh(Record):
-    """Ranks = dp_replicate · dp_shard · cp; expert parallel borrows from dp_shard · cp."""
+    """Ranks = dp_replicate · dp_shard · cp; expert parallel borrows from dp_shard · cp.
+
+    - Weights are sharded over dp_shard · cp ranks and repeated over dp_replicate. The ranks of one cp group share their documents.
+    - `cp_style`: "ulysses" trades sequence for heads in an all-to-all, "ring" passes keys and values around in zig-zag order.
+    - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
+    """
 
     dp_replicate: PositiveInt
     dp_shard: PositiveInt
     cp: PositiveInt
     ep: PositiveInt
+    cp_style: Literal["ulysses", "ring"]
+    ep_backend: Literal["torch", "deepep"]
 
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.cp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Groups of ranks that have documents of their own."""
+        return self.dp_replicate * self.dp_shard
+
+
+class Fsdp(Record):
+    """FSDP2.
+
+    - `reshard_after_forward`: whole weights are freed between forward and backward, and gathered again.
+    - `reduce_gradients`: "step" once a step, which keeps whole gradients of all micro-batches; "micro_batch" after each, sharded.
+    - `cpu_offload`: weights, gradients and optimizer state live in host memory, and the optimizer steps there.
+    """
+
+    reshard_after_forward: bool
+    reduce_gradients: Literal["step", "micro_batch"]
+    cpu_offload: bool
 
 
 class AdamW(Record):
@@ -179,6 +230,39 @@ class AdamW(Record):
     beta2: Probability
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
+
+
+class Muon(Record):
+    """Muon for the matrices of the blocks (Jordan et al. 2024), `rest` for all else.
+
+    An update is scaled to the root mean square of AdamW's, as in arXiv 2502.16982, so that one learning rate suits both.
+    """
+
+    kind: Literal["muon"]
+    lr: PositiveFloat
+    momentum: Probability
+    nesterov: bool
+    weight_decay: NonNegativeFloat
+    num_newton_schulz_steps: PositiveInt
+    rest: AdamW
+
+
+class Sgd(Record):
+    kind: Literal["sgd"]
+    lr: PositiveFloat
+    momentum: Probability
+    weight_decay: NonNegativeFloat
+
+
+class SignSgd(Record):
+    """w ← w − lr · sign(gradient): no state at all."""
+
+    kind: Literal["sign_sgd"]
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat
+
+
+Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="kind")]
 
 
 class ConstantSchedule(Record):
@@ -221,12 +305,50 @@ class DppoLoss(Record):
     penalty: NonNegativeFloat
 
 
-class Memory(Record):
-    """What trades compute for device memory in the trainer."""
+class NoCheckpointing(Record):
+    """Whatever the backward pass needs stays; with `compile` what is cheap is made again all the same."""
 
-    activation_checkpointing: Literal["none", "full"]
-    lm_head_chunk_tokens: PositiveInt
+    kind: Literal["none"]
+
+
+class FullCheckpointing(Record):
+    """Only each block's input stays; the block runs again in the backward pass."""
+
+    kind: Literal["full"]
+
+
+class SelectiveCheckpointing(Record):
+    """Each block's input stays and what `keep` names: outputs of attention, of dense projections, of grouped expert products."""
+
+    kind: Literal["selective"]
+    keep: Annotated[tuple[Literal["attention", "projections", "experts"], ...], Field(min_length=1, strict=False)]
+
+
+class Memory(Record):
+    """What trades compute or host memory for device memory in the trainer.
+
+    - `activation_offload`: what blocks keep for the backward pass waits in pinned host memory.
+    - `optimizer_offload`: optimizer state lives in pinned host memory and visits the device during the step.
+    - `lm_head_chunk_tokens`: rows of logits that exist at a time; "auto" follows vocabulary and device.
+    """
+
+    activation_checkpointing: Annotated[NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")]
+    activation_offload: bool
+    optimizer_offload: bool
+    lm_head_chunk_tokens: PositiveInt | Literal["auto"]
     max_tokens_per_micro_batch: PositiveInt
+
+
+class Lora(Record):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W + alpha / rank · B A; the weights themselves are frozen.
+
+    `targets`: projections of attention, dense feed-forwards (shared experts too), routed experts (a pair an expert).
+    """
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    targets: Annotated[tuple[Literal["attention", "feed_forward", "experts"], ...], Field(min_length=1, strict=False)]
+    seed: NonNegativeInt
 
 
 class Checkpoint(Record):
@@ -240,12 +362,14 @@ class Trainer(Record):
     """How batches become the next weights in the RL stage; SFT shares mesh, precision and memory."""
 
     mesh: Mesh
+    fsdp: Fsdp
     param_dtype: DType
     compute_dtype: DType
     reduce_dtype: DType
     compile: bool
     memory: Memory
-    optimizer: AdamW
+    lora: Lora | None
+    optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat
     loss: DppoLoss
@@ -408,15 +532,38 @@ class ChatFile(Record):
     sha256: Sha256
 
 
+class ChatDataset(Record):
+    """SFT data from a Hugging Face dataset on disk (`save_to_disk`): `column` holds the messages; `fingerprint` is the dataset's own."""
+
+    kind: Literal["dataset"]
+    path: str
+    split: str | None
+    column: str
+    fingerprint: str
+
+
+SftData = Annotated[Demonstrations | ChatFile | ChatDataset, Field(discriminator="kind")]
+
+
+class Validation(Record):
+    """The loss on examples of `data` that are never trained: every `interval_steps` steps, and before the first and after the last."""
+
+    interval_steps: PositiveInt
+    num_examples: PositiveInt
+    data: SftData
+
+
 class Sft(Record):
-    """Supervised warm start before RL."""
+    """Supervised warm start before RL. Trained are the tokens of messages whose role is in `trained_roles`."""
 
     num_steps: PositiveInt
     examples_per_batch: PositiveInt
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat
-    data: Annotated[Demonstrations | ChatFile, Field(discriminator="kind")]
+    trained_roles: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], Field(min_length=1, strict=False)]
+    data: SftData
+    validation: Validation | None
 
 
 class Rl(Record):

@@ -13,7 +13,5 @@
     rope_theta: 100,
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
-    moe: null,
-    mla: null,
   },
 }

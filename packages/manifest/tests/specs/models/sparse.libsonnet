@@ -23,6 +23,5 @@
       score: 'softmax',
       routed_scale: 1.0,
     },
-    mla: null,
   },
 }
