@@ -1,0 +1,81 @@
+"""Custom operators around the Triton kernels, which torch.compile leaves whole; on a CPU they run the plain operations.
+
+Inputs are contiguous. `available` says whether Triton can be imported: without it a GPU is to run the `aten` form.
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.expert_rows import plain
+
+available = find_spec("triton") is not None
+_interpreted = available and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _runs_triton(rows: Tensor) -> bool:
+    return rows.is_cuda or _interpreted
+
+
+@torch.library.custom_op("orrery::spread_rows", mutates_args=())
+def spread_rows(x_TD: Tensor, place_TK: Tensor) -> Tensor:
+    """[M, D]: row place_TK[t, k] is x[t]."""
+    if _runs_triton(x_TD):
+        from orrery.kernels.expert_rows import triton
+
+        return triton.spread_rows(x_TD, place_TK)
+    out_MD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+    out_MD[place_TK] = x_TD[:, None]
+    return out_MD
+
+
+@spread_rows.register_fake
+def _(x_TD: Tensor, place_TK: Tensor) -> Tensor:
+    return x_TD.new_empty(place_TK.shape[0] * place_TK.shape[1], x_TD.shape[1])
+
+
+@torch.library.custom_op("orrery::sum_rows", mutates_args=())
+def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    """[T, D]: token t is the sum over k of y[place_TK[t, k]]."""
+    if _runs_triton(y_MD):
+        from orrery.kernels.expert_rows import triton
+
+        return triton.sum_rows(y_MD, place_TK)
+    return plain.sum_rows(y_MD, place_TK)
+
+
+@sum_rows.register_fake
+def _(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    return y_MD.new_empty(place_TK.shape[0], y_MD.shape[1])
+
+
+@torch.library.custom_op("orrery::swiglu_rows", mutates_args=())
+def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    """[M, I]: silu(gate) · up · score."""
+    if _runs_triton(gate_up_M2I):
+        from orrery.kernels.expert_rows import triton
+
+        return triton.swiglu_rows(gate_up_M2I, score_M)
+    return plain.swiglu_rows(gate_up_M2I, score_M)
+
+
+@swiglu_rows.register_fake
+def _(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    return gate_up_M2I.new_empty(gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2)
+
+
+@torch.library.custom_op("orrery::swiglu_rows_backward", mutates_args=())
+def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up and score."""
+    if _runs_triton(gate_up_M2I):
+        from orrery.kernels.expert_rows import triton
+
+        return triton.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
+    return plain.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
+
+
+@swiglu_rows_backward.register_fake
+def _(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate_up_M2I), torch.empty_like(score_M)

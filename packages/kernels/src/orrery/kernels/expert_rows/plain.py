@@ -1,0 +1,37 @@
+"""Rows moved and activated by plain operations, without autograd: what the `aten` form and the operators on a CPU run."""
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and products run in: float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def spread_rows(x_TD: Tensor, row_M: Tensor, num_slots: int) -> Tensor:
+    """Row m is x[row_M[m] // num_slots]."""
+    return x_TD[row_M // num_slots]
+
+
+def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    """Token t is the sum over k of y[place_TK[t, k]], rounded once."""
+    return y_MD[place_TK].sum(1, dtype=wide(y_MD.dtype)).to(y_MD.dtype)
+
+
+def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    gate_MI, up_MI = gate_up_M2I.to(wide(gate_up_M2I.dtype)).chunk(2, dim=1)
+    return (gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
+
+
+def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up and score; silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
+    dtype = wide(gate_up_M2I.dtype)
+    gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
+    grad_MI = grad_MI.to(dtype)
+    sigmoid_MI = gate_MI.sigmoid()
+    silu_MI = gate_MI * sigmoid_MI
+    grad_score_M = (grad_MI * silu_MI * up_MI).sum(1).to(score_M.dtype)
+    grad_MI = grad_MI * score_M[:, None]
+    grad_gate_MI = grad_MI * up_MI * sigmoid_MI * (1 + gate_MI * (1 - sigmoid_MI))
+    return torch.cat([grad_gate_MI, grad_MI * silu_MI], dim=1).to(gate_up_M2I.dtype), grad_score_M

@@ -1,0 +1,25 @@
+"""The referee: indexing and plain autograd; sums in float32 (float64 for float64 inputs), rounded once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from orrery.kernels.expert_rows.order import Plan
+
+
+def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
+    return x_TD[plan.row_M // plan.place_TK.shape[1]]
+
+
+def order_slots(value_TK: Tensor, plan: Plan) -> Tensor:
+    return value_TK.flatten()[plan.row_M]
+
+
+def combine_rows(y_MD: Tensor, plan: Plan) -> Tensor:
+    dtype = torch.promote_types(y_MD.dtype, torch.float32)
+    return y_MD[plan.place_TK].to(dtype).sum(1).to(y_MD.dtype)
+
+
+def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    gate_MI, up_MI = gate_up_M2I.to(torch.promote_types(gate_up_M2I.dtype, torch.float32)).chunk(2, dim=1)
+    return (F.silu(gate_MI) * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
