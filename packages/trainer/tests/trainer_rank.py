@@ -20,7 +20,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.models import weights
 from orrery.trainer import checkpoint
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel.world import World, dissolve, form, mesh_of
+from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport import checkpoints
 
 
@@ -59,7 +59,7 @@ def do(job: dict, folder: Path, world: World) -> dict:
     if world.is_first:
         write_start_weights(spec, start)
     world.barrier()
-    learner = make_learner(spec, start, World(world.rank, world.size, world.device, mesh_of(spec.trainer.mesh, world.device)))
+    learner = make_learner(spec, start, world_of(spec.trainer.mesh, world.rank, world.device))
     if "resume" in job:
         checkpoint.load(learner, Path(job["resume"]))
     answer = {}

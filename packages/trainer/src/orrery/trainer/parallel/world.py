@@ -3,7 +3,12 @@
 - One rank: no process group at all; every collective is the identity.
 - Several: rank 0 opens a TCPStore at `me.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
   both on the interface of `orrery.observe.network`.
-- The mesh is (dp_replicate, dp_shard): weights are sharded over the second axis and repeated over the first.
+- Three meshes over the same ranks, innermost axis last:
+      mesh          dp_replicate × dp_shard × cp            who has which documents, and which part of them
+      fsdp_mesh     [dp_replicate ×] fsdp                   weights are sharded over fsdp = dp_shard · cp, repeated over dp_replicate
+      expert_mesh   dp_replicate × expert_fsdp × ep         the same for experts, which live on ep ranks; expert_fsdp · ep = fsdp
+  So replicas are the same ranks whatever the weight, and the fsdp ranks of one replica hold every weight once.
+- The ranks of one cp group have the same documents; `data_rank` counts groups.
 - A collective that fails or takes longer than COLLECTIVE_DEADLINE_S (scaled) is the end of the process.
 """
 
@@ -17,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
 from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
@@ -36,6 +42,8 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None  # None: one rank, no process group
+    fsdp_mesh: DeviceMesh | None = None  # two axes for HSDP, one where nothing is repeated
+    expert_mesh: DeviceMesh | None = None  # None: every rank holds of all experts (ep 1)
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +63,7 @@ class World:
     def sum_over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place, over the ranks that hold different parts of the weights (replicas hold the same)."""
         if self.mesh is not None:
-            dist.all_reduce(tensor, group=self.mesh.get_group("dp_shard"))
+            dist.all_reduce(tensor, group=self.group("fsdp"))
         return tensor
 
     def each(self, value: int) -> list[int]:
@@ -73,7 +81,34 @@ class World:
 
     @property
     def replica(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank("dp_replicate")
+        """Which copy of the weights, of experts too, this rank has a part of."""
+        return self.axis_rank("dp_replicate")
+
+    @property
+    def data_rank(self) -> int:
+        return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank("dp_shard")
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.size // self.axis_size("cp")
+
+    def axis_size(self, axis: str) -> int:
+        mesh = self._mesh_with(axis)
+        return 1 if mesh is None else mesh[axis].size()
+
+    def axis_rank(self, axis: str) -> int:
+        mesh = self._mesh_with(axis)
+        return 0 if mesh is None else mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks along `axis` through this one; there must be a mesh that has it."""
+        mesh = self._mesh_with(axis)
+        assert mesh is not None, f"no mesh has an axis {axis!r}"
+        return mesh.get_group(axis)
+
+    def _mesh_with(self, axis: str) -> DeviceMesh | None:
+        meshes = (self.mesh, self.fsdp_mesh, self.expert_mesh)
+        return next((mesh for mesh in meshes if mesh is not None and axis in (mesh.mesh_dim_names or ())), None)
 
 
 def device_for(accelerator: str, index: int) -> torch.device:
@@ -99,12 +134,26 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
         world_size=mesh.world_size,
         timeout=timedelta(seconds=scaled(COLLECTIVE_DEADLINE_S)),
     )
-    return World(rank, mesh.world_size, device, mesh_of(mesh, device))
+    return world_of(mesh, rank, device)
 
 
-def mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """The device mesh over all ranks of the process group."""
-    return init_device_mesh(device.type, (mesh.dp_replicate, mesh.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
+    """The meshes of `mesh` over all ranks of the process group, which must be as many. A collective."""
+    if (found := dist.get_world_size()) != mesh.world_size:
+        raise RunFailed(f"trainer.mesh: dp_replicate·dp_shard·cp = {mesh.world_size}, but {found} ranks are here")
+    sharded = mesh.dp_shard * mesh.cp
+
+    def axes(**sizes: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    return World(
+        rank,
+        mesh.world_size,
+        device,
+        axes(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp),
+        axes(dp_replicate=mesh.dp_replicate, fsdp=sharded) if mesh.dp_replicate > 1 else axes(fsdp=sharded),
+        axes(dp_replicate=mesh.dp_replicate, expert_fsdp=sharded // mesh.ep, ep=mesh.ep) if mesh.ep > 1 else None,
+    )
 
 
 def meet(me: "RoleProcess", world_size: int) -> dist.Store:
