@@ -148,7 +148,7 @@ def test_a_mixture_starts_from_the_same_attention_as_a_dense_network(make_model)
     weights.initialize(dense, dense_model)
     weights.initialize(sparse, sparse_model)
     assert torch.equal(dense.layers[1].self_attn.q_proj.weight, sparse.layers[1].self_attn.q_proj.weight)
-    experts = sparse.layers[0].mlp.experts.up_proj
+    experts = sparse.layers[0].mlp.experts.gate_up_proj
     assert not torch.equal(experts[0], experts[1])
 
 

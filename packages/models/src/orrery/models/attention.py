@@ -28,6 +28,13 @@ def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
     return x_THK * cos_T1K + torch.cat((-second, first), dim=-1) * sin_T1K
 
 
+class LocalCore(nn.Module):
+    """Attention proper where whole documents are here. Context parallel replaces it from outside."""
+
+    def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
+        return varlen_attention(q_THK, k_TGK, v_TGK, documents)
+
+
 class Attention(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -38,10 +45,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm = RmsNorm(head_dim, eps)
         self.k_norm = RmsNorm(head_dim, eps)
+        self.core: nn.Module = LocalCore()
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents) -> Tensor:
         q_THK = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         k_TGK = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TGK = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        out_THK = varlen_attention(rotate(q_THK, *angles), rotate(k_TGK, *angles), v_TGK, documents)
+        out_THK = self.core(rotate(q_THK, *angles), rotate(k_TGK, *angles), v_TGK, documents)
         return self.o_proj(out_THK.flatten(1))

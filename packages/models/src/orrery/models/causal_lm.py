@@ -52,18 +52,22 @@ class CausalLm(nn.Module):
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | None = None,
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Final-norm hidden states [T, D] of packed documents, each attending only within itself.
 
         token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T; routed_experts i64 [T, L, K] replays an engine's expert
-        choices in a mixture. `max_seqlen`, the longest document, saves a device-to-host copy on a GPU.
+        choices in a mixture. `max_seqlen`, the longest document, saves a device-to-host copy on a GPU. `documents` stands in for
+        `cu_seqlens` and `max_seqlen` where the caller knows the packing better: a context-parallel rank.
         """
         hidden_TD = self.embed_tokens(token_ids_T)
         angles = rotary_angles(positions_T, self.config.head_dim, self.config.rope_theta, hidden_TD.dtype)
-        documents = Documents(cu_seqlens, max_seqlen)
+        if documents is None:
+            assert cu_seqlens is not None, "cu_seqlens or documents"
+            documents = Documents(cu_seqlens, max_seqlen)
         for index, layer in enumerate(self.layers):
             if routed_experts_TLK is None:
                 hidden_TD = layer(hidden_TD, angles, documents)

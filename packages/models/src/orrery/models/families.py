@@ -1,5 +1,6 @@
 """The families of networks: which module, placements and names belong to `model.family` of a manifest."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def build(model: Model, dtype: torch.dtype = torch.float32, device: torch.device
     """
     with torch.device("meta"):
         module = _NETWORKS[model.family](model)
-    module = module.to(dtype)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)  # and not `module.to`: buffers keep the dtype that they were made with
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
         with torch.no_grad():
@@ -40,7 +42,7 @@ def hf_config(model: Model) -> dict[str, Any]:
     return _WEIGHTS[model.family].hf_config(model)
 
 
-def hf_names(model: Model) -> dict[str, str]:
+def hf_names(model: Model) -> dict[str, str | tuple[str, ...]]:
     """Our parameter names to HF's, as patterns over `{layer}` and `{expert}`."""
     return _WEIGHTS[model.family].NAMES
 
@@ -60,3 +62,9 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
 def fsdp_methods(module: CausalLm) -> tuple[str, ...]:
     """Methods besides `forward` to hand to `register_fsdp_forward_method`."""
     return _SHARDING[module.config.family].FSDP_METHODS
+
+
+def expert_modules(module: CausalLm) -> list[nn.Module]:
+    """The modules all of whose parameters have the expert as dimension 0: FSDP units of their own under expert parallel."""
+    patterns = _SHARDING[module.config.family].EXPERT_MODULES
+    return [one for name, one in module.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]

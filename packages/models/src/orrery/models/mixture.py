@@ -1,69 +1,98 @@
-"""Mixture of experts: a softmax router in float32 and stacked SwiGLU experts over tokens sorted by expert.
+"""Mixture of experts: a router in float32, and stacked SwiGLU experts over rows sorted by expert.
 
 T tokens · D hidden · E experts · K experts a token · M = T·K routed rows · I expert intermediate
+
+- Parallelism from outside replaces `MixtureOfExperts.exchange` and shards the parameters of `experts` on dimension 0; the rest is local.
+- A score multiplies the activation before the down projection, so the backward pass needs no output of an expert.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan, swiglu_rows
 from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.manifest.schema import MoE
+from orrery.models.feed_forward import FeedForward
 
 
 class Router(nn.Module):
-    """Scores of the chosen experts: a softmax over all experts, then the top K, normalised to sum to one if asked."""
+    """Scores of the chosen experts: a probability an expert, the top K of them, normalised to sum to one if asked, times `scale`.
 
-    def __init__(self, hidden_size: int, num_experts: int, num_experts_per_token: int, normalize_top_k: bool) -> None:
+    - "softmax" is over all experts. "sigmoid" is of each by itself; then `expert_bias` takes part in the choice and not in the score
+      (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
+    - `expert_bias` [E] is a float32 buffer: no gradient reaches it, and bfloat16 would change choices.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        normalize_top_k: bool,
+        kind: Literal["softmax", "sigmoid"] = "softmax",
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(Tensor(num_experts, hidden_size))
-        self.num_experts_per_token, self.normalize_top_k = num_experts_per_token, normalize_top_k
+        self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None)
+        self.num_experts_per_token, self.normalize_top_k, self.scale = num_experts_per_token, normalize_top_k, scale
 
     def forward(self, x_TD: Tensor, routed_experts_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """float32 scores [T, K] and expert ids i64 [T, K]; with `routed_experts_TK` given, own scores at those ids (router replay)."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        probability_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
+        logit_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype))
+        probability_TE = logit_TE.softmax(dim=-1) if self.expert_bias is None else logit_TE.sigmoid()
         if routed_experts_TK is None:
-            routed_experts_TK = probability_TE.detach().topk(self.num_experts_per_token, dim=-1).indices
+            choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias
+            routed_experts_TK = choice_TE.topk(self.num_experts_per_token, dim=-1).indices
         score_TK = probability_TE.gather(1, routed_experts_TK)
         if self.normalize_top_k:
-            score_TK = score_TK / score_TK.sum(dim=-1, keepdim=True)
-        return score_TK, routed_experts_TK
+            score_TK = score_TK / (score_TK.sum(dim=-1, keepdim=True) + (0.0 if self.expert_bias is None else 1e-20))
+        return score_TK if self.scale == 1.0 else score_TK * self.scale, routed_experts_TK
 
 
 class Experts(nn.Module):
-    """Stacked expert weights; rows arrive sorted by expert."""
+    """Stacked expert weights; in `gate_up_proj` [E, 2·I, D] an expert's gate rows stand before its up rows."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Parameter(Tensor(num_experts, intermediate_size, hidden_size))
-        self.up_proj = nn.Parameter(Tensor(num_experts, intermediate_size, hidden_size))
+        self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
 
-    def forward(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows `ends[e − 1]:ends[e]` of x go through expert e; ends i32 [E]."""
-        inner_MI = F.silu(grouped_matmul(x_MD, self.gate_proj, ends_E)) * grouped_matmul(x_MD, self.up_proj, ends_E)
-        return grouped_matmul(inner_MI, self.down_proj, ends_E)
+    def forward(self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows `ends[e − 1]:ends[e]` of x go through expert e, times their score; ends i32 [E], E as many as there are here."""
+        act_MI = swiglu_rows(grouped_matmul(x_MD, self.gate_up_proj, ends_E), score_M)
+        return grouped_matmul(act_MI, self.down_proj, ends_E)
+
+
+class LocalExchange(nn.Module):
+    """Tokens to their experts and back where every expert is here."""
+
+    def forward(self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts) -> Tensor:
+        rows = plan(expert_TK, experts.down_proj.shape[0])
+        out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E)
+        return combine_rows(out_MD, rows)
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_experts_per_token: int,
-        normalize_top_k: bool,
-    ) -> None:
+    """The routed experts' scored sum, and beside it the shared experts, which are one feed-forward of their joint width."""
+
+    def __init__(self, hidden_size: int, moe: MoE) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, num_experts, num_experts_per_token, normalize_top_k)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size)
-        self.num_experts = num_experts
+        self.gate = Router(
+            hidden_size, moe.num_experts, moe.num_experts_per_token, moe.normalize_top_k, kind=moe.score, scale=moe.routed_scale
+        )
+        self.experts = Experts(moe.num_experts, hidden_size, moe.expert_intermediate_size)
+        self.exchange: nn.Module = LocalExchange()
+        shared = moe.num_shared_experts * moe.expert_intermediate_size
+        self.shared_experts = FeedForward(hidden_size, shared) if shared else None
 
     def forward(self, x_TD: Tensor, routed_experts_TK: Tensor | None = None) -> Tensor:
         score_TK, expert_TK = self.gate(x_TD, routed_experts_TK)
-        row_M = expert_TK.flatten().argsort(stable=True)
-        ends_E = torch.bincount(expert_TK.flatten(), minlength=self.num_experts).cumsum(0).to(torch.int32)
-        out_MD = self.experts(x_TD[row_M // expert_TK.shape[1]], ends_E)
-        # Back in token order, weighed in float32 and summed over K in a fixed order: no atomics, the same bits every time.
-        out_TKD = out_MD[row_M.argsort()].unflatten(0, expert_TK.shape)
-        return torch.einsum("tkd,tk->td", out_TKD.to(score_TK.dtype), score_TK).to(x_TD.dtype)
+        out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD)

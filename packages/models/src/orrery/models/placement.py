@@ -51,3 +51,14 @@ def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> 
         step = -(-(stop - start) // num_parts)
         box[dim] = (min(start + step * part, stop), min(start + step * (part + 1), stop))
     return tuple(box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor have in common; None where that is nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def relative(box: Box, origin: Box) -> Box:
+    """`box`, counted from the first corner of `origin`."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))

@@ -1,6 +1,6 @@
 """Weights in and out of Hugging Face directories, one tensor at a time, whole or sharded.
 
-- Our parameters are HF's by name (`<family>/weights.py`); only stacked experts are taken apart, one HF tensor an expert.
+- Our parameters are HF's by name (`<family>/weights.py`); an HF tensor may be a box of ours: one expert's gate in all experts' gates and ups.
 - On a sharded module every function is a collective: all ranks call it, and iterate to the end. Rank 0 writes.
 - `save` writes each file under another name, flushes it to disk and renames it; `config.json` goes first and comes last: a directory
   without it is not weights. `load` reads only what this rank holds, and refuses what is missing, unexpected or misshaped by name.
@@ -28,7 +28,7 @@ from orrery.manifest.publish import sync, write_atomic
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_config, hf_names
-from orrery.models.placement import full_tensor, local_box, local_tensor
+from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative
 
 MAX_SHARD_BYTES = 5_000_000_000
 # What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
@@ -38,30 +38,63 @@ SINGLE_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.i
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint: all of our parameter, or expert `expert` of a stacked one."""
+    """One tensor of a checkpoint: the box `box` of our parameter; without its first dimension where that is one expert's."""
 
     name: str
     parameter_name: str
-    expert: int | None
+    box: Box
     shape: tuple[int, ...]
+
+    @property
+    def expert(self) -> int | None:
+        return self.box[0][0] if len(self.shape) < len(self.box) else None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This tensor, a view of the whole parameter."""
+        part = whole[_slices(self.box)]
+        return part if self.expert is None else part[0]
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
     """Every tensor of the module's checkpoint in writing order; sizes only, no data, no collective."""
     patterns = hf_names(module.config)
     tensors = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in _state(module).items():
         plain = name
         for wrapper in _WRAPPERS:
             plain = plain.replace(wrapper, "")
         layer = plain.split(".")[1] if plain.startswith("layers.") else ""
-        hf_name = patterns[plain.replace(f"layers.{layer}.", "layers.{layer}.", 1)].replace("{layer}", layer)
-        shape = tuple(parameter.shape)
-        if "{expert}" in hf_name:
-            tensors += [HfTensor(hf_name.replace("{expert}", str(e)), name, e, shape[1:]) for e in range(shape[0])]
-        else:
-            tensors.append(HfTensor(hf_name, name, None, shape))
+        hf_name = patterns[plain.replace(f"layers.{layer}.", "layers.{layer}.", 1)]
+        parts = (hf_name,) if isinstance(hf_name, str) else hf_name
+        for index, part in enumerate(parts):
+            tensors += _taken_apart(part.replace("{layer}", layer), name, tuple(parameter.shape), index, len(parts))
     return tensors
+
+
+def _taken_apart(hf_name: str, name: str, shape: tuple[int, ...], part: int, num_parts: int) -> list[HfTensor]:
+    stacked = "{expert}" in hf_name
+    sides = [(0, size) for size in shape]
+    if num_parts > 1:
+        size = shape[stacked] // num_parts
+        sides[stacked] = (part * size, (part + 1) * size)
+    sizes = tuple(stop - start for start, stop in sides)
+    if not stacked:
+        return [HfTensor(hf_name, name, tuple(sides), sizes)]
+    return [HfTensor(hf_name.replace("{expert}", str(e)), name, ((e, e + 1), *sides[1:]), sizes[1:]) for e in range(shape[0])]
+
+
+def _state(module: CausalLm) -> dict[str, Tensor]:
+    """What a checkpoint holds: parameters, then the buffers that are not computed."""
+    state = dict(module.named_parameters())
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                state[name] = buffer
+    return state
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)
 
 
 @torch.no_grad()
@@ -75,39 +108,38 @@ def named_hf_tensors(module: CausalLm, full: bool = True) -> Iterator[tuple[str,
         for hf, _, local in named_hf_slices(module):
             yield hf.name, local
         return
-    parameters = dict(module.named_parameters())
-    # A stacked parameter's experts follow one another, so one gathered parameter is alive at a time.
+    state = _state(module)
+    # The tensors of a parameter follow one another, so one gathered parameter is alive at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
-        whole = full_tensor(parameters[parameter_name].detach())
+        whole = full_tensor(state[parameter_name].detach())
         for hf in group:
-            yield hf.name, whole if hf.expert is None else whole[hf.expert]
+            yield hf.name, hf.of(whole)
         del whole
 
 
 @torch.no_grad()
-def named_hf_slices(module: CausalLm) -> Iterator[tuple[HfTensor, tuple[tuple[int, int], ...], Tensor]]:
+def named_hf_slices(module: CausalLm) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """(checkpoint tensor, box of it, this rank's data in that box), for all that this rank holds; no collective, no copy.
 
     The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes.
     """
-    parameters = dict(module.named_parameters())
-    boxes = {name: local_box(parameter) for name, parameter in parameters.items()}
+    state = _state(module)
+    boxes = {name: local_box(tensor) for name, tensor in state.items()}
     for hf in hf_tensors(module):
-        box, local = boxes[hf.parameter_name], local_tensor(parameters[hf.parameter_name].detach())
-        if hf.expert is not None:
-            (first, last), box = box[0], box[1:]
-            if not first <= hf.expert < last:
-                continue
-            local = local[hf.expert - first]
-        if all(start < stop for start, stop in box):
-            yield hf, box, local
+        held = boxes[hf.parameter_name]
+        common = intersection(held, hf.box)
+        if common is None:
+            continue
+        local = local_tensor(state[hf.parameter_name].detach())[_slices(relative(common, held))]
+        box = relative(common, hf.box)
+        yield (hf, box, local) if hf.expert is None else (hf, box[1:], local[0])
 
 
 # Initialise ---------------------------------------------------------------------------------------------------------
 
 
 def initialize(module: CausalLm, model: Model) -> None:
-    """The weights that the manifest's `model.init` names: drawn (normal with `std`, norms one), or a pretrained directory's."""
+    """The weights that the manifest's `model.init` names: drawn (normal with `std`, norms one, biases zero), or a pretrained directory's."""
     if model.init.kind == "pretrained":
         directory = Path(model.init.path)
         _check_digest(directory, model.init.sha256)
@@ -116,12 +148,12 @@ def initialize(module: CausalLm, model: Model) -> None:
     _give_storage(module)
     for hf, box, local in named_hf_slices(module):
         if len(hf.shape) == 1:
-            local.fill_(1.0)
+            local.fill_(0.0 if hf.name.endswith("bias") else 1.0)
             continue
         seed = hashlib.sha256(f"{model.init.seed}:{hf.name}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
         whole = torch.empty(hf.shape).normal_(std=model.init.std, generator=generator)
-        local.copy_(whole[tuple(slice(*side) for side in box)])
+        local.copy_(whole[_slices(box)])
 
 
 def _check_digest(directory: Path, expected: str) -> None:
@@ -174,7 +206,7 @@ def load(module: CausalLm, directory: Path | str) -> None:
         _give_storage(module)
         for hf, box, local in named_hf_slices(module):
             part = found[hf.name].get_slice(hf.name)
-            local.copy_(part[tuple(slice(*side) for side in box)])
+            local.copy_(part[_slices(box)])
 
 
 def _refuse(directory: Path, sentence: str, names: list[str]) -> None:

@@ -1,14 +1,16 @@
 """Qwen3 at Hugging Face: its parameter names, and the `config.json` that transformers and vLLM read.
 
 `NAMES` maps our parameters to HF's: `{layer}` runs over layers; where `{expert}` stands on the right, dimension 0 of our tensor is
-taken apart.
+taken apart; several names on the right share the next dimension evenly, in that order.
 """
 
 from typing import Any
 
 from orrery.manifest.schema import Model
 
-ATTENTION_NAMES = {
+Names = dict[str, str | tuple[str, ...]]
+
+ATTENTION_NAMES: Names = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "layers.{layer}.input_layernorm.weight": "model.layers.{layer}.input_layernorm.weight",
     "layers.{layer}.self_attn.q_proj.weight": "model.layers.{layer}.self_attn.q_proj.weight",
@@ -21,7 +23,7 @@ ATTENTION_NAMES = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-NAMES = {
+NAMES: Names = {
     **ATTENTION_NAMES,
     "layers.{layer}.mlp.gate_proj.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.mlp.up_proj.weight": "model.layers.{layer}.mlp.up_proj.weight",

@@ -18,14 +18,11 @@ from orrery.models.norm import RmsNorm
 class Block(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
-        moe = config.moe
-        assert moe is not None  # the schema's law for this family
+        assert config.moe is not None  # the schema's law for this family
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MixtureOfExperts(
-            config.hidden_size, moe.expert_intermediate_size, moe.num_experts, moe.num_experts_per_token, moe.normalize_top_k
-        )
+        self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents, routed_experts_TK: Tensor | None = None) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)

@@ -5,14 +5,10 @@
 - Tied embeddings are read at both ends of the network, so their unit is the root: `TIED_FSDP_UNITS`.
 - `FSDP_METHODS`: methods besides `forward` that need whole parameters (`register_fsdp_forward_method`). Mixed precision must leave
   inputs as they are (`cast_forward_inputs=False`): temperatures are float32 and stay so; the embedding speaks the compute dtype.
-- `EXPERT_PARAMETERS`: parameters whose dimension 0 is the expert.
+- `EXPERT_MODULES`: modules all of whose parameters have the expert as dimension 0; units of their own where experts are spread out.
 """
 
 FSDP_UNITS: tuple[tuple[str, ...], ...] = (("embed_tokens",), ("layers.*",), ("norm", "lm_head"))
 TIED_FSDP_UNITS: tuple[tuple[str, ...], ...] = (("layers.*",),)
 FSDP_METHODS: tuple[str, ...] = ("score",)
-EXPERT_PARAMETERS: tuple[str, ...] = (
-    "layers.*.mlp.experts.gate_proj",
-    "layers.*.mlp.experts.up_proj",
-    "layers.*.mlp.experts.down_proj",
-)
+EXPERT_MODULES: tuple[str, ...] = ("layers.*.mlp.experts",)
