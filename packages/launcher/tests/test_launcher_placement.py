@@ -1,6 +1,5 @@
-"""Who gets which cores, devices, ports and variables."""
+"""Who gets which cores, devices and variables."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orrery.launcher.environment import environment
-from orrery.launcher.placement import PORTS, free_ports, share_cores, share_devices
+from orrery.launcher.placement import share_cores, share_devices
 from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan
 from orrery.observe import shared_memory
@@ -65,14 +64,6 @@ def test_devices_are_shared_out_in_order_and_never_twice():
     assert (shares["inference", 1], shares["trainer", 0], shares["orchestrator", 0]) == ((2, 3), (4,), ())
     with pytest.raises(ValueError, match="needs 6 devices, this machine offers 4"):
         share_devices(4, stage(trainers=2, engines=2, devices=2))
-
-
-def test_ports_are_distinct_free_and_below_the_ephemeral_range():
-    with socket.socket() as taken:
-        (port,) = free_ports(1, seed=3)
-        taken.bind(("127.0.0.1", port))
-        ports = free_ports(50, seed=3)
-    assert len(set(ports)) == 50 and port not in ports and all(one in PORTS for one in ports)
 
 
 def test_the_environment_hides_accelerators_on_a_cpu_run_and_maps_those_that_the_site_gave():

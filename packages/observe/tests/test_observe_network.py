@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import network, wind_down
 from orrery.observe.deadline import scaled
 from orrery.observe.process import parse_role
@@ -55,6 +55,24 @@ def test_gloo_and_nccl_get_the_interface_by_name_and_keep_what_the_site_chose(en
     del environ["GLOO_SOCKET_IFNAME"]
     network.name_interface()
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib1")
+
+
+def test_ports_are_distinct_free_and_below_the_ephemeral_range():
+    with socket.socket() as taken:
+        (port,) = network.free_ports(1, seed=3)
+        taken.bind(("127.0.0.1", port))
+        ports = network.free_ports(50, seed=3)
+    assert len(set(ports)) == 50 and port not in ports and all(one in network.PORTS for one in ports)
+
+
+def test_ports_that_do_not_suffice_are_a_sentence(monkeypatch):
+    (port,) = network.free_ports(1)
+    monkeypatch.setattr(network, "PORTS", range(port, port + 1))
+    assert network.free_ports(1) == [port]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        with pytest.raises(RunFailed, match=rf"ports {port} to {port}: 0 are free on 127.0.0.1, 1 are needed"):
+            network.free_ports(1)
 
 
 def test_peers_are_spoken_to_without_the_sites_proxy(environ):

@@ -7,22 +7,19 @@
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
-import random
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.lifeline import die_with_parent
-from orrery.observe.network import without_proxy
+from orrery.observe.network import free_ports, without_proxy
 from orrery.observe.process import RoleProcess, role_process
 from orrery.transport import rendezvous
 
@@ -30,7 +27,6 @@ ENGINES_DEADLINE_S = 600.0  # engines compile or load first
 START_DEADLINE_S = 60.0
 STOP_S = 2.0
 POLL_S = 0.05
-PORTS = range(20_000, 32_768)  # below those that the kernel gives to outgoing connections, which could take one before the router does
 
 
 def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int) -> list[str]:
@@ -59,7 +55,7 @@ def main() -> None:
     with role_process("router") as me:
         engines = rendezvous.await_endpoints(me, "inference", me.manifest.inference.num_replicas, scaled(ENGINES_DEADLINE_S))
         urls = [engine.url for engine in engines]
-        free_port, metrics_port = _free_ports(me.host, 2)
+        free_port, metrics_port = free_ports(2, me.host)  # it has no way to choose one and say which
         port = me.port or free_port
         arguments = router_arguments(me.manifest, urls, me.host, port, metrics_port)
         without_proxy([me.host, *(host for url in urls if (host := urlsplit(url).hostname))])
@@ -102,24 +98,6 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free on `host` now; the router has no way to choose one and say which."""
-    with ExitStack() as held:
-        probes = [held.enter_context(_bound(host)) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def _bound(host: str) -> socket.socket:
-    for port in random.sample(PORTS, k=len(PORTS)):
-        probe = socket.socket()
-        try:
-            probe.bind((host, port))
-            return probe
-        except OSError:
-            probe.close()
-    raise RunFailed(f"router: none of the ports {PORTS.start} to {PORTS.stop - 1} is free on {host}; end what holds them")
 
 
 if __name__ == "__main__":

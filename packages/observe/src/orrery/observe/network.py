@@ -2,20 +2,24 @@
 
 - In: `ORRERY_INTERFACE`, the name of a network interface; without it everything is on loopback, for the roles of one machine.
 - Out: that interface's IPv4 address, for sockets and published addresses, and its name, for libraries that want names.
+- Ports that are free now, for who must say one before its owner binds it.
 - Never: all interfaces at once. A role listens where the run's other roles come from, and nowhere else.
 """
 
 import os
+import random
 import socket
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import psutil
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 
 INTERFACE = "ORRERY_INTERFACE"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+PORTS = range(20_000, 32_768)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
 
 
 def interface() -> str:
@@ -49,3 +53,24 @@ def without_proxy(hosts: Iterable[str]) -> None:
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)
+
+
+def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
+    """Distinct ports on `host` that nobody listens on now. Raises `RunFailed` where there are not so many."""
+    found: list[int] = []
+    with ExitStack() as held:  # all at once, so that none is found twice
+        for port in random.Random(seed).sample(PORTS, k=len(PORTS)):
+            if len(found) == count:
+                break
+            probe = held.enter_context(socket.socket())
+            try:
+                probe.bind((host, port))
+            except OSError:
+                probe.close()
+                continue
+            found.append(port)
+    if len(found) < count:
+        raise RunFailed(
+            f"ports {PORTS.start} to {PORTS.stop - 1}: {len(found)} are free on {host}, {count} are needed; end what holds them"
+        )
+    return found
