@@ -28,6 +28,12 @@ def written(run_dir, step, whole=True):
     return folder
 
 
+def test_a_checkpoint_is_due_at_every_interval_and_after_the_last_step():
+    checkpoint, rl = SimpleNamespace(interval_steps=3), SimpleNamespace(num_steps=7)
+    spec = SimpleNamespace(trainer=SimpleNamespace(checkpoint=checkpoint), stages=SimpleNamespace(rl=rl))
+    assert [step for step in range(1, 8) if checkpoints.is_due(step, spec)] == [3, 6, 7]
+
+
 def test_only_complete_checkpoints_count(tmp_path):
     assert checkpoints.latest(tmp_path) is None
     for step in (2, 10):

@@ -31,7 +31,7 @@ from orrery.orchestrator.state import Cut, State
 from orrery.orchestrator.updates import Updates
 from orrery.orchestrator.winding_down import Request as WindDownRequest
 from orrery.orchestrator.winding_down import end_trainer
-from orrery.transport import rollout_store
+from orrery.transport import checkpoints, rollout_store
 
 TICK_S = 0.5  # timeouts of rollouts are this precise
 POLL_S = 0.03  # how often publications are looked for
@@ -96,7 +96,7 @@ class Loop:
                 await self.pulse.wait(POLL_S)
                 continue
             self.me.metrics.add_span("cut", start_s, time.time(), batch.step)
-            kept = self.state.snapshot() if self._is_checkpoint(batch.step) else None
+            kept = self.state.snapshot() if checkpoints.is_due(batch.step, self.manifest) else None
             row = cut.row(batch, self.manifest, time.time())
             self.pulse.ring()  # a new batch number may let new groups start
             if kept is not None:
@@ -153,9 +153,6 @@ class Loop:
         self.pulse.ring()
 
     # Sending ---------------------------------------------------------------------------------------------------------
-
-    def _is_checkpoint(self, step: int) -> bool:
-        return step % self.manifest.trainer.checkpoint.interval_steps == 0 or step == self.state.clock.num_batches
 
     async def _send(self, batch: Cut, row: dict) -> None:
         step, state = batch.step, self.state

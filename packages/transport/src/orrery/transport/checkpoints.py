@@ -22,6 +22,7 @@ import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.schema import Manifest
 from orrery.transport import visible
 
 MARKER = "COMPLETE"
@@ -37,6 +38,11 @@ class _Noted(msgspec.Struct):
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{step}"
+
+
+def is_due(step: int, manifest: Manifest) -> bool:
+    """Whether the RL stage leaves a checkpoint after `step`: trainer and orchestrator each write a half of it."""
+    return step % manifest.trainer.checkpoint.interval_steps == 0 or step == manifest.stages.rl.num_steps
 
 
 def steps(run_dir: Path) -> list[int]:
