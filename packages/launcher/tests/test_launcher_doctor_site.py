@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import doctor, doctor_probe, doctor_site
+from orrery.launcher import containers, doctor, doctor_probe, doctor_site
 from orrery.launcher.doctor_nodes import _chosen, judge_probe, judge_space, parse_probes
 from orrery.launcher.doctor_site import (
     Answer,
@@ -288,7 +288,8 @@ def test_little_space_is_noted_and_none_is_not_borne():
 def probe(folder: Path, size: int, **changes) -> list[dict]:
     """`size` nodes, each a process of its own; the lines that they print, between other lines."""
     options = {
-        "folder": str(folder), "interface": "lo", "python": sys.executable, "gpus": False,
+        "folder": str(folder), "interface": "lo", "python": sys.executable,
+        "entering": containers.entering(gpus=False), "theirs": containers.THEIRS,
         "images": {"cpu/trainer": str(folder / "none.sif")}, "folders": {"runs": str(folder), "scratch": str(folder / "missing")},
         "mounts": [str(folder / "missing")], "wait_s": 10, "limit_s": 50, **changes,
     }  # fmt: skip
@@ -313,6 +314,21 @@ def test_probes_meet_and_say_what_a_node_sees(tmp_path):
         assert one["visible_gpus"] == ["0", "1"] and one["images"]["cpu/trainer"] == [None, "not there"]
         assert one["free_bytes"]["runs"] > 0 and one["free_bytes"]["scratch"] is None and len(one["mounts_missing"]) == 1
     assert troubles(judge_probe(found, ["node1", "node2"], 2, 2, site())).keys() >= {"mounts", "scratch on nodes"}
+
+
+def test_a_probe_enters_images_as_roles_do(tmp_path, monkeypatch):
+    image, apptainer = tmp_path / "none.sif", tmp_path / "bin" / "apptainer"
+    image.touch()
+    apptainer.parent.mkdir()
+    apptainer.write_text('#!/bin/sh\necho "$APPTAINER_BIND$SINGULARITY_BIND$APPTAINER_CACHEDIR $*"\n')
+    apptainer.chmod(0o755)
+    for name, value in {"APPTAINER_BIND": "/etc", "SINGULARITY_BIND": "/etc", "APPTAINER_CACHEDIR": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
+    (one,) = probe(tmp_path, 1, entering=containers.entering(gpus=True))
+    alone = "-s exec --cleanenv --no-home --no-mount home,tmp,cwd,hostfs,bind-paths --nv"
+    code, said = one["images"]["cpu/trainer"]
+    assert code == 0 and said.startswith(f"kept {alone} --pwd / {image} /usr/bin/python3 -I -c")
 
 
 def test_a_probe_that_never_meets_its_peer_ends_and_says_so(tmp_path):
@@ -340,7 +356,7 @@ def test_locks_of_nodes_that_did_not_meet_are_not_compared():
 
 
 def test_a_probe_that_runs_out_of_time_prints_what_it_knows(tmp_path):
-    options = {"folder": str(tmp_path), "interface": "lo", "wait_s": 30, "limit_s": 1}
+    options = {"folder": str(tmp_path), "interface": "lo", "theirs": containers.THEIRS, "wait_s": 30, "limit_s": 1}
     env = {**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
     done = subprocess.run([sys.executable, doctor_probe.__file__, json.dumps(options)], env=env, capture_output=True, text=True, timeout=30)
     (one,) = parse_probes(done.stdout)

@@ -5,7 +5,6 @@
 """
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -104,8 +103,7 @@ class Allocation:
     @staticmethod
     def _base() -> dict[str, str]:
         """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
-        mine = slurm.clean_environment(os.environ, inside=True)
-        return {name: value for name, value in mine.items() if not re.match(r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)", name)}
+        return containers.without_theirs(slurm.clean_environment(os.environ, inside=True))
 
     def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
         """Start every step of the stage; raises `OrreryError` where an image is missing."""

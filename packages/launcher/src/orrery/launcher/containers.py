@@ -9,6 +9,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,24 +23,33 @@ from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
 CODE = "/orrery/code"  # where the snapshot is bound; on PYTHONPATH of every image
+THEIRS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # options, binds and variables of whoever submitted, which Apptainer would take
 
 
 def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, scratch: Path, gpus: bool, argv: Sequence[str]) -> list[str]:
     """`argv` inside `image`."""
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", "/etc/hosts:/etc/hosts:ro", *site.mounts]
     return [
-        *("apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths"),
-        *(["--nv"] if gpus else []),
+        *entering(gpus),
         *(part for bind in binds for part in ("--bind", bind)),
         *("--pwd", str(run_dir)),
         *(str(image), *argv),
     ]
 
 
+def entering(gpus: bool) -> list[str]:
+    """The beginning of every command line into an image: nothing of the host's but what Apptainer itself needs."""
+    alone = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths"]
+    return [*alone, *(["--nv"] if gpus else [])]
+
+
+def without_theirs(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if not re.match(THEIRS, name)}
+
+
 def image_of(site: Containers, workspace: Workspace, hardware: Hardware, role: str) -> Path:
     """The image file of a role; raises `OrreryError` where it is missing."""
-    kind: images.Hardware = "cpu" if hardware.accelerator == "cpu" else "cuda"
-    return images.find(workspace, workspace.root / site.images, images.IMAGE_OF[role], kind)
+    return images.find(workspace, workspace.root / site.images, images.IMAGE_OF[role], images.hardware_of(hardware.accelerator))
 
 
 def images_of(site: Containers | None, workspace: Workspace, hardware: Hardware, plan: StagePlan) -> dict[str, Path]:

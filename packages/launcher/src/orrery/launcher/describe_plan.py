@@ -74,13 +74,13 @@ def _line(step: StepPlan, heterogeneous: bool, manifest: Manifest, one: StagePla
     argv[argv.index("--attempt") + 1] = "<attempt>"
     scratch = scratch_of(site.containers, "<job>")
     if site.containers is not None:
-        gpus = manifest.hardware.accelerator != "cpu"
+        hardware = images.hardware_of(manifest.hardware.accelerator)
         try:
             image = image_of(site.containers, workspace, manifest.hardware, step.role)
         except OrreryError:
-            image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{'cuda' if gpus else 'cpu'}-<missing>.sif"
+            image = workspace.root / site.containers.images / f"{images.IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
         image = Path(workspace.shown(image))
-        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, gpus, argv)
+        argv = apptainer(site.containers, image, folder, folder / "code" / "<digest>", scratch, hardware == "cuda", argv)
     component, code = step.component if heterogeneous else None, folder / "code" / "<digest>"
     nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
     return srun(step, component, nodelist, code, folder / "logs", scratch, f"=== {one.name}", argv)

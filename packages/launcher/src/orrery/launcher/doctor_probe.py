@@ -1,4 +1,4 @@
-"""Probe: what one node sees, printed as one line of JSON. `orrery doctor` runs it as one task a node of one small job.
+"""Probe: what one node sees, printed as JSON in short lines (`say`). `orrery doctor` runs it as one task a node of one small job.
 
 - By path and with the node's own `python3` (3.6 or newer, standard library only): it looks at nodes where nothing of ours may work yet.
 - Tasks meet in a folder of the shared file system, where each publishes its address by a rename, as roles do. Then each asks each over TCP:
@@ -10,6 +10,7 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -41,7 +42,7 @@ def main():
         say(found)
         os._exit(0)
 
-    for name in [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]:
+    for name in [name for name in os.environ if re.match(options["theirs"], name)]:
         del os.environ[name]  # roles do not have them either
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
@@ -53,7 +54,7 @@ def main():
     found["nvidia"] = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     found["nvidia_cuda"] = ask(["nvidia-smi"])
     found["apptainer"] = ask(["apptainer", "--version"])
-    found["images"] = {name: in_image(path, options["gpus"]) for name, path in options["images"].items()}
+    found["images"] = {name: in_image(path, options["entering"]) for name, path in options["images"].items()}
     found["user_namespaces"] = read("/proc/sys/user/max_user_namespaces")
     found["fuse"] = os.access("/dev/fuse", os.R_OK | os.W_OK)
     found["infiniband"] = listed("/sys/class/infiniband")
@@ -83,11 +84,10 @@ def ask(argv, within_s=20):
         return [None, error.strerror]
 
 
-def in_image(path, gpus):
+def in_image(path, entering):
     if not os.path.exists(path):
         return [None, "not there"]
-    argv = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths", "--pwd", "/"]
-    return ask(argv + (["--nv"] if gpus else []) + [path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40)
+    return ask(entering + ["--pwd", "/", path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40)
 
 
 def address_of(interface):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from orrery.launcher import containers
 from orrery.launcher.doctor import Finding
 from orrery.launcher.doctor_nodes import RUNS_GIB, WAIT_S, judge_probe, judge_space, over_nodes, parse_probes
 from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
@@ -167,7 +168,8 @@ def _probe(workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapp
     word = secrets.token_hex(4)
     folder = runs_root(workspace) / f".doctor-{word}"
     options = {
-        "folder": str(folder), "interface": site.network.interface if site.network else "", "python": sys.executable, "gpus": gpus > 0,
+        "folder": str(folder), "interface": site.network.interface if site.network else "", "python": sys.executable,
+        "entering": containers.entering(gpus > 0), "theirs": containers.THEIRS,
         "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
         "folders": {"runs": str(runs_root(workspace)), "scratch": site.containers.scratch if site.containers else "/tmp"},
         "mounts": [mount.split(":")[0] for mount in site.containers.mounts] if site.containers else [],

@@ -36,6 +36,11 @@ class Built(NamedTuple):
     sif: str
 
 
+def hardware_of(accelerator: str) -> Hardware:
+    """Of a manifest's `hardware.accelerator`."""
+    return "cpu" if accelerator == "cpu" else "cuda"
+
+
 def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
     """The files that decide what is in an image, relative to the checkout's root."""
     base = ["base.def", f"debian.{hardware}.lock", *TOOLS]

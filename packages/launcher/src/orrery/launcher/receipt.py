@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from orrery.launcher import containers
 from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
@@ -202,8 +203,8 @@ def _struck(text: str, secrets: Iterable[str]) -> str:
 
 
 def _image(path: Path) -> Facts:
-    """Entered as roles enter it (`containers.apptainer`), with nothing of the host's bound but what Apptainer itself needs."""
-    inside = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths", "--pwd", "/"]
+    """Entered as roles enter it, with nothing bound."""
+    inside = [*containers.entering(gpus=False), "--pwd", "/"]
     try:
         return {"file": path.name, "sha256": _sha256(path), "versions": _versions([*inside, str(path), "/usr/bin/python3"])}
     except OSError as error:
@@ -212,11 +213,9 @@ def _image(path: Path) -> Facts:
 
 def _versions(python: list[str]) -> dict[str, str]:
     """What the packages that decide results are, as installed; CUDA's runtime and NCCL are packages too."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
+    argv, env = [*python, "-I", "-c", VERSIONS], containers.without_theirs(os.environ)
     try:
-        done = subprocess.run(
-            [*python, "-I", "-c", VERSIONS], capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL, env=env
-        )
+        done = subprocess.run(argv, capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL, env=env)
         return json.loads(done.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         return {"unknown": f"{Path(python[0]).name} did not say ({type(error).__name__})"}
