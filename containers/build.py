@@ -4,7 +4,7 @@
     python containers/build.py lock RECORD...                         writes what was built into containers/images.lock
 
 - Runs alike as root and as a plain user: root takes a user namespace, since the root of a container lacks rights that Apptainer asks for.
-- Needs apptainer, uv and room for the image's files in TMPDIR (3 GB on CPUs, 12 GB with CUDA; a memory file system is much faster).
+- Needs apptainer, uv and room for the image's files in TMPDIR (gigabytes; a memory file system is much faster).
 - The same sha256 follows from the recipe, and from the versions of apptainer and squashfs-tools; a digest that is not the lock's is said.
 """
 
@@ -26,7 +26,7 @@ from orrery.launcher import images
 from orrery.launcher.images import Built, Hardware, Image
 from orrery.manifest.workspace import Workspace, find_workspace
 
-FETCH_TRIES = 5
+FETCH_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
@@ -61,18 +61,20 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
 
 
 def _prefetch(lock: Path, cache: Path) -> None:
-    """The packages of a lock into `cache`, where the build finds them; a network that stumbles gets FETCH_TRIES, and the last says why."""
+    """The packages of a lock into `cache`, where the build finds them; a network that stumbles is asked again, at last it says why."""
     time_stamp, packages = read_lock(lock)
     cache.mkdir(parents=True, exist_ok=True)
-    for pause_s in [2.0**n for n in range(FETCH_TRIES - 1)] + [None]:
+
+    def fetch_all() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda package: fetch(package, time_stamp, cache), packages))
+
+    for pause_s in FETCH_PAUSES_S:
         try:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda package: fetch(package, time_stamp, cache), packages))
-            return
+            return fetch_all()
         except OSError:
-            if pause_s is None:
-                raise
             time.sleep(pause_s)
+    fetch_all()
 
 
 def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, str]:

@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 
 from orrery.launcher.site import Site
-from orrery.observe.lifeline import LAUNCHER_PID
+from orrery.observe.deadline import SCALE
+from orrery.observe.lifeline import LAUNCHER_PID, TOKEN
+from orrery.observe.network import INTERFACE
 
 THREADS_AT_MOST = 4  # more threads than this only wait for one another at the model sizes that are run on CPUs
 LOOPBACK = "127.0.0.1,localhost"
@@ -33,7 +35,7 @@ def cluster_environment(site: Site, token: str, cpus: int, num_nodes: int) -> di
     """What a task of a Slurm step is told. Roles of one node stay on loopback, whatever interface the site names."""
     return {
         **_common(site, token, cpus),
-        **({"ORRERY_INTERFACE": site.network.interface} if site.network and num_nodes > 1 else {}),
+        **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
         LAUNCHER_PID: "0",  # launched, and the parent is whoever Slurm has made it
@@ -50,7 +52,7 @@ def _common(site: Site, token: str, cpus: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "ORRERY_TOKEN": token,  # shared by the roles of this attempt, so that nobody else's message is taken for theirs
-        "ORRERY_DEADLINE_SCALE": str(site.roles.deadline_scale),
+        TOKEN: token,  # shared by the roles of this attempt, so that nobody else's message is taken for theirs
+        SCALE: str(site.roles.deadline_scale),
         **site.environment,
     }

@@ -20,21 +20,26 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s
     """
     holder = lock.holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):
-        return _stop_launcher(run_dir, holder.pid, checkpoint, within_s)
+        return _wind_down_launcher(run_dir, holder.pid) if checkpoint else _end_launcher(run_dir, holder.pid, within_s)
     jobs = slurm.of_run(run_dir.name) if on_cluster else []
     if not jobs:
         if holder is not None:
             raise OrreryError(f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there")
         raise OrreryError(f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands")
-    if checkpoint:
-        _stay(run_dir)
     told = ", ".join(f"{job.id} ({job.name.rpartition('.')[2]}, {job.word.lower()})" for job in jobs)
-    if checkpoint:
-        running = [job for job in jobs if job.state == "running"]
-        if not running:
-            raise OrreryError(f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them")
-        slurm.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
-        return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
+    return _wind_down_jobs(run_dir, jobs, told) if checkpoint else _cancel_jobs(run_dir, jobs, told, within_s)
+
+
+def _wind_down_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str) -> str:
+    _stay(run_dir)
+    running = [job for job in jobs if job.state == "running"]
+    if not running:
+        raise OrreryError(f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them")
+    slurm.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
+    return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
+
+
+def _cancel_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str, within_s: float) -> str:
     slurm.cancel([job.id for job in jobs])
     limit_s = time.monotonic() + within_s
     while left := {job.id for job in slurm.of_run(run_dir.name)} & {job.id for job in jobs}:
@@ -58,15 +63,21 @@ def _is_a_job(run_dir: Path) -> bool:
     return status is not None and status.slurm_job is not None
 
 
-def _stop_launcher(run_dir: Path, pid: int, checkpoint: bool, within_s: float) -> str:
-    if checkpoint:
-        _stay(run_dir)
+def _wind_down_launcher(run_dir: Path, pid: int) -> str:
+    _stay(run_dir)
+    _signal(run_dir, pid, signal.SIGUSR1)
+    return f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint; it ends when that is written"
+
+
+def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
     try:
-        os.kill(pid, signal.SIGUSR1 if checkpoint else signal.SIGTERM)
+        os.kill(pid, number)
     except PermissionError:
         raise OrreryError(f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask them, or become them") from None
-    if checkpoint:
-        return f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint; it ends when that is written"
+
+
+def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:
+    _signal(run_dir, pid, signal.SIGTERM)
     limit_s = time.monotonic() + within_s
     while (holder := lock.holder(run_dir)) is not None and holder.pid == pid:
         if time.monotonic() > limit_s:
