@@ -1,6 +1,6 @@
 """Rows to expert order and back, and the activation between, against the referee.
 
-The Triton form runs on a GPU, or on a CPU under its interpreter: TRITON_INTERPRET=1 python -m pytest packages/kernels/tests/test_kernels_expert_rows.py
+The Triton form runs on a GPU, or, with TRITON_INTERPRET=1 in the environment, on a CPU under its interpreter.
 """
 
 import os

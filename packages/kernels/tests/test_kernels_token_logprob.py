@@ -1,16 +1,29 @@
-"""The chunked LM head against its referee."""
+"""The chunked LM head against its referee.
+
+The Triton form runs on a GPU, or, with TRITON_INTERPRET=1 in the environment, on a CPU under its interpreter.
+"""
+
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from orrery.kernels.token_logprob import reference_token_logprob, token_logprob
+from orrery.kernels.token_logprob import chunked, logits, reference_token_logprob, token_logprob
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
+)
 
 
 def example(num_tokens=37, hidden=16, vocab=50, dtype=torch.float64, seed=0):
+    """Logits of order one: forward and backward may round a float32 logit differently, and a softmax is off by that much, relatively."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(num_tokens, hidden, generator=generator).to(dtype),
-        torch.randn(vocab, hidden, generator=generator).to(dtype),
+        (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype),
         torch.randint(0, vocab, (num_tokens,), generator=generator),
         0.5 + torch.rand(num_tokens, generator=generator),
         torch.randn(num_tokens, generator=generator).to(dtype),
@@ -78,9 +91,9 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
     assert logprob.shape == (0,) and weight_grad.abs().max() == 0
 
 
-def test_never_holds_more_logits_than_one_chunk():
-    num_tokens, vocab, chunk = 64, 1000, 4
-    sizes = []
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(64, 4), (64, 1000), (3, 4)])
+def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk):
+    vocab, sizes = 1000, []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -92,7 +105,107 @@ def test_never_holds_more_logits_than_one_chunk():
     with Watch():
         logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk)
         (logprob.sum() + entropy.sum()).backward()
-    assert max(sizes) == chunk * vocab
+    largest = max(sizes)
+    assert largest <= min(chunk, num_tokens) * vocab and largest >= 0.9 * min(chunk, num_tokens) * vocab
+
+
+@pytest.mark.parametrize(("length", "longest"), [(0, 5), (5, 0), (1000, 128), (1000, 130), (151936, 94960), (16384, 10240), (300, 256)])
+def test_blocks_cover_everything_once_in_as_few_as_can_be_or_one_more_for_alignment(length, longest):
+    found = chunked.blocks(length, longest)
+    assert [i for block in found for i in range(length)[block]] == list(range(length))
+    assert all(block.stop - block.start <= max(1, longest) for block in found)
+    assert len(found) == -(-length // max(1, longest))
+
+
+def test_auto_takes_a_share_of_all_memory_and_not_of_what_is_free(monkeypatch):
+    class H200:
+        total_memory = 150 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    tokens = chunked.auto_chunk_tokens(torch.device("cuda:0"), 151936)
+    assert tokens % 128 == 0 and 0.9 < tokens * 151936 * 6 / (H200.total_memory / 16) <= 1
+    assert chunked.auto_chunk_tokens(torch.device("cpu"), 151936) == 256
+    expected = outcome(reference_token_logprob, *example(num_tokens=300))
+    assert_close(outcome(token_logprob, *example(num_tokens=300), "auto"), expected, 1e-12)
+
+
+def test_a_frozen_weight_costs_no_product_for_its_gradient():
+    products = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.append(func) if "mm" in str(func) else None
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, target, temperature, *_ = example(dtype=torch.float32)
+    for trained in (False, True):
+        logprob, _ = token_logprob(hidden.requires_grad_(), weight.requires_grad_(trained), target, temperature, 64)
+        with Count():
+            logprob.sum().backward()
+        assert len(products) == (3 if trained else 2)
+        products.clear()
+
+
+def rows_of(num_rows, width, vocab, first_column=0, seed=3):
+    """Arguments of the two passes over a block of logits, and the numbers of whole rows that the second needs."""
+    generator = torch.Generator().manual_seed(seed)
+    block = 4 * torch.randn(num_rows, vocab, generator=generator)
+    target = torch.randint(0, vocab, (num_rows,), generator=generator)
+    temperature = 0.5 + torch.rand(num_rows, generator=generator)
+    logprob, entropy, log_normalizer = logits.statistics(block.double(), target, temperature)
+    gradients = torch.randn(2, num_rows, generator=generator).unbind()
+    part = block[:, first_column : first_column + width].contiguous().to(DEVICE)
+    rows = (x.to(DEVICE) for x in (target, temperature, log_normalizer.float(), entropy.float(), *gradients))
+    return block.to(DEVICE), part, tuple(rows), (logprob, entropy, log_normalizer)
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab", [7, 4096, 9000])  # within a block, exactly one, two and a part
+def test_the_one_pass_statistics_of_triton_equal_float64(vocab):
+    from orrery.kernels.token_logprob import triton
+
+    block, _, (target, temperature, *_), expected = rows_of(5, vocab, vocab)
+    block[1] += 1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
+    actual = triton.statistics(block, target, temperature)
+    shift = torch.zeros(5, dtype=torch.float64)
+    shift[1] = 1000 / temperature[1].item()
+    for a, e, offset in zip(actual, expected, (0, 0, shift), strict=True):
+        a = a.cpu().double() - offset
+        rest = torch.tensor([0, 2, 3, 4])
+        torch.testing.assert_close(a[rest], e[rest], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(a[1], e[1], rtol=0, atol=1e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize(("vocab", "first_column", "width"), [(7, 0, 7), (9000, 100, 4096), (9000, 3000, 6000)])
+def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(vocab, first_column, width):
+    from orrery.kernels.token_logprob import triton
+
+    _, part, rows, _ = rows_of(5, width, vocab, first_column)
+    # Rounding to bfloat16 costs at most 2⁻⁹; Triton's interpreter cuts off instead, which costs at most 2⁻⁷.
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7)):
+        expected = logits.gradient(part.double(), *rows, first_column, torch.float64)
+        actual = triton.gradient(part.clone(), *rows, first_column, dtype)
+        assert actual.dtype == dtype
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@needs_triton
+def test_a_logit_that_is_no_number_comes_out_as_none():
+    from orrery.kernels.token_logprob import triton
+
+    for bad in (float("nan"), float("inf")):
+        block, _, (target, temperature, *_), _ = rows_of(3, 9000, 9000)
+        block[1, 5000] = bad
+        for values in triton.statistics(block, target, temperature)[:2]:
+            assert values.isnan().tolist() == [False, True, False]
+
+
+@needs_triton
+def test_the_whole_op_with_triton_equals_the_referee():
+    expected = outcome(reference_token_logprob, *example())
+    inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
+    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, 8, "triton")], expected, 1e-6)
 
 
 def test_shapes_that_do_not_go_together_are_refused():
@@ -114,3 +227,15 @@ def test_bfloat16_on_a_gpu_accumulates_in_float32():
     actual = outcome(token_logprob, hidden, weight, target, temperature, g.float(), h.float(), 24)
     assert_close(actual[:2], expected[:2], 1e-5)
     assert_close(actual[2:], expected[2:], 2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is counted on a GPU only")
+def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
+    hidden, weight, target, temperature, *_ = (x.cuda() for x in example(4096, hidden=64, vocab=8192, dtype=torch.bfloat16))
+    hidden, weight, chunk = hidden.requires_grad_(), weight.requires_grad_(), 1024
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprob, _ = token_logprob(hidden, weight, target, temperature, chunk)
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * chunk * 8192 * 4
+    logprob.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 1.25 * chunk * 8192 * 6

@@ -1,48 +1,93 @@
-"""Chunked LM head: at most `chunk_tokens` × V logits exist at any time.
+"""Chunked LM head: at most `chunk_tokens` × V logits exist at any time, or one column [T] of them where that is more.
 
-- The forward keeps hidden, weight, target, temperature and three numbers a token; the backward makes the logits of each chunk again.
+- The forward goes over blocks of tokens and keeps hidden, weight, target, temperature and two numbers a token.
+- The backward makes the logits again, over blocks of the vocabulary with all tokens in each: a block's rows of the weight's gradient
+  are then one product, rounded once, and no float32 copy of that gradient exists. What is summed over blocks, in float32 inside the
+  products, is the gradient of the hidden states: T × D numbers, not V × D.
+- So the length of a chunk changes the order of that one sum, and nothing else but which blocking the products themselves choose.
 - Logits are float32 whatever the inputs are: bfloat16 operands are multiplied as they are and accumulated in float32 on a GPU, and
-  converted first on a CPU. Float64 inputs stay float64 (for the referee's tests).
-- The weight's gradient is summed over chunks in float32 and rounded to the weight's dtype once.
-- Gradients flow through log-prob and entropy to hidden and weight; target and temperature are constants. Not twice differentiable.
+  converted first on a CPU. Float64 inputs stay float64 (for the referee's tests). Their gradient is rounded to the inputs' dtype.
+- Gradients flow through log-prob and entropy to hidden and weight, each made only where it is wanted; target and temperature are
+  constants. Not twice differentiable. The host waits for nothing.
 
-With g_t, h_t the gradients that arrive at logprob_t and entropy_t, p the softmax and H the entropy:
-    ∂/∂z_tv = g_t (1[v = target_t] − p_tv) − h_t p_tv (log p_tv + H_t)
+What moves on a GPU with Triton, beside the products: each float32 logit is written and read once in the forward, and in the backward
+written and read once more and its bfloat16 gradient written once (and read by two products).
 """
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orrery.kernels.token_logprob import logits
+
+ChunkTokens = int | Literal["auto"]
+Form = Literal["plain", "triton"]
+
+AUTO_SHARE = 16  # of the device's memory, one part for a chunk's float32 logits and their 16-bit gradient
+AUTO_CPU_TOKENS = 256
+ALIGNMENT = 128  # blocks are whole tiles of the products where they are large enough
+
+_HAS_TRITON = find_spec("triton") is not None
+
 
 def token_logprob(
-    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    temperature_T: Tensor,
+    chunk_tokens: ChunkTokens,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and that distribution's entropy: float32 [T] each.
 
     hidden [T, D] and weight [V, D] of one floating dtype; target i64 [T] in [0, V); temperature f32 [T] > 0. T may be 0.
+    `chunk_tokens` "auto": on a GPU as many as a sixteenth of its total memory holds at 6 bytes a logit, in multiples of 128; on a CPU
+    256. Total, not free memory: the same on every rank of one kind, so that ranks make the same blocks.
+    `form` is Triton's on a GPU where it is installed, and plain otherwise; naming one is for tests and measurements.
     """
     num_tokens = hidden_TD.shape[0]
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if chunk_tokens != "auto" and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, or auto, got {chunk_tokens}")
     if hidden_TD.dtype != weight_VD.dtype or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and weight {weight_VD.dtype} {list(weight_VD.shape)} do not go together"
         )
     if target_T.shape != (num_tokens,) or temperature_T.shape != (num_tokens,):
         raise ValueError(f"target {list(target_T.shape)} and temperature {list(temperature_T.shape)} must be [{num_tokens}]")
-    return _ChunkedTokenLogprob.apply(hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens)
+    if form is None:
+        form = "triton" if _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 else "plain"
+    chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0]) if chunk_tokens == "auto" else chunk_tokens
+    return _ChunkedTokenLogprob.apply(hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form)
 
 
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
+    """Tokens of a chunk that "auto" stands for; `token_logprob` says the rule."""
+    if device.type != "cuda":
+        return AUTO_CPU_TOKENS
+    tokens = torch.cuda.get_device_properties(device).total_memory // (AUTO_SHARE * 6 * vocab_size)
+    return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
+
+
+def blocks(length: int, longest: int) -> list[slice]:
+    """As few slices as cover `length` at no more than `longest` (at least 1) each, of nearly one size, whole tiles where that fits."""
+    longest = max(1, longest)
+    count = -(-length // longest)
+    size = -(-length // max(1, count))
+    aligned = -(-size // ALIGNMENT) * ALIGNMENT
+    size = aligned if aligned <= longest else size
+    return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with float32 accumulation and result (float64 for float64)."""
-    out = _accumulation_dtype(a)
+    out = _wide(a)
     if a.dtype == out:
         return a @ b
     if a.is_cuda:
@@ -50,54 +95,73 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return a.to(out) @ b.to(out)
 
 
-def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor) -> Tensor:
-    logits_CV = _matmul(hidden_CD, weight_VD.T)
-    return logits_CV.div_(temperature_C.to(logits_CV.dtype)[:, None])
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the dtype of total: inside the product where this torch can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += _matmul(a, b)
+
+
+def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, accumulated in float32 and rounded once."""
+    if a.is_cuda or a.dtype == _wide(a):
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(_matmul(a, b))
 
 
 class _ChunkedTokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int, form: Form
     ) -> tuple[Tensor, Tensor]:
-        dtype = _accumulation_dtype(hidden_TD)
-        logprob_T, entropy_T, log_normalizer_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=dtype) for _ in range(3))
-        for start in range(0, hidden_TD.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            logits_CV = _scaled_logits(hidden_TD[chunk], weight_VD, temperature_T[chunk])
-            log_normalizer_C = torch.logsumexp(logits_CV, dim=-1)
-            target_logit_C = logits_CV.gather(1, target_T[chunk, None]).squeeze(1)
-            logprob_T[chunk] = target_logit_C - log_normalizer_C
-            log_normalizer_T[chunk] = log_normalizer_C
-            log_softmax_CV = logits_CV.sub_(log_normalizer_C[:, None])
-            entropy_T[chunk] = -torch.linalg.vecdot(log_softmax_CV.exp(), log_softmax_CV)
+        statistics = _triton().statistics if form == "triton" else logits.statistics
+        logprob_T, entropy_T, log_normalizer_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=_wide(hidden_TD)) for _ in range(3))
+        for chunk in blocks(hidden_TD.shape[0], chunk_tokens):
+            # No name for the logits: theirs would keep one chunk's alive while the next one's are made.
+            logprob_T[chunk], entropy_T[chunk], log_normalizer_T[chunk] = statistics(
+                _matmul(hidden_TD[chunk], weight_VD.T), target_T[chunk], temperature_T[chunk]
+            )
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.form = chunk_tokens, form
         return logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = ctx.saved_tensors
+        gradient = _triton().gradient if ctx.form == "triton" else logits.gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        dtype = log_normalizer_T.dtype
-        grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if wants_weight else None
-        for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
-            chunk = slice(start, start + ctx.chunk_tokens)
-            hidden_CD = hidden_TD[chunk]
-            g_C, h_C = grad_logprob_T[chunk].to(dtype), grad_entropy_T[chunk].to(dtype)
-            log_softmax_CV = _scaled_logits(hidden_CD, weight_VD, temperature_T[chunk]).sub_(log_normalizer_T[chunk, None])
-            softmax_CV = log_softmax_CV.exp()
-            # −p (g + h (log p + H)), written into the log-softmax, then g added at the target.
-            grad_logits_CV = log_softmax_CV.add_(entropy_T[chunk, None]).mul_(h_C[:, None]).add_(g_C[:, None]).mul_(softmax_CV).neg_()
-            grad_logits_CV.scatter_add_(1, target_T[chunk, None], g_C[:, None])
-            grad_logits_CV.div_(temperature_T[chunk].to(dtype)[:, None])
-            grad_logits_CV = grad_logits_CV.to(hidden_CD.dtype)
+        num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
+        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=log_normalizer_T.dtype) if wants_hidden else None
+        grad_weight_VD = torch.empty_like(weight_VD) if wants_weight else None
+        for block in blocks(vocab_size, ctx.chunk_tokens * vocab_size // max(1, num_tokens)):
+            weight_BD = weight_VD[block]
+            grad_logits_TB = gradient(
+                _matmul(hidden_TD, weight_BD.T),
+                target_T,
+                temperature_T,
+                log_normalizer_T,
+                entropy_T,
+                grad_logprob_T,
+                grad_entropy_T,
+                block.start,
+                hidden_TD.dtype,
+            )
             if grad_hidden_TD is not None:
-                grad_hidden_TD[chunk] = _matmul(grad_logits_CV, weight_VD).to(hidden_TD.dtype)
+                _add_matmul(grad_hidden_TD, grad_logits_TB, weight_BD)
             if grad_weight_VD is not None:
-                grad_weight_VD += _matmul(grad_logits_CV.T, hidden_CD)
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None, None
+                _write_matmul(grad_weight_VD[block], grad_logits_TB.T, hidden_TD)
+            del grad_logits_TB
+        if grad_hidden_TD is not None:
+            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+
+
+def _triton() -> Any:
+    from orrery.kernels.token_logprob import triton
+
+    return triton
