@@ -1,9 +1,27 @@
 """Packed attention against its referee."""
 
+import itertools
+
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition, nop
+from torch._dynamo.backends.common import aot_autograd
 
-from orrery.kernels.attention import Documents, reference_varlen_attention, varlen_attention
+from orrery.kernels.attention import (
+    Documents,
+    attention_backward,
+    attention_forward,
+    cudnn_dense,
+    flash,
+    forms,
+    padded,
+    plain,
+    reference_varlen_attention,
+    signatures,
+    varlen_attention,
+)
+from orrery.kernels.attention.layout import Layout
+from orrery.kernels.attention.padded import Grids
 
 PACKS = {
     "many of like lengths": [5, 7, 6, 7, 5, 6],
@@ -54,18 +72,192 @@ def test_no_tokens_give_no_output_and_zero_gradients():
         assert tensor is not None and tensor.shape[0] == 0
 
 
-def test_documents_are_worked_out_once_and_padding_stays_below_a_third():
+def test_grids_are_worked_out_once_and_padding_stays_below_a_third():
     lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    documents = Documents(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
-    assert documents.grids is documents.grids and documents.max_seqlen == max(lengths)
-    assert sum(source.numel() for source in documents.grids.sources) <= sum(lengths) * 4 / 3
-    assert len(documents.grids.sources) <= 20
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    grids = Grids.of(cu_seqlens)
+    assert Grids.of(cu_seqlens.clone()) is grids and Documents(cu_seqlens).max_seqlen == max(lengths)
+    assert sum(source.numel() for source in grids.sources) <= sum(lengths) * 4 / 3
+    assert len(grids.sources) <= 20
 
 
 def test_heads_that_do_not_divide_are_refused():
     q, k, v, cu_seqlens = pack([4], num_heads=4, num_kv_heads=3)
     with pytest.raises(ValueError, match="not a multiple"):
         varlen_attention(q, k, v, cu_seqlens)
+
+
+def offsets(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def dense_scores(q, k, cu_seqlens_q, cu_seqlens_k, causal):
+    """[H, T, S] with −∞ wherever a query does not see a key, from the definition, one pair of documents at a time."""
+    scores = torch.full((q.shape[1], q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float64)
+    pairs = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (q0, q1), (k0, k1) in pairs:
+        keys = k[k0:k1].double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        block = torch.einsum("thd,shd->hts", q[q0:q1].double(), keys) * q.shape[-1] ** -0.5
+        if causal:
+            row, column = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
+            block = block.masked_fill(column > row + (k1 - k0) - (q1 - q0), -torch.inf)
+        scores[:, q0:q1, k0:k1] = block
+    return scores
+
+
+# Keys before, as many as, and fewer than the queries; a document without keys, one without queries.
+CROSS = {"as many": ([5, 3], [5, 3]), "more keys": ([4, 6], [9, 6]), "fewer keys": ([7, 2], [3, 2]), "none": ([3, 0, 4], [0, 5, 4])}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", CROSS.values(), ids=CROSS)
+def test_queries_and_keys_of_different_tokens_agree_with_the_definition(lengths, causal):
+    cu_q, cu_k = offsets(*lengths[0]), offsets(*lengths[1])
+    generator = torch.Generator().manual_seed(1)
+    q, dout = torch.randn(2, sum(lengths[0]), 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, sum(lengths[1]), 2, 8, generator=generator, dtype=torch.float64)
+    counts = cu_q, cu_k, max(lengths[0]), max(lengths[1]), causal
+    out, lse = attention_forward(q, k, v, *counts)
+    q_, k_, v_ = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = dense_scores(q_, k_, cu_q, cu_k, causal)
+    sees = scores.detach().amax(-1) > -torch.inf
+    weights = torch.where(sees[..., None], scores, 0.0).softmax(-1) * sees[..., None]
+    expected = torch.einsum("hts,shd->thd", weights, v_.repeat_interleave(2, dim=1))
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, scores.detach().logsumexp(-1).t(), rtol=1e-10, atol=1e-10)
+    assert (out[~sees.t()] == 0).all()
+    expected.backward(dout)
+    for actual, leaf in zip(attention_backward(dout, q, k, v, out, lse, *counts), (q_, k_, v_), strict=True):
+        torch.testing.assert_close(actual, leaf.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_parts_of_the_keys_merge_into_the_whole_forward_and_backward():
+    q, k, v, cu = pack([6, 4])
+    dout = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).view_as(q)
+    whole = cu, cu, 6, 6, False
+    out, lse = attention_forward(q, k, v, *whole)
+    # the first 3 keys of the first document and 1 of the second; the rest
+    parts = [(torch.tensor([0, 1, 2, 6]), offsets(3, 1)), (torch.tensor([3, 4, 5, 7, 8, 9]), offsets(3, 3))]
+    outputs = [attention_forward(q, k[keep], v[keep], cu, cu_k, 6, 3, False) for keep, cu_k in parts]
+    merged = sum(part * (part_lse - lse).exp()[..., None] for part, part_lse in outputs)
+    torch.testing.assert_close(merged, out, rtol=1e-10, atol=1e-10)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for keep, cu_k in parts:
+        part = attention_backward(dout, q, k[keep], v[keep], out, lse, cu, cu_k, 6, 3, False)
+        dq += part[0]
+        dk[keep], dv[keep] = part[1], part[2]
+    for actual, expected in zip((dq, dk, dv), attention_backward(dout, q, k, v, out, lse, *whole), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_blocks_of_queries_do_not_show(monkeypatch):
+    q, k, v, cu = pack([23, 9])
+    layout = Layout(cu, cu, 23, 23, True, 0.3)
+    dout = torch.ones_like(q)
+    whole = plain.forward(q, k, v, layout)
+    gradients = plain.backward(dout, q, k, v, *whole, layout)
+    monkeypatch.setattr(plain, "_BLOCK_QUERIES", 4)
+    for actual, expected in zip(plain.forward(q, k, v, layout), whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(plain.backward(dout, q, k, v, *whole, layout), gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
+    q, k, v, cu = pack([9, 7, 20])
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
+    assert forms.chosen(q, k, layout) == ["padded", "plain"]
+    out, lse = padded.forward(q, k, v, layout)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]  # sums of up to 20 terms; a bfloat16 keeps 8 bits
+    for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    dout = torch.linspace(-1, 1, q.numel()).view_as(q).to(dtype)
+    given = dout, q, k, v, out, lse, layout
+    for actual, expected in zip(padded.backward(*given), plain.backward(*given), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_form_that_fails_is_left_out_and_the_next_one_answers(monkeypatch, caplog):
+    q, k, v, cu = pack([5, 8])
+    expected = varlen_attention(q, k, v, cu)
+    asked = []
+
+    def no_plan(*_):
+        asked.append(1)
+        raise RuntimeError("No valid execution plans built.")
+
+    monkeypatch.setattr(forms, "_failed", set())
+    monkeypatch.setattr(padded, "forward", no_plan)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            torch.testing.assert_close(varlen_attention(q, k, v, cu), expected, rtol=1e-10, atol=1e-10)
+    assert len(asked) == 1 and sum("No valid execution plans" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_running_out_of_memory_is_not_taken_for_a_form_that_cannot(monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(forms, "_failed", set())
+    monkeypatch.setattr(padded, "forward", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        varlen_attention(*pack([5, 8]))
+    assert not forms._failed
+
+
+def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog):
+    signatures._takes.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert not signatures.takes({"_flash_attention_forward": "query key queries_per_key"})
+        assert not signatures.takes({"_no_such_attention": "query"})
+    assert "queries_per_key" in caplog.text and "_no_such_attention" in caplog.text
+
+
+@pytest.mark.parametrize("form", [padded, flash, cudnn_dense])
+def test_private_operators_of_this_torch_are_those_that_the_forms_were_written_for(form):
+    assert signatures.takes(form._SIGNATURES)
+
+
+def operator_arguments(dtype=torch.float32, lengths=(5, 8)):
+    q, k, v, cu = pack(list(lengths))
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    return q, k, v, cu, cu, max(lengths), max(lengths), True, 8**-0.5
+
+
+def test_the_operator_keeps_the_rules_of_operators():
+    arguments = operator_arguments()
+    torch.library.opcheck(torch.ops.orrery.varlen_attention_forward.default, arguments)
+    q, k, v, *rest = (x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    out, lse = torch.ops.orrery.varlen_attention_forward(q, k, v, *rest)
+    given = torch.ones_like(out), q, k, v, out, lse, *rest
+    torch.library.opcheck(torch.ops.orrery.varlen_attention_backward.default, given)
+
+
+def test_gradients_agree_with_finite_differences():
+    q, k, v, *rest = operator_arguments(torch.float64, (3, 4))
+    assert torch.autograd.gradcheck(lambda q, k, v: torch.ops.orrery.varlen_attention_forward(q, k, v, *rest)[0], (q, k, v))
+
+
+def test_compiled_code_has_no_graph_break_and_new_packings_no_new_compilation():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition)(graph, inputs)
+
+    def attend(q, k, v, documents):
+        return varlen_attention(q, 2 * k, v, documents).sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=counting)
+    for lengths in ([5, 8], [4, 9, 3], [2, 2, 2, 12], [7, 1, 11]):
+        q, k, v, cu = pack(lengths)
+        documents = Documents(cu, max(lengths))
+        for actual, expected in zip(outcome(compiled, q, k, v, documents), outcome(attend, q, k, v, documents), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    assert len(graphs) <= 2  # one for the first packing, one for all that follow
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
