@@ -9,7 +9,7 @@ import torch
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
-from orrery.manifest.schema import AdamW, Model, Trainer
+from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.models import build, weights
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -55,11 +55,11 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
         dissolve(world)
 
 
-def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: AdamW, max_grad_norm: float) -> Learner:
+def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float) -> Learner:
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
     me.health.doing("loading weights")
     policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
-    return Learner(policy, world, optimizer, me.manifest.trainer.loss, max_grad_norm)
+    return Learner(policy, world, me.manifest.trainer, optimizer, max_grad_norm)
 
 
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:

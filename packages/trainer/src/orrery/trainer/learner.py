@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.schema import AdamW, DppoLoss
+from orrery.manifest.schema import Optimizer, Trainer
 from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.optim import clip, first_not_finite, gradient_norm, make_optimizer
@@ -37,8 +37,9 @@ class Outcome:
 class Learner:
     """Policy and optimizer on this rank. `step` is the last one done: the version of the weights it holds."""
 
-    def __init__(self, policy: Policy, world: World, optimizer: AdamW, loss: DppoLoss, max_grad_norm: float):
-        self.policy, self.world, self.loss, self.max_grad_norm = policy, world, loss, max_grad_norm
+    def __init__(self, policy: Policy, world: World, trainer: Trainer, optimizer: Optimizer, max_grad_norm: float):
+        self.policy, self.world, self.trainer, self.max_grad_norm = policy, world, trainer, max_grad_norm
+        self.loss = trainer.loss
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer)
         self.weights = dict(policy.named_parameters())
@@ -49,8 +50,8 @@ class Learner:
         step = self.step + 1
         begin_s = time.time()
         tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        values = self._agree(step, tally, totals)  # reads numbers, so the device has done the backward pass by then
         backward_s = time.time()
-        values = self._agree(step, tally, totals)
         norm = gradient_norm(self.weights.values(), self.world)
         if not math.isfinite(norm.item()):
             self._name_gradient(step)
@@ -83,7 +84,7 @@ class Learner:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         for index, columns in enumerate(arrivals):
             batch = micro_batch(columns, step, self.world.device)
-            synchronize_gradients(self.policy, index == count - 1)
+            synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
             value.backward()

@@ -16,7 +16,7 @@
 Everything here is float32; shapes are `[M]`, one entry a scored token.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -36,9 +36,6 @@ class Targets:
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
     same_weights: torch.Tensor  # bool: the engine sampled this token, and all of its sample, with exactly the weights being trained
-
-    def to(self, device: torch.device) -> "Targets":
-        return Targets(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
 
 @dataclass

@@ -6,7 +6,7 @@
 - A micro-batch without samples becomes one unweighted token: the rank still takes part in every collective, with zero gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
     target: torch.Tensor  # i64 [M], the scored tokens themselves
     temperature: torch.Tensor  # f32 [M]
+    routed_experts: torch.Tensor | None  # i64 [T, L, K], the experts that the engine chose; None: the router chooses
     loss: Targets  # [M]
     num_samples: int
     num_tokens: int
@@ -80,7 +81,7 @@ def micro_batch(columns: Columns, step: int, device: torch.device) -> MicroBatch
     )
 
     def send(array: np.ndarray) -> torch.Tensor:
-        return _tensor(array).to(device, non_blocking=True)
+        return _send(_tensor(array), device)
 
     return MicroBatch(
         token_id=send(token["token_id"].astype(np.int64)),
@@ -90,7 +91,8 @@ def micro_batch(columns: Columns, step: int, device: torch.device) -> MicroBatch
         row=send(np.maximum(scored - 1, 0)),
         target=send(token["token_id"][scored].astype(np.int64)),
         temperature=send(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
-        loss=targets.to(device),
+        routed_experts=send(token["routed_experts"].astype(np.int64)) if "routed_experts" in token else None,
+        loss=Targets(*(_send(getattr(targets, field.name), device) for field in fields(Targets))),
         num_samples=columns.num_samples,
         num_tokens=columns.num_tokens,
     )
@@ -110,9 +112,14 @@ def _dummy(device: torch.device) -> MicroBatch:
     no = torch.zeros(1, dtype=torch.bool, device=device)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
-    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, targets, num_samples=0, num_tokens=0)
+    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, None, targets, num_samples=0, num_tokens=0)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor that owns its memory: columns may be read-only views of a received frame."""
     return torch.from_numpy(np.array(array))
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`, without waiting for what the device is doing: a copy from memory that is not pinned would."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,13 @@
-"""The policy as the trainer runs it: network and LM head behind one `forward`, so that FSDP's hooks see every use of every weight."""
+"""The policy as the trainer runs it: network and LM head behind one `forward`, so that FSDP's hooks see every use of every weight.
+
+T tokens · M scored tokens · D hidden
+"""
+
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from orrery.kernels.token_logprob import token_logprob
 from orrery.models.causal_lm import CausalLm
@@ -11,17 +17,34 @@ from orrery.trainer.micro_batch import MicroBatch
 class Policy(nn.Module):
     """`network` maps tokens to hidden states (orrery.models); at most `chunk_tokens` rows of logits exist at a time."""
 
-    def __init__(self, network: CausalLm, chunk_tokens: int):
+    def __init__(self, network: CausalLm, chunk_tokens: int | Literal["auto"]):
         super().__init__()
         self.network, self.chunk_tokens = network, chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature.
 
         The head is called as a module, not through its weight, wherever it is one: FSDP's hooks sit on module calls.
         """
         network = self.network
-        hidden = network(batch.token_id, batch.position, batch.cu_seqlens, max_seqlen=batch.max_seqlen).index_select(0, batch.row)
+        hidden_TD = network(batch.token_id, batch.position, batch.cu_seqlens, batch.routed_experts, max_seqlen=batch.max_seqlen)
+        hidden_MD = _Rows.apply(hidden_TD, batch.row)
         if network.lm_head is None:
-            return token_logprob(hidden, network.lm_head_weight, batch.target, batch.temperature, self.chunk_tokens)
-        return network.lm_head(hidden, batch.target, batch.temperature, self.chunk_tokens)
+            return token_logprob(hidden_MD, network.lm_head_weight, batch.target, batch.temperature, self.chunk_tokens)
+        return network.lm_head(hidden_MD, batch.target, batch.temperature, self.chunk_tokens)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a matrix, each at most once; so the gradient is a copy, where that of `index_select` is a sum in no fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:
+        ctx.save_for_backward(row_M)
+        ctx.num_rows = x_TD.shape[0]
+        return x_TD.index_select(0, row_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+        (row_M,) = ctx.saved_tensors
+        return grad_MD.new_zeros(ctx.num_rows, grad_MD.shape[1]).index_copy_(0, row_M, grad_MD), None

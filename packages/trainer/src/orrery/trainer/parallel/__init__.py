@@ -1,8 +1,8 @@
 """Parallelism from outside: model code is for one device; this file applies everything else, in the one order that works.
 
-1. context parallel          not built; the manifest's schema refuses cp ≠ 1
-2. expert parallel           not built; the same for ep
-3. activation checkpointing  inside what is compiled
+1. context parallel          replaces the core of attention
+2. expert parallel           replaces the exchange of tokens, and shards experts
+3. activation checkpointing  inside of what is compiled, where a block is one graph; around it where ranks exchange inside a block
 4. compile                   a block at a time, inside what is sharded
 5. FSDP2                     last: its hooks must wrap all of the above
 
@@ -16,6 +16,6 @@ from orrery.trainer.policy import Policy
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
-    activation_checkpointing.apply(policy, world, trainer)
-    compiled.apply(policy, world, trainer)
-    fsdp.apply(policy, world, trainer)
+    recompute = (activation_checkpointing, compiled) if compiled.is_whole(trainer.mesh) else (compiled, activation_checkpointing)
+    for step in (*recompute, fsdp):
+        step.apply(policy, world, trainer)

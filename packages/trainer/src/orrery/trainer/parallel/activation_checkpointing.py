@@ -1,8 +1,16 @@
-"""Activation checkpointing: `full` keeps only each block's input and runs the block again in the backward pass."""
+"""Activation checkpointing: what of a block's forward pass stays for the backward pass, and what is computed again.
 
+- `full` keeps only each block's input.
+- `selective` keeps the input and the results of the named operations; all else, which costs bytes and no matrix products, is made again.
+- `none` keeps what autograd asks for. Compiled, that is less than it sounds: the compiler makes cheap results again by itself.
+"""
+
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orrery.manifest.schema import Trainer
 from orrery.trainer.parallel.world import World
@@ -10,7 +18,32 @@ from orrery.trainer.policy import Policy
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    if trainer.memory.activation_checkpointing.kind == "full":
-        for block in policy.network.layers:
-            # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    spec = trainer.memory.activation_checkpointing
+    if spec.kind == "none":
+        return
+    options = {} if spec.kind == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, keeping(spec.keep))}
+    for block in policy.network.layers:
+        # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def keeping(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """The policy that keeps the results of the operations called `names` (`SelectiveCheckpointing.keep`) and recomputes the rest."""
+    operations = frozenset(operation for name in names for operation in _operations(name))
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _operations(name: str) -> list[Any]:
+    aten, orrery = torch.ops.aten, torch.ops.orrery
+    match name:
+        case "attention":
+            return [orrery.varlen_attention.default]
+        case "projections":
+            return [aten.mm.default, aten.addmm.default, aten.linear.default]
+        case "experts":
+            return [orrery.grouped_matmul.default]
+    raise AssertionError(f"the schema knows {name!r}, this file does not")

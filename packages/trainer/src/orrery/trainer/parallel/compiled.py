@@ -1,17 +1,24 @@
-"""torch.compile, one block at a time: blocks are alike, so one compilation serves all; token counts vary, so shapes are dynamic.
+"""torch.compile, one block at a time: blocks are alike, so one compilation serves all of a kind.
 
-Attention stays as it is: how a pack divides into documents is worked out on the host, which dynamo cannot trace.
+- A block is one graph without a break (`fullgraph`); its attention and its grouped products are operators of `orrery.kernels`.
+- Where ranks exchange tokens or keys inside a block, the exchange stays outside of the graph, and a block is what stands around it.
+- The first length of a micro-batch is compiled as it is, the second for every length to come.
 """
 
 import torch
 
-from orrery.manifest.schema import Trainer
+from orrery.manifest.schema import Mesh, Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
+def is_whole(mesh: Mesh) -> bool:
+    """Whether a block computes all by itself, so that it can be one graph."""
+    return mesh.cp == mesh.ep == 1
+
+
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if trainer.compile:
+        whole = is_whole(trainer.mesh) and policy.network.config.family != "hugging_face"
         for block in policy.network.layers:
-            block.self_attn.forward = torch.compiler.disable(block.self_attn.forward)
-            block.compile(dynamic=True)
+            block.forward = torch.compile(block.forward, fullgraph=whole)

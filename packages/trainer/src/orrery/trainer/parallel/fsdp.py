@@ -1,16 +1,22 @@
-"""FSDP2: weights sharded over dp_shard, repeated over dp_replicate (HSDP when that is more than one).
+"""FSDP2: weights sharded over dp_shard · cp, repeated over dp_replicate (HSDP when that is more than one).
 
-- The units are the model's own (`models/<arch>/sharding.py`); what they leave over is the root's.
+- The units are the model's own (`models/<arch>/sharding.py`); what they leave over is the root's. Where experts are spread over ranks, a
+  layer's experts are a unit of their own, sharded over the ranks that hold the same experts.
 - Gradients are *summed* over ranks: the loss already divides by global counts, so FSDP's averaging is switched off.
-- Gradients travel once a step: micro-steps before the last accumulate locally (`synchronize_gradients`).
+- Gradients travel once a step (`reduce_gradients: step`): micro-steps before the last accumulate whole gradients on every rank. Where those
+  do not fit, they travel after each micro-batch, beside its backward pass, and only HSDP's all-reduce waits for the last.
+- The last unit stays whole between forward and backward: it is the first that the backward pass reads.
 - One rank whose dtypes are all the same is left unwrapped (`is_needed`): there is nothing to
   shard, cast or reduce, no process group to form, and a step is a few percent faster without the hooks.
 """
 
-import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+import itertools
 
-from orrery.manifest.schema import Trainer
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from orrery.manifest.schema import Fsdp, Trainer
 from orrery.models import fsdp_units
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -24,20 +30,45 @@ def is_needed(trainer: Trainer) -> bool:
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if not is_needed(trainer):
         return
-    mesh = world.mesh if trainer.mesh.dp_replicate > 1 else world.mesh["dp_shard"]
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.compute_dtype), reduce_dtype=getattr(torch, trainer.reduce_dtype), cast_forward_inputs=False
     )
-    for unit in fsdp_units(policy.network):
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    offload = CPUOffloadPolicy() if trainer.fsdp.cpu_offload else OffloadPolicy()
+    reshard = trainer.fsdp.reshard_after_forward
+
+    def shard(unit: nn.Module | list[nn.Module], mesh: object, reshard: bool) -> None:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+
+    mesh = world.fsdp_mesh
+    units = fsdp_units(policy.network)
+    for unit in units:
+        shard(unit, mesh, reshard and unit is not units[-1])
+    shard(policy, mesh, False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor alone becomes PREMUL_SUM, which gloo does not have
+    if trainer.mesh.ep > 1:
+        _prefetch(policy)
 
 
-def synchronize_gradients(policy: Policy, now: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks (the last micro-step of a step) or keeps them local."""
-    if isinstance(policy, FSDPModule):
-        policy.set_requires_gradient_sync(now)
+def _prefetch(policy: Policy) -> None:
+    """Gather the next layer's weights by name: an exchange of tokens stops the host, which would ask for them in time if it ran ahead."""
+    layers = [_units_of(layer) for layer in policy.network.layers]
+    for previous, current in itertools.pairwise(layers):
+        previous[0].set_modules_to_forward_prefetch(current)
+        current[0].set_modules_to_backward_prefetch(list(reversed(previous)))
+
+
+def _units_of(layer: nn.Module) -> list[FSDPModule]:
+    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
+
+
+def synchronize_gradients(policy: Policy, last: bool, spec: Fsdp) -> None:
+    """Whether the next backward pass, the `last` of its step or not, reduces gradients over ranks or keeps them local."""
+    if not isinstance(policy, FSDPModule):
+        return
+    if spec.reduce_gradients == "step":
+        policy.set_requires_gradient_sync(last)
+    else:
+        policy.set_requires_all_reduce(last)
