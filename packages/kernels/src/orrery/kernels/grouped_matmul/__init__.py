@@ -2,11 +2,12 @@
 
     out[rows of group e] = x[rows of group e] @ weight[e]ᵀ
 
-- `reference.py` loops over the groups: the referee, and what runs on a CPU.
-- `fused.py` is torch's grouped GEMM: bfloat16 on a GPU.
+- `reference.py` loops over the groups with plain autograd: the referee.
+- `operators.py` is the op, `orrery::grouped_matmul`, and the product of its weight's gradient: torch's grouped GEMM in bfloat16 on a
+  GPU, without a host sync; a loop elsewhere. torch.compile leaves both whole. `triton.py` clears rows that belong to no group.
 """
 
-from orrery.kernels.grouped_matmul.fused import grouped_matmul
+from orrery.kernels.grouped_matmul.operators import grouped_matmul
 from orrery.kernels.grouped_matmul.reference import grouped_matmul as reference_grouped_matmul
 
 __all__ = ["grouped_matmul", "reference_grouped_matmul"]

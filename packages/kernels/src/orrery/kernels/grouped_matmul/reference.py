@@ -1,4 +1,4 @@
-"""The referee: a loop over the groups."""
+"""The referee: a loop over the groups, plain autograd. Rows of no group are zero."""
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +6,8 @@ from torch import Tensor
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul`; any device, any dtype."""
+    """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul` with `zero_rest`; any device, any dtype."""
     ends = [0, *ends_E.tolist()]
     # One unbind, not E selects: the backward is then one stack instead of E full-size zero tensors.
-    weights = weight_ENK.unbind(0)
-    outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in enumerate(weights) if ends[e] < ends[e + 1]]
-    return torch.cat(outputs) if outputs else F.linear(x_MK, weights[0])
+    outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in enumerate(weight_ENK.unbind(0))]
+    return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
