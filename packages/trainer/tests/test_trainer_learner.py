@@ -52,7 +52,7 @@ def test_the_step_equals_plain_autograd_on_the_whole_batch_sample_by_sample(star
     total.backward()
     expected = {name: weight.grad.clone() for name, weight in network.named_parameters()}
     gradients = {}
-    learner.optimizer.step = lambda: gradients.update({name: weight.grad.clone() for name, weight in learner.weights.items()})
+    learner.optimizer.step = lambda divisor: gradients.update({name: weight.grad.clone() for name, weight in learner.weights.items()})
     learner.max_grad_norm = 1e9
     outcome = learner.learn([columns], 1, count_members(columns), 1.0)
     assert outcome.metrics["loss"] == pytest.approx(total.item(), abs=1e-6)
@@ -77,7 +77,11 @@ def test_one_micro_batch_and_many_make_the_same_step(start):
 
 def test_clipping_bounds_the_gradient_that_the_optimizer_sees(start):
     learner, seen = make_learner(manifest(trainer={"max_grad_norm": 1e-3}), start), []
-    learner.optimizer.step = lambda: seen.append(torch.stack([w.grad.square().sum() for w in learner.weights.values()]).sum().sqrt().item())
+
+    def step(divisor: torch.Tensor) -> None:
+        seen.append((torch.stack([w.grad.square().sum() for w in learner.weights.values()]).sum().sqrt() / divisor).item())
+
+    learner.optimizer.step = step
     outcome = learner.learn([batch_columns(1)], 1, count_members(batch_columns(1)), 1.0)
     assert outcome.metrics["grad_norm"] > 1e-2
     assert seen == [pytest.approx(1e-3, rel=1e-3)]
@@ -85,7 +89,7 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(start):
 
 def test_norms_do_not_decay_and_matrices_do(start):
     learner = make_learner(manifest(), start)
-    decay = {id(weight): group["weight_decay"] for group in learner.optimizer.param_groups for weight in group["params"]}
+    decay = {id(weight): group.weight_decay for group in learner.optimizer.groups for weight in group.weights}
     found = {name: decay[id(weight)] for name, weight in learner.weights.items()}
     assert {value for name, value in found.items() if "norm" in name} == {0.0}
     assert {value for name, value in found.items() if "norm" not in name} == {0.01}

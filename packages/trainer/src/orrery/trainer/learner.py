@@ -41,7 +41,7 @@ class Learner:
         self.policy, self.world, self.trainer, self.max_grad_norm = policy, world, trainer, max_grad_norm
         self.loss = trainer.loss
         self.peak_lr = optimizer.lr
-        self.optimizer = make_optimizer(policy, optimizer)
+        self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = dict(policy.named_parameters())
         self.step = 0
 
@@ -55,10 +55,8 @@ class Learner:
         norm = gradient_norm(self.weights.values(), self.world)
         if not math.isfinite(norm.item()):
             self._name_gradient(step)
-        clip(self.weights.values(), norm, self.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.peak_lr * lr_factor
-        self.optimizer.step()
+        self.optimizer.set_rate(lr_factor)
+        self.optimizer.step(clip(norm, self.max_grad_norm))
         self.optimizer.zero_grad()
         self.step = step
         metrics = {**values, "grad_norm": norm.item(), "learning_rate": self.peak_lr * lr_factor}
@@ -87,6 +85,8 @@ class Learner:
             synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
+            if index == count - 1:
+                self.optimizer.prefetch()
             value.backward()
             tally.add(part)
             tally.count(batch.num_samples, batch.num_tokens)
