@@ -4,18 +4,20 @@
 2. expert parallel           replaces the exchange of tokens, and shards experts
 3. activation checkpointing  inside of what is compiled, where a block is one graph; around it where ranks exchange inside a block
 4. compile                   a block at a time, inside what is sharded
-5. FSDP2                     last: its hooks must wrap all of the above
+5. activation offload        around both: it sends away what they leave for the backward pass
+6. FSDP2                     last: its hooks must wrap all of the above
 
 Each entry is `(policy, world, trainer) -> None` and changes the policy in place.
 """
 
 from orrery.manifest.schema import Trainer
-from orrery.trainer.parallel import activation_checkpointing, compiled, fsdp
+from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, expert_parallel, fsdp
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
+    expert_parallel.apply(policy, world, trainer)
     recompute = (activation_checkpointing, compiled) if compiled.is_whole(trainer.mesh) else (compiled, activation_checkpointing)
-    for step in (*recompute, fsdp):
+    for step in (*recompute, activation_offload, fsdp):
         step.apply(policy, world, trainer)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from orrery.kernels import attention, grouped_matmul  # noqa: F401  (they register the operators that are named below)
 from orrery.manifest.schema import Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -41,7 +42,7 @@ def _operations(name: str) -> list[Any]:
     aten, orrery = torch.ops.aten, torch.ops.orrery
     match name:
         case "attention":
-            return [orrery.varlen_attention.default]
+            return [orrery.varlen_attention_forward.default]
         case "projections":
             return [aten.mm.default, aten.addmm.default, aten.linear.default]
         case "experts":

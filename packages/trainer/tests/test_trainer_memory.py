@@ -1,0 +1,99 @@
+"""Memory levers: each changes what stays on the device, and no bit of a step."""
+
+import pytest
+import torch
+from trainer_cases import MEMORY, batch_columns, make_learner, manifest, share, write_start_weights
+
+from orrery.trainer.learner import count_totals
+from orrery.trainer.parallel import activation_offload
+from orrery.trainer.parallel.activation_offload import Offload
+
+MOE = {
+    "num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 24, "normalize_top_k": True,
+    "num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0,
+}  # fmt: skip
+MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}}
+
+
+def steps_with(tmp_path, model, compile=False, **memory):
+    """Metrics and final weights of two steps of three micro-batches."""
+    spec = manifest(model=model, trainer={"memory": {**MEMORY, **memory}, "compile": compile})
+    start = tmp_path / "start"
+    write_start_weights(spec, start)
+    learner = make_learner(spec, start)
+    rows = []
+    for step in (1, 2):
+        mine = share(batch_columns(step, 5), 1, 0, 40)
+        assert len(mine) > 1
+        rows.append(learner.learn(mine, len(mine), count_totals(mine, learner.world), 1.0).metrics)
+    return rows, {name: weight.detach().clone() for name, weight in learner.weights.items()}
+
+
+def assert_same(found, expected):
+    assert found[0] == expected[0]
+    for name, weight in expected[1].items():
+        assert torch.equal(found[1][name], weight), name
+
+
+KEPT = [["attention"], ["projections"], ["experts"], ["attention", "projections", "experts"]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_made_again_is_the_same_bits(tmp_path, model):
+    plain = steps_with(tmp_path, MODELS[model])
+    assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "full"}), plain)
+    for keep in KEPT:
+        assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "selective", "keep": keep}), plain)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, kind, monkeypatch):
+    pools = []
+
+    class Watched(Offload):
+        def __init__(self, device, min_bytes):
+            super().__init__(device, min_bytes=64)
+            pools.append(self.pool)
+
+    plain = steps_with(tmp_path, MODELS[model])
+    monkeypatch.setattr(activation_offload, "Offload", Watched)
+    away = steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": kind}, activation_offload=True)
+    assert_same(away, plain)
+    (pool,) = pools
+    assert pool.num_bytes > 0
+    free = sum(len(buffers) * size for size, buffers in pool._free.items())
+    assert free == pool.num_bytes  # every buffer came back
+
+
+def test_host_buffers_are_used_again():
+    offload = Offload(torch.device("cpu"), min_bytes=64)
+    layers = [torch.nn.Linear(32, 32) for _ in range(3)]
+    sizes = []
+    for _ in range(4):
+        x = torch.randn(16, 32, requires_grad=True)
+        for layer in layers:
+            x = offload.run(layer, lambda x, layer=layer: torch.tanh(layer(x)), x)
+        x.sum().backward()
+        sizes.append(offload.pool.num_bytes)
+    assert sizes[0] > 0
+    assert sizes == sizes[:1] * 4
+
+
+def test_weights_and_what_blocks_share_stay_on_the_device():
+    offload = Offload(torch.device("cpu"), min_bytes=1)
+    layer, shared = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    packed = []
+    pack = offload._pack
+
+    def watch(group, block, others, tensor):
+        result = pack(group, block, others, tensor)
+        packed.append((tensor, result is tensor))
+        return result
+
+    offload._pack = watch
+    offload.run(layer, lambda x, shared: (layer(x) * shared).tanh(), torch.randn(4, 8, requires_grad=True), shared)
+    stayed = [tensor for tensor, on_device in packed if on_device]
+    assert any(tensor.data_ptr() == layer.weight.data_ptr() for tensor in stayed)
+    assert any(tensor.data_ptr() == shared.data_ptr() for tensor in stayed)
+    assert any(not on_device for _, on_device in packed)
