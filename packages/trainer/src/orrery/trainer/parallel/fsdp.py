@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from orrery.manifest.schema import Fsdp, Trainer
-from orrery.models import fsdp_units
+from orrery.models import expert_modules, fsdp_units
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -40,6 +40,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
 
     mesh = world.fsdp_mesh
+    if world.expert_mesh is not None:
+        for experts in expert_modules(policy.network):
+            shard(experts, world.expert_fsdp_mesh, reshard)
     units = fsdp_units(policy.network)
     for unit in units:
         shard(unit, mesh, reshard and unit is not units[-1])

@@ -92,6 +92,14 @@ class World:
     def num_data_ranks(self) -> int:
         return self.size // self.axis_size("cp")
 
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh | None:
+        """`fsdp_mesh` of what has been spread over ep ranks already."""
+        if self.expert_mesh is None:
+            return None
+        repeated = self.axis_size("dp_replicate") > 1
+        return self.expert_mesh["dp_replicate", "expert_fsdp"] if repeated else self.expert_mesh["expert_fsdp"]
+
     def axis_size(self, axis: str) -> int:
         mesh = self._mesh_with(axis)
         return 1 if mesh is None else mesh[axis].size()
