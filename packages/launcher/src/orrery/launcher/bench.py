@@ -1,4 +1,4 @@
-"""Benchmarks: one script a figure in `benchmarks/<area>/<figure>.py`, its last result beside it as JSON."""
+"""Benchmarks: one script a figure in `benchmarks/<area>/<figure>.py`, its last result beside it as JSON; and a run's trainer by itself."""
 
 import json
 import subprocess
@@ -11,6 +11,8 @@ from rich.table import Table
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
+
+TRAINER = "orrery.trainer.bench"  # a command line, like every role
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,16 @@ def run(root: Path, figure: str) -> int:
             f"benchmark {figure!r}: there is no such script; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(scripts)}")
         )
     return subprocess.run([sys.executable, str(script)], cwd=root.parent).returncode
+
+
+def trainer(words: list[str]) -> int:
+    """Measure the trainer of the run that the first of `words` names; the rest are the measurement's own options. Its exit code."""
+    from orrery.launcher.runs import find
+    from orrery.manifest.workspace import find_workspace
+
+    if words and not words[0].startswith("-") and not words[0].endswith(".json"):
+        workspace = find_workspace()
+        run = find(words[0], workspace)
+        held = run.path / "manifest.json"
+        words = [str(held if held.exists() else workspace.manifest_path(run.manifest.name)), *words[1:]]
+    return subprocess.run([sys.executable, "-m", TRAINER, *words]).returncode

@@ -164,20 +164,30 @@ def report(
     print(found.path / "report" / "index.html")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(
-    figure: Annotated[str | None, typer.Argument(metavar="[AREA/FIGURE]", help="Measure this figure anew.")] = None,
+    context: typer.Context,
+    figure: Annotated[
+        str | None, typer.Argument(metavar="[AREA/FIGURE | trainer RUN …]", help="Measure this figure anew, or a run's trainer.")
+    ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print every recorded figure against its goal.")] = False,
 ) -> None:
-    """Measure a figure, or print all that are recorded."""
+    """Measure a figure, or print all that are recorded; `orrery bench trainer --help` says how a run's trainer is measured."""
     from orrery.launcher import bench as benchmarks
     from orrery.manifest.workspace import find_workspace
 
+    if figure == "trainer":
+        raise typer.Exit(benchmarks.trainer(context.args))
+    if "--help" in (figure, *context.args):
+        print(context.get_help())
+        return
+    if context.args:
+        raise OrreryError(f"bench: there is no option {context.args[0]!r}; type `orrery bench --help`")
     root = find_workspace().root / "benchmarks"
     if figure is not None:
         raise typer.Exit(benchmarks.run(root, figure))
     if not table:
-        raise OrreryError("bench: say what; type `orrery bench --table`, or `orrery bench AREA/FIGURE`")
+        raise OrreryError("bench: say what; type `orrery bench --table`, `orrery bench AREA/FIGURE`, or `orrery bench trainer RUN`")
     benchmarks.print_table(root)
 
 

@@ -1,0 +1,81 @@
+"""Work of training: floating-point operations that a model's own formula asks for, and those that a memory lever makes of it.
+
+L layers · H query heads · K head size · D hidden · V vocabulary
+
+- True operations a token: 6 for each parameter of an active matrix product (2 forward, 4 backward; LM head included, embedding not), and
+  for attention 12 · L · H · K · n² / 2 for a causal document of n tokens. What is computed again counts nothing: a model FLOP
+  utilisation made of these cannot be raised by recomputing.
+- Of a frozen weight (LoRA) only forward and input gradient are needed: 4. Adapters are left out; they are a thousandth.
+- Executed operations add what is computed again: blocks under checkpointing, logits in the LM head's backward pass, and scores inside
+  attention's backward pass (5 products instead of 4).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Memory, Model
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations by the kind of kernel that does them."""
+
+    projections: float  # dense products of blocks: attention's four, dense feed-forwards, routers, shared experts
+    experts: float  # grouped products
+    attention: float  # scores and their products with values
+    lm_head: float
+
+    @property
+    def total(self) -> float:
+        return self.projections + self.experts + self.attention + self.lm_head
+
+
+def active_parameters(model: Model) -> Work:
+    """Parameters of the matrix products that one token passes, `attention` being 0 for it has none. Raises OrreryError for latent attention."""
+    if model.mla is not None:
+        raise OrreryError(f"model.family {model.family!r}: its operations are not counted yet")
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    projections = model.num_layers * model.hidden_size * heads
+    experts = 0
+    num_dense_layers = model.num_layers
+    if (moe := model.moe) is not None:
+        num_dense_layers = moe.num_dense_layers
+        num_sparse_layers = model.num_layers - num_dense_layers
+        expert = 3 * model.hidden_size * moe.expert_intermediate_size
+        experts = num_sparse_layers * moe.num_experts_per_token * expert
+        projections += num_sparse_layers * (moe.num_experts * model.hidden_size + moe.num_shared_experts * expert)
+    projections += num_dense_layers * 3 * model.hidden_size * model.intermediate_size
+    return Work(projections, experts, 0, model.vocab_size * model.hidden_size)
+
+
+def true_work(model: Model, lengths: Sequence[int], frozen: bool = False) -> Work:
+    """Training one forward and one backward pass over documents of `lengths` tokens, every token scored."""
+    each, tokens = (4 if frozen else 6), sum(lengths)
+    active = active_parameters(model)
+    return Work(
+        active.projections * each * tokens, active.experts * each * tokens, 3 * _core(model, lengths), active.lm_head * each * tokens
+    )
+
+
+def executed_work(model: Model, memory: Memory, lengths: Sequence[int], frozen: bool = False) -> Work:
+    """The same with what is computed again under `memory`."""
+    true, active, tokens = true_work(model, lengths, frozen), active_parameters(model), sum(lengths)
+    checkpointing = memory.activation_checkpointing
+    again = {"none": (), "full": ("projections", "experts", "attention")}.get(checkpointing.kind)
+    if checkpointing.kind == "selective":
+        again = tuple(name for name in ("projections", "experts", "attention") if name not in checkpointing.keep)
+    assert again is not None
+    core = _core(model, lengths)
+    return Work(
+        true.projections + ("projections" in again) * 2 * active.projections * tokens,
+        true.experts + ("experts" in again) * 2 * active.experts * tokens,
+        # 2 products forward, 5 backward
+        3.5 * core + ("attention" in again) * core,
+        true.lm_head + 2 * active.lm_head * tokens,
+    )
+
+
+def _core(model: Model, lengths: Sequence[int]) -> float:
+    """One forward pass of causal attention: two products over half of the square of each document."""
+    return 4 * model.num_layers * model.num_heads * model.head_dim * sum(length * length for length in lengths) / 2

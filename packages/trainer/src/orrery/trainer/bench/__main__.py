@@ -1,0 +1,116 @@
+"""`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer on this machine's devices.
+
+MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working directory.
+"""
+
+import argparse
+import gzip
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from orrery.manifest.check import nearest
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.schema import Manifest
+from orrery.manifest.workspace import find_workspace
+from orrery.trainer.bench.request import Options, Request, described, request
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    try:
+        measure(arguments)
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    options = Options(**{field: getattr(arguments, field) for field in Options.__dataclass_fields__})
+    asked = request(find(arguments.manifest), options)
+    check_devices(asked)
+    # Imported here, so that a misspelt option does not wait for torch.
+    from orrery.trainer.bench import report
+    from orrery.trainer.bench.start import run_ranks
+
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="orrery-bench-") as folder:
+        answers = run_ranks(asked, Path(folder), arguments.deadline_s)
+        if arguments.profile is not None:
+            keep_trace(Path(folder) / "trace.json", arguments.profile, asked)
+    result = report.result(asked, answers, described(options), time.monotonic() - begin_s)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    report.show(result)
+
+
+def parser() -> argparse.ArgumentParser:
+    default = Options()
+    one = argparse.ArgumentParser(prog="orrery bench trainer", description=__doc__)
+    one.add_argument("manifest", metavar="MANIFEST")
+    one.add_argument("--device", choices=["cpu"], help="measure on the CPU, in float32, whatever the manifest is for")
+    one.add_argument("--devices", type=positive, metavar="N", help="so many devices instead of the mesh's; dp_shard follows")
+    one.add_argument("--steps", type=positive, default=default.steps)
+    one.add_argument("--warmup", type=positive, default=default.warmup)
+    one.add_argument("--lengths", choices=["fixed", "variable"], default=default.lengths)
+    one.add_argument("--routing", choices=["natural", "balanced"], default=default.routing)
+    one.add_argument("--loss", choices=["sft", "rl"], default=default.loss)
+    one.add_argument("--micro-batches", type=positive, default=default.micro_batches, metavar="M")
+    one.add_argument("--tokens-per-micro-batch", type=positive, metavar="T")
+    one.add_argument("--document-tokens", type=positive, metavar="T", help="the longest document; without it the engines' context")
+    one.add_argument("--layers", type=positive, metavar="L", help="so many layers of the model's")
+    one.add_argument("--memory", metavar="JSON", help='merged over trainer.memory, as {"activation_offload": true}')
+    one.add_argument("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
+    one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
+    one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="instead of trainer.compile")
+    one.add_argument("--json", type=Path, metavar="FILE")
+    one.add_argument("--profile", type=Path, metavar="FOLDER", help="keep the trace of the profiled step there")
+    one.add_argument("--deadline-s", type=float, default=1800.0)
+    return one
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def find(word: str) -> Manifest:
+    path = Path(word)
+    if path.suffix == ".json" or path.exists():
+        return load(path)
+    workspace = find_workspace()
+    path = workspace.manifest_path(word)
+    if not path.exists():
+        near = nearest(word, [one.stem for one in path.parent.glob("*.json")])
+        hint = f"did you mean {near!r}?" if near else "`orrery check` lists the runs"
+        raise OrreryError(f"run {word!r}: there is no {workspace.shown(path)}; {hint}")
+    return load(path)
+
+
+def check_devices(asked: Request) -> None:
+    """Raises `OrreryError` where this machine lacks what the request is for."""
+    if asked.accelerator == "cpu":
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        raise OrreryError(f"{asked.name}: is for {asked.accelerator} and this machine has no GPU; add --device cpu to measure on the CPU")
+    if found < asked.num_devices:
+        raise OrreryError(f"{asked.name}: is for {asked.num_devices} devices and this machine has {found}; add --devices {found}")
+
+
+def keep_trace(trace: Path, folder: Path, asked: Request) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with trace.open("rb") as source, gzip.open(folder / f"{asked.name}.trace.json.gz", "wb", compresslevel=4) as target:
+        shutil.copyfileobj(source, target)
+
+
+if __name__ == "__main__":
+    main()

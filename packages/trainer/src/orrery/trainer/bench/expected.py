@@ -1,0 +1,122 @@
+"""What a step should take, from operations and bytes: each kind of work at the rate that its kernels reach alone on the accelerator.
+
+- Products and attention: executed operations (`orrery.models.flops`), what is computed again included.
+- Elementwise work: bytes that kernels read and write, fused as far as neighbours fuse, at the memory's rate; `_elementwise_bytes` counts.
+- Communication: bytes that a device sends or receives, at the link's rate. What products can hide costs nothing: the step is the longer
+  of computation and communication, plus what cannot hide (the optimizer).
+- It is a floor to compare with, made of nothing measured in the run itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orrery.models.flops import executed_work
+from orrery.trainer.bench.request import Request
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations a second, and bytes a second, of one device."""
+
+    peak_flops: float  # the data sheet's, dense bfloat16: what utilisation is a share of
+    dense_flops: float
+    grouped_flops: float
+    attention_flops: float
+    memory_bytes: float
+    link_bytes: float
+    host_link_bytes: float
+
+
+# H200 SXM: rates that single kernels reach there (torch 2.11; large products, 128 experts, cuDNN's attention over 32k); the link is what
+# NCCL gathers reach of NVLink's 450 GB/s each way, the host link what pinned copies reach of PCIe 5's 64 GB/s.
+RATES = {"h200": Rates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
+
+
+def expected(request: Request, lengths: Sequence[int]) -> dict[str, float] | None:
+    """Seconds of one step by kind, for documents of `lengths` tokens on this device in all its micro-batches; None for unknown hardware.
+
+    Under context parallel `lengths` are the group's, of which this device does its share.
+    """
+    rates = RATES.get(request.accelerator)
+    if rates is None:
+        return None
+    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
+    work = executed_work(model, trainer.memory, lengths, trainer.lora is not None)
+    tokens = sum(lengths) / mesh.cp
+    blocks, rest = _parameters(request)
+    shards = mesh.dp_shard * mesh.cp
+    local = (blocks + rest) / shards
+    trained = local if trainer.lora is None else 0.0
+    seconds = {
+        "dense products": work.projections / mesh.cp / rates.dense_flops,
+        "grouped products": work.experts / mesh.cp / rates.grouped_flops,
+        "attention": work.attention / mesh.cp / rates.attention_flops,
+        "lm head": work.lm_head / mesh.cp / rates.dense_flops + tokens * model.vocab_size * 22 / rates.memory_bytes,
+        "elementwise": tokens * model.num_layers * _elementwise_bytes(request) / rates.memory_bytes,
+    }
+    # float32 weight, gradient and two moments read, three of them written; the gradient's norm and scale before it: 12 bytes more
+    seconds["optimizer"] = trained * 40 / rates.memory_bytes
+    if trainer.memory.optimizer_offload:
+        seconds["optimizer"] = max(seconds["optimizer"], trained * 8 / rates.host_link_bytes)
+    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
+    reductions = request.micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
+    over_ranks = (shards - 1) / shards
+    gathered = gathers * _bytes(trainer.compute_dtype) * (blocks / mesh.ep + rest) * over_ranks
+    reduced = reductions * _bytes(trainer.reduce_dtype) * (blocks / mesh.ep + rest) * over_ranks if trained else 0.0
+    exchanged = 0.0
+    if mesh.ep > 1 and model.moe is not None:
+        # rows to the experts and back, forward and backward, and again where experts are computed again
+        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
+        passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
+        exchanged += passes * rows * model.hidden_size * 2 * model.num_layers
+    if mesh.cp > 1:
+        heads = 2 * model.num_heads + 2 * model.num_kv_heads
+        exchanged += 3 * tokens * heads * model.head_dim * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
+    communication = (gathered + reduced + exchanged) / rates.link_bytes
+    computation = sum(seconds.values()) - seconds["optimizer"]
+    return {
+        **seconds,
+        "communication in all": communication,
+        "communication": max(0.0, communication - computation),
+        "step": max(computation, communication) + seconds["optimizer"],
+    }
+
+
+def _parameters(request: Request) -> tuple[float, float]:
+    """Parameters of the experts, which expert parallel spreads, and of all else."""
+    model = request.model
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer = float(model.hidden_size * heads)
+    experts = 0.0
+    if (moe := model.moe) is not None:
+        sparse = model.num_layers - moe.num_dense_layers
+        expert = 3 * model.hidden_size * moe.expert_intermediate_size
+        experts = float(sparse * moe.num_experts * expert)
+        rest = model.num_layers * layer + sparse * (moe.num_experts * model.hidden_size + moe.num_shared_experts * expert)
+        rest += moe.num_dense_layers * 3 * model.hidden_size * model.intermediate_size
+    else:
+        rest = model.num_layers * (layer + 3 * model.hidden_size * model.intermediate_size)
+    return experts, rest + (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size
+
+
+def _elementwise_bytes(request: Request) -> float:
+    """Bytes a token and layer, forward and backward, in bfloat16: numbers read and written in one forward pass, thrice.
+
+    Once for the forward pass, twice for the backward pass (values and gradients), once more where cheap results are made again.
+    """
+    model = request.model
+    hidden = model.hidden_size
+    numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms read and write, two residual sums read two and write one
+    numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim  # head norms and rotation, fused
+    if (moe := model.moe) is not None:
+        numbers += 2 * moe.num_experts_per_token * hidden  # rows spread over experts
+        numbers += (moe.num_experts_per_token + 1) * hidden  # and summed again
+        numbers += 3 * moe.num_experts_per_token * moe.expert_intermediate_size  # SwiGLU
+    else:
+        numbers += 3 * model.intermediate_size
+    passes = 3 if request.trainer.memory.activation_checkpointing.kind == "none" else 4
+    return 2.0 * numbers * passes
+
+
+def _bytes(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]

@@ -1,0 +1,179 @@
+"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement; `start.py` sets RANK and where the ranks meet.
+
+- The policy is built as in training: without storage, parallel and sharded from outside, weights drawn on the device.
+- A step is on the clock from the first micro-batch to the weights' end, between two waits for the device. Batches are made before.
+- After the measured steps comes one more under torch's profiler, on the first rank alone; it is in no other number.
+- Out: `FOLDER/rank.<n>.json` with its numbers, or with the sentence that it failed with.
+"""
+
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from orrery.manifest.errors import OrreryError
+from orrery.models import build
+from orrery.trainer.bench import phases
+from orrery.trainer.bench.batches import micro_batches
+from orrery.trainer.bench.request import Request
+from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel import fsdp, parallelize
+from orrery.trainer.parallel.world import World, device_for, dissolve, form
+from orrery.trainer.policy import Policy
+
+STEP = "orrery.step"
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    try:
+        answer = measure(Request.read(folder / "request.json"), rank, folder)
+    except torch.OutOfMemoryError as error:
+        answer = {"out_of_memory": out_of_memory(rank, error)}
+    except OrreryError as error:
+        answer = {"error": str(error)}
+    partial = folder / f".rank.{rank}"
+    partial.write_text(json.dumps(answer))
+    partial.replace(folder / f"rank.{rank}.json")
+    if "steps" not in answer:
+        os._exit(1)  # collectives of the other ranks may be in flight: an orderly end would wait for them
+
+
+def out_of_memory(rank: int, error: BaseException) -> str:
+    held = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return f"rank {rank} ran out of device memory at {held:.1f} GiB: {str(error).split('. GPU')[0]}"
+
+
+def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
+    """This rank's numbers."""
+    device = device_for(request.accelerator, rank)
+    torch.manual_seed(request.seed + rank)
+    world = form(request.trainer.mesh, rank, device, store(request) if fsdp.is_needed(request.trainer) else None)
+    try:
+        begin_s = time.perf_counter()
+        learner = make_learner(request, world)
+        build_s = time.perf_counter() - begin_s
+        memory_at_start = memory(device)
+        warmup = [timed_step(learner, request, n) for n in range(request.warmup)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        steps = [timed_step(learner, request, request.warmup + n) for n in range(request.steps)]
+        answer = {
+            "build_s": build_s,
+            "warmup": warmup,
+            "steps": steps,
+            "memory_before_steps": memory_at_start,
+            "memory": memory(device),
+            "weight_bytes": sum(local_bytes(weight) for weight in learner.weights.values()),
+            "num_parameters": sum(weight.numel() for weight in learner.weights.values()),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        }
+        phased = profiled_step(learner, request, folder, world)
+        return {**answer, "phases": phased}
+    finally:
+        dissolve(world)
+
+
+def store(request: Request) -> dist.Store:
+    """The store that `start.py` serves on loopback."""
+    return dist.TCPStore("127.0.0.1", int(os.environ["ORRERY_BENCH_PORT"]), request.num_devices, False, wait_for_workers=False)
+
+
+def make_learner(request: Request, world: World) -> Learner:
+    """As `orrery.trainer.assemble` does, with weights drawn where they are."""
+    trainer = request.trainer
+    device = "meta" if fsdp.is_needed(trainer) else world.device
+    policy = Policy(build(request.model, getattr(torch, trainer.param_dtype), device), trainer.memory.lm_head_chunk_tokens)
+    parallelize(policy, world, trainer)
+    draw(policy, world)
+    return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
+
+
+@torch.no_grad()
+def draw(policy: Policy, world: World) -> None:
+    """Storage where there is none yet, matrices normal with a standard deviation of 0.02, gains one."""
+    if any(weight.is_meta for weight in policy.parameters()):
+        first = next(policy.parameters())
+        policy.to_empty(device="cpu" if first.device_mesh.device_type == "cpu" else world.device)  # type: ignore[attr-defined]
+    for weight in policy.parameters():
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        if weight.ndim < 2:
+            local.fill_(1.0)
+        else:
+            local.normal_(std=0.02)
+
+
+def timed_step(learner: Learner, request: Request, step: int) -> dict[str, Any]:
+    """One step of the learner and how long it took here."""
+    world = learner.world
+    batches = micro_batches(request, step, data_rank(world))
+    totals = count_totals(batches, world)
+    wait_for(world.device)
+    begin_s = time.perf_counter()
+    outcome = learner.learn(iter(batches), len(batches), totals, 1.0)
+    wait_for(world.device)
+    step_s = time.perf_counter() - begin_s
+    lengths = [int(length) for batch in batches for length in batch.lengths]
+    return {"step_s": step_s, "lengths": lengths, "metrics": outcome.metrics}
+
+
+def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any] | None:
+    """One more step, under the profiler on the first rank: its time by kind of work. The trace stays as FOLDER/trace.json."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])
+    batches = micro_batches(request, request.warmup + request.steps, data_rank(world))
+    totals = count_totals(batches, world)
+    step = learner.optimizer.step
+
+    def named_step(*args: Any, **keywords: Any) -> Any:
+        with record_function("Optimizer.step"):
+            return step(*args, **keywords)
+
+    learner.optimizer.step = named_step  # type: ignore[method-assign]
+    wait_for(world.device)
+    with profile(activities=activities) if world.is_first else nullcontext() as trace, record_function(STEP):
+        learner.learn(iter(batches), len(batches), totals, 1.0)
+        wait_for(world.device)
+    if trace is None:
+        return None
+    path = folder / "trace.json"
+    trace.export_chrome_trace(str(path))
+    return asdict(phases.divide(phases.read(path), STEP))
+
+
+def data_rank(world: World) -> int:
+    """Which documents are this rank's."""
+    return getattr(world, "data_rank", world.rank)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes; zero on a CPU, where torch does not count."""
+    if device.type != "cuda":
+        return {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0, "allocated_bytes": 0, "num_allocation_retries": 0}
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "num_allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    }
+
+
+def local_bytes(weight: torch.Tensor) -> int:
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    return local.numel() * local.element_size()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A measurement as JSON, and as a table on the screen.
+
+- A step's time is that of the slowest rank. Tokens a second are the median over measured steps, with the least and the most beside it.
+- Utilisation is true operations (`orrery.models.flops`) over what the devices could do at the data sheet's rate in that time.
+"""
+
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from orrery.models.flops import executed_work, true_work
+from orrery.trainer.bench.expected import RATES, expected
+from orrery.trainer.bench.phases import KINDS
+from orrery.trainer.bench.request import Request
+from orrery.trainer.bench.start import ALLOCATOR, EXPANDABLE
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+
+
+def result(request: Request, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float) -> dict[str, Any]:
+    """Everything that was measured, and what it was measured on."""
+    step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
+    speeds = [request.num_tokens / request.num_devices / seconds for seconds in step_s]
+    median_s = statistics.median(step_s)
+    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
+    frozen = trainer.lora is not None
+    groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
+    every = [[length for group in groups for length in group["steps"][n]["lengths"]] for n in range(request.steps)]
+    true = statistics.mean(true_work(model, lengths, frozen).total for lengths in every)
+    executed = statistics.mean(executed_work(model, trainer.memory, lengths, frozen).total for lengths in every)
+    # The profiled step has documents of its own; with fixed lengths they are the same.
+    predicted = expected(request, answers[0]["steps"][-1]["lengths"])
+    rates = RATES.get(request.accelerator)
+    mean_s = statistics.mean(step_s)
+    return {
+        "name": request.name,
+        "manifest_id": request.id12,
+        "overrides": request.overrides,
+        "options": options,
+        "devices": request.num_devices,
+        "mesh": mesh.model_dump(mode="json"),
+        "loss": request.loss,
+        "routing": request.routing,
+        "lengths": request.lengths,
+        "tokens_per_step": request.num_tokens,
+        "micro_batches": request.micro_batches,
+        "tokens_per_micro_batch": request.tokens_per_micro_batch,
+        "document_tokens": request.document_tokens,
+        "tokens_per_s_per_device": statistics.median(speeds),
+        "tokens_per_s_per_device_least": min(speeds),
+        "tokens_per_s_per_device_most": max(speeds),
+        "step_s": median_s,
+        "steps_s": step_s,
+        "warmup_s": [max(answer["warmup"][n]["step_s"] for answer in answers) for n in range(request.warmup)],
+        "build_s": max(answer["build_s"] for answer in answers),
+        "wall_s": wall_s,
+        "true_flops_per_token": true / request.num_tokens,
+        "true_tflops_per_device": true / request.num_devices / mean_s / 1e12,
+        "executed_tflops_per_device": executed / request.num_devices / mean_s / 1e12,
+        "executed_over_true": executed / true,
+        "mfu": None if rates is None else true / request.num_devices / mean_s / rates.peak_flops,
+        "peak_flops": None if rates is None else rates.peak_flops,
+        "peak_allocated_bytes": max(answer["memory"]["peak_allocated_bytes"] for answer in answers),
+        "peak_reserved_bytes": max(answer["memory"]["peak_reserved_bytes"] for answer in answers),
+        "allocated_before_steps_bytes": max(answer["memory_before_steps"]["allocated_bytes"] for answer in answers),
+        "num_allocation_retries": max(answer["memory"]["num_allocation_retries"] for answer in answers),
+        "expandable_segments": EXPANDABLE in os.environ.get(ALLOCATOR, EXPANDABLE),
+        "num_parameters": answers[0]["num_parameters"],
+        "expected_s": predicted,
+        "phases": answers[0]["phases"],
+        "metrics": answers[0]["steps"][-1]["metrics"],
+        "command": shlex.join(["python", "-m", "orrery.trainer.bench", *sys.argv[1:]]),
+        "hardware": hardware(answers),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def hardware(answers: list[dict[str, Any]]) -> str:
+    """The devices that took part, and the host's cores."""
+    devices = [answer["device"] for answer in answers]
+    cores = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
+    return ", ".join([*(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices) if name != "cpu"), cores])
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Of the checkout; `ORRERY_COMMIT` says it where the checkout is a copy without history."""
+    try:
+        here = Path(__file__).resolve().parent
+        head = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", ":/packages"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        return head + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("ORRERY_COMMIT", "unknown")
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, on stdout."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    head = f"{result['name']}-{result['manifest_id']}: {result['loss']} loss, {result['routing']} routing, {result['lengths']} lengths"
+    console.print(f"[bold]{head}[/bold] on {result['hardware']}", highlight=False)
+    for field, (before, after) in result["overrides"].items():
+        console.print(f"  not as the manifest says: {field} {after}, not {before}", highlight=False)
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    gib = 2**30
+    spread = f"{result['tokens_per_s_per_device_least']:,.0f} … {result['tokens_per_s_per_device_most']:,.0f}"
+    facts.add_row("tokens/s/device", f"{result['tokens_per_s_per_device']:,.0f}", f"median of {len(result['steps_s'])} steps; {spread}")
+    facts.add_row(
+        "step", f"{result['step_s']:.3f} s", f"{result['tokens_per_step']:,} tokens in {result['micro_batches']} micro-batches a rank"
+    )
+    utilisation = "" if result["mfu"] is None else f"{100 * result['mfu']:.1f} % MFU"
+    tflops = f"{result['true_tflops_per_device']:.3g} true TFLOP/s a device"
+    facts.add_row("work", utilisation, f"{tflops}; executed {result['executed_tflops_per_device']:.3g}")
+    reserved = (
+        f"{result['peak_reserved_bytes'] / gib:.1f} GiB reserved, {result['allocated_before_steps_bytes'] / gib:.1f} GiB before steps"
+    )
+    facts.add_row(
+        "peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{reserved}; expandable segments {result['expandable_segments']}"
+    )
+    console.print(facts)
+    phases, predicted = result["phases"], result["expected_s"] or {}
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    passes = [stage for stage in ("forward", "backward", "optimizer") if stage in phases["by_pass"]]
+    for column in ("one profiled step", "ms", "share", "expected ms", *passes):
+        table.add_column(column, justify="left" if column == "one profiled step" else "right")
+
+    def ms(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+    for kind in KINDS:
+        own = phases["by_kind"][kind]
+        name = "communication, exposed" if kind == "communication" else kind
+        columns = [ms(phases["by_pass"][stage].get(kind)) for stage in passes]
+        table.add_row(name, ms(own), f"{100 * own / phases['step_s']:.1f} %", ms(predicted.get(kind)), *columns)
+    table.add_row("communication in all", ms(phases["communication_total_s"]), "", ms(predicted.get("communication in all")))
+    table.add_row("[bold]step[/bold]", ms(phases["step_s"]), "", ms(predicted.get("step")))
+    console.print(table)

@@ -1,0 +1,157 @@
+"""What to measure: a manifest's model and trainer, fitted to the devices at hand; every change of the manifest has a name.
+
+- `devices` other than the mesh's change `dp_shard`, and `ep` where it no longer divides the ranks.
+- `layers` makes the model shallower, so that a model that needs eight devices can be measured on fewer.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import id12
+from orrery.manifest.schema import Manifest, Mesh, Model, Trainer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; None: as the manifest has it."""
+
+    device: Literal["cpu"] | None = None
+    devices: int | None = None
+    steps: int = 8
+    warmup: int = 3
+    lengths: Literal["fixed", "variable"] = "fixed"
+    routing: Literal["natural", "balanced"] = "natural"
+    loss: Literal["sft", "rl"] = "rl"
+    micro_batches: int = 1
+    tokens_per_micro_batch: int | None = None
+    document_tokens: int | None = None
+    layers: int | None = None
+    memory: str | None = None  # JSON merged over trainer.memory
+    fsdp: str | None = None  # the same over trainer.fsdp
+    mesh: str | None = None  # the same over trainer.mesh
+    compile: bool | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One measurement, whole: what a rank needs to know."""
+
+    name: str
+    id12: str
+    accelerator: str
+    model: Model
+    trainer: Trainer
+    seed: int
+    steps: int
+    warmup: int
+    lengths: str
+    routing: str
+    loss: str
+    micro_batches: int
+    tokens_per_micro_batch: int
+    document_tokens: int
+    overrides: dict[str, list[Any]]  # field → [the manifest's value, the value measured]
+
+    @property
+    def num_devices(self) -> int:
+        return self.trainer.mesh.world_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.tokens_per_micro_batch * self.micro_batches * self.trainer.mesh.num_data_ranks
+
+    def write(self, path: Path) -> None:
+        fields = {**self.__dict__, "model": self.model.model_dump(mode="json"), "trainer": self.trainer.model_dump(mode="json")}
+        path.write_text(json.dumps(fields))
+
+    @classmethod
+    def read(cls, path: Path) -> "Request":
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "model": Model.model_validate(fields["model"]), "trainer": Trainer.model_validate(fields["trainer"])})
+
+
+def request(manifest: Manifest, options: Options) -> Request:
+    """Raises `OrreryError` where the manifest cannot be fitted to what is asked for."""
+    model, trainer, overrides = manifest.model, manifest.trainer, {}
+
+    def change(field: str, old: Any, new: Any) -> Any:
+        if new != old:
+            overrides[field] = [old, new]
+        return new
+
+    if options.layers is not None:
+        if options.layers > model.num_layers:
+            raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
+        model = model.model_copy(update={"num_layers": change("model.num_layers", model.num_layers, options.layers)})
+    for section in ("memory", "fsdp", "mesh"):
+        if (text := getattr(options, section)) is not None:
+            trainer = merged(trainer, section, text, change)
+    if options.compile is not None:
+        trainer = trainer.model_copy(update={"compile": change("trainer.compile", trainer.compile, options.compile)})
+    if options.devices is not None:
+        mesh = fitted(trainer.mesh, options.devices)
+        for axis in ("dp_shard", "ep"):
+            change(f"trainer.mesh.{axis}", getattr(manifest.trainer.mesh, axis), getattr(mesh, axis))
+        trainer = trainer.model_copy(update={"mesh": mesh})
+    if options.device == "cpu":
+        precision = {"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"}
+        for field, value in precision.items():
+            change(f"trainer.{field}", getattr(trainer, field), value)
+        trainer = trainer.model_copy(update=precision)
+    accelerator = change("hardware.accelerator", manifest.hardware.accelerator, options.device or manifest.hardware.accelerator)
+    most = trainer.memory.max_tokens_per_micro_batch
+    tokens = change("trainer.memory.max_tokens_per_micro_batch", most, options.tokens_per_micro_batch or most)
+    longest = manifest.inference.max_model_len_tokens
+    document = min(tokens, change("inference.max_model_len_tokens", longest, options.document_tokens or longest))
+    if document > model.max_positions:
+        raise OrreryError(f"--document-tokens: {document} exceed model.max_positions {model.max_positions}")
+    return Request(
+        name=manifest.name,
+        id12=id12(manifest),
+        accelerator=accelerator,
+        model=model,
+        trainer=trainer,
+        seed=manifest.seed,
+        steps=options.steps,
+        warmup=options.warmup,
+        lengths=options.lengths,
+        routing=options.routing,
+        loss=options.loss,
+        micro_batches=options.micro_batches,
+        tokens_per_micro_batch=tokens,
+        document_tokens=document,
+        overrides=overrides,
+    )
+
+
+def merged(trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
+    """`trainer` with the JSON object `text` over one of its sections, checked by the schema."""
+    try:
+        new = json.loads(text)
+        old = trainer.model_dump(mode="json")
+        checked = Trainer.model_validate({**old, section: {**old[section], **new}})
+    except ValueError as error:
+        raise OrreryError(f"--{section}: {' '.join(str(error).split())}") from None
+    for field, value in new.items():
+        change(f"trainer.{section}.{field}", old[section].get(field), value)
+    return checked
+
+
+def fitted(mesh: Mesh, devices: int) -> Mesh:
+    """`mesh` over so many devices: dp_shard takes what dp_replicate and cp leave, ep what still divides."""
+    others = mesh.dp_replicate * mesh.cp
+    if devices < 1 or devices % others:
+        fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
+        raise OrreryError(f"--devices: {devices} is no multiple of dp_replicate·cp = {others}; choose from {fits}")
+    dp_shard = devices // others
+    return mesh.model_copy(update={"dp_shard": dp_shard, "ep": math.gcd(mesh.ep, dp_shard * mesh.cp)})
+
+
+def described(options: Options) -> dict[str, Any]:
+    """The options that say something, as a record keeps them."""
+    return {name: value for name, value in asdict(options).items() if value is not None}
