@@ -118,7 +118,7 @@ def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
             checkpoint.load(learner, tmp_path / "trainer")
 
 
-@pytest.mark.parametrize("after_file", ["rank_0.safetensors", "state.json", "step_3"])
+@pytest.mark.parametrize("after_file", ["half", "rank_0.safetensors", "state.json", "step_3"])
 def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written_again(start, tmp_path, after_file):
     learner = make_learner(manifest(), start)
     train(learner, [1, 2])
@@ -128,7 +128,11 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoints.checkpoint_dir(tmp_path, 3).is_dir()
+    torn = checkpoints.checkpoint_dir(tmp_path, 3)
+    assert (torn / "trainer").exists() == (after_file == "step_3")
+    if after_file == "half":
+        whole = checkpoints.checkpoint_dir(tmp_path, 2) / "trainer" / "rank_0.safetensors"
+        assert 0 < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size < whole.stat().st_size
     assert checkpoints.latest(tmp_path) == 2
     checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2))
     checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2) / "trainer")

@@ -18,7 +18,7 @@ from trainer_cases import batch_columns, make_learner, manifest, share, whole_we
 
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
-from orrery.trainer import checkpoint
+from orrery.trainer import checkpoint, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport import checkpoints
@@ -37,20 +37,34 @@ def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: 
 
 
 def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
-    """A process that is killed right after it wrote one file of step 3; here, since a new process must find it by name."""
+    """A process that is killed when its thread has written one file of step 3, or half of one; here, since a new process must find it."""
     learner = make_learner(manifest(), start)
     train(learner, [1, 2, 3])
 
     def then_die(write):
-        def write_then_die(path: Path, *content: dict) -> None:
-            write(path, *content)
+        def write_then_die(path: Path, *content):
+            written = write(path, *content)
             if path.name == after_file:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return written
 
         return write_then_die
 
-    checkpoint.sync, checkpoint._write_json = then_die(checkpoint.sync), then_die(checkpoint._write_json)
-    checkpoint.save(learner, checkpoints.checkpoint_dir(run_dir, 3) / "trainer")
+    def write_half(path: Path, buffers, stop):
+        def die_later() -> bool:
+            if path.exists() and path.stat().st_size > 20_000:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False
+
+        return safetensors_file.write(path, buffers, die_later)
+
+    safetensors_file.CHUNK_BYTES = 4096
+    checkpoint.sync, checkpoint.write_atomic = then_die(checkpoint.sync), then_die(checkpoint.write_atomic)
+    checkpoint.write = write_half if after_file == "half" else then_die(checkpoint.write)
+    with checkpoint.Saver(learner.world) as saver:
+        saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3) / "trainer")
+        saver.write()
+        train(learner, [4])
 
 
 def do(job: dict, folder: Path, world: World) -> dict:

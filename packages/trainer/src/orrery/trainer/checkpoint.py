@@ -1,66 +1,89 @@
-"""Checkpoints: weights and optimizer state as each rank holds them, in safetensors, readable at any world size.
+"""Checkpoints: weights and optimizer state as each rank holds them, in safetensors, readable at any world size and mesh.
 
     checkpoints/step_<n>/trainer/
-        state.json            {"format", "step", "world_size"}
+        state.json            {"format", "step", "world_size", "frozen"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: what rank i holds, box = [start, stop) a dimension
         rank_<i>.safetensors  those boxes, and the rank's random-number state
         rank_<i>.sha256.json  size and sha256 of rank i's two files, which rank i wrote, synced and hashed itself
         published.json        {version: digest}: what was published so far (`publish.py`)
 
 - Names: `weight/<parameter>`, and `<key>/<parameter>` for optimizer state (`exp_avg`, `exp_avg_sq`, `step`).
-- Each rank writes what it holds; of replicas, and of what is not sharded, only the first rank does. Reading intersects boxes, so
-  another mesh, or another way of sharding, reads the same files.
-- The folder appears whole, by a rename after every rank's file is on disk. `step_<n>` counts only once its marker is there
-  (`orrery.transport.checkpoints`); what a killed process leaves is never read.
+- Each rank writes what it holds; of replicas, and of what is not sharded, only the first rank does. Reading intersects boxes
+  (`stored.py`), so another mesh, or another way of sharding, reads the same files.
+- Frozen weights (those that adapters are added to) are named and not stored: the folder that the stage began with has them.
+- Training waits only while what a rank holds is copied into host memory (`host_copy.py`). A thread writes the copy; another checkpoint
+  waits until the one before it is done, so at most one is on its way.
+- Threads take part in no collective. Each rank's leaves its note of sha256; the first rank's waits for all notes, then renames the folder,
+  which so appears whole. `step_<n>` counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
+  leaves nothing that is read, and a run goes on from the newest checkpoint that counts.
+- What fails in the thread ends its rank at the next step, with one sentence.
 - Why not torch.distributed.checkpoint: its metadata and its tensors are pickles.
 - Random-number state is restored where the world size is the same. Training draws no numbers, so at another one nothing is lost.
 """
 
 import json
+import logging
+import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import sync, write_atomic
-from orrery.models.placement import local_box, local_tensor
+from orrery.models.placement import Box, local_box, local_tensor
+from orrery.observe.deadline import scaled
+from orrery.observe.system_error import explain
+from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
+from orrery.trainer.optim import named_state
+from orrery.trainer.parallel.world import World
+from orrery.trainer.safetensors_file import Stopped, write
+from orrery.trainer.stored import FORMAT, Stored
 from orrery.transport import checkpoints
 
-FORMAT = 1
-REMEDY = "remove its step folder to go on from the checkpoint before it"
+WRITE_DEADLINE_S = 1800.0
+ABANDON_S = 20.0  # for the thread to notice that its process ends
+POLL_S = 0.1
+
+Stop = Callable[[], bool]
+Waiting = Callable[[str, float], AbstractContextManager[object]]
+log = logging.getLogger(__name__)
 
 
 def save(learner: Learner, folder: Path) -> None:
     """Write the learner's state as `folder`; every rank calls it, and returns when all is on disk and renamed."""
-    world, partial = learner.world, folder.with_name(f"{folder.name}.partial")
-    if world.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that died before the checkpoint was complete
-        partial.mkdir(parents=True)
-    world.barrier()
-    index, pieces = {}, _rng_state(world.device)
-    for name, tensor in _named_state(learner):
-        if world.replica == 0 and (isinstance(tensor, DTensor) or world.is_first) and local_tensor(tensor).numel():
-            index[name] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "box": local_box(tensor)}
-            pieces[name] = local_tensor(tensor).detach().contiguous()
-    mine = [partial / f"rank_{world.rank}.safetensors", partial / f"rank_{world.rank}.json"]
-    save_file(pieces, mine[0])
-    sync(mine[0])
-    _write_json(mine[1], index)
-    checkpoints.note_digests(partial / note(world.rank), mine)
-    world.barrier()
-    if world.is_first:
-        _write_json(partial / "state.json", {"format": FORMAT, "step": learner.step, "world_size": world.size})
-        partial.rename(folder)
-        sync(folder.parent)
-    world.barrier()
+    with Saver(learner.world) as saver:
+        saver.copy(learner, folder)
+        saver.write()
+
+
+def load(learner: Learner, folder: Path) -> None:
+    """Put the state in `folder` into the learner, whatever world size wrote it. Raises RunFailed where it does not fit the manifest."""
+    stored, mine = Stored(folder), state_of(learner)
+    if odd := sorted(mine.keys() ^ stored.shapes.keys()):
+        raise RunFailed(f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model")
+    if odd := sorted(frozen_names(learner) ^ stored.frozen):
+        raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {'checkpoint' if odd[0] in stored.frozen else 'model'}: another model")
+    for name, held in mine.items():
+        if stored.shapes[name] != held.shape:
+            raise RunFailed(
+                f"{folder}: {name} has shape {list(stored.shapes[name])}, the model's has {list(held.shape)}; it is of another model"
+            )
+    with torch.no_grad():
+        for name, held in mine.items():
+            stored.read(name, held.box, held.local)
+    if stored.world_size == learner.world.size:
+        _restore_rng(stored.file(learner.world.rank), learner.world.device)
+    learner.step = stored.step
 
 
 def note(rank: int) -> str:
@@ -68,87 +91,44 @@ def note(rank: int) -> str:
     return f"rank_{rank}.sha256.json"
 
 
-def load(learner: Learner, folder: Path) -> None:
-    """Put the state in `folder` into the learner, whatever world size wrote it. Raises RunFailed where it does not fit the manifest."""
-    world = learner.world
-    state = _read_json(folder / "state.json")
-    if state.get("format") != FORMAT:
-        raise RunFailed(f"{folder}: checkpoint format {state.get('format')}, but {FORMAT} is read here; finish the run with what wrote it")
-    stored = _Stored(folder, state["world_size"])
-    _make_optimizer_state(learner, stored)
-    mine = dict(_named_state(learner))
-    if odd := sorted(mine.keys() ^ stored.shapes.keys()):
-        raise RunFailed(f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model")
-    for name, tensor in mine.items():
-        if stored.shapes[name] != list(tensor.shape):
-            raise RunFailed(f"{folder}: {name} has shape {stored.shapes[name]}, the model's has {list(tensor.shape)}: another model")
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            stored.read(name, local_box(tensor), local_tensor(tensor))
-    if state["world_size"] == world.size:
-        _restore_rng(stored.file(world.rank), world.device)
-    learner.step = state["step"]
+# What there is ------------------------------------------------------------------------------------------------------
 
 
-def _named_state(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, weight in learner.weights.items():
-        yield f"weight/{name}", weight
-        for key, value in sorted(learner.optimizer.state.get(weight, {}).items()):
-            yield f"{key}/{name}", value
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the state, as far as this rank holds it: `local` is the box `box` of what has `shape` in all."""
+
+    shape: tuple[int, ...]
+    box: Box
+    local: torch.Tensor
+    writes: bool  # False where another rank writes the same
 
 
-def _make_optimizer_state(learner: Learner, stored: "_Stored") -> None:
-    """Optimizer state without content, placed as the first step would place it: like its weight, or whole on every rank."""
-    keys = sorted({name.partition("/")[0] for name in stored.shapes} - {"weight"})
-    for name, weight in learner.weights.items():
-        for key in keys:
-            if (shape := stored.shapes.get(f"{key}/{name}")) is None:
-                continue
-            dtype = stored.dtypes[f"{key}/{name}"]
-            if shape == list(weight.shape):
-                learner.optimizer.state[weight][key] = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-            else:
-                learner.optimizer.state[weight][key] = torch.zeros(shape, dtype=dtype, device=learner.world.device)
+def state_of(learner: Learner) -> dict[str, Held]:
+    """All that training changes."""
+    held = {}
+    trained = {name: weight for name, weight in learner.weights.items() if weight.requires_grad}
+    for name, weight in trained.items():
+        writes = _is_first_copy(weight, learner.world)
+        held[f"weight/{name}"] = Held(tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes)
+    for key, name, local, box in named_state(learner.optimizer, trained):
+        writes = held[f"weight/{name}"].writes if box else learner.world.is_first
+        held[f"{key}/{name}"] = Held(held[f"weight/{name}"].shape if box else (), box, local, writes)
+    return held
 
 
-class _Stored:
-    """The rank files of one checkpoint: every tensor's shape, and any box of it."""
+def frozen_names(learner: Learner) -> frozenset[str]:
+    return frozenset(name for name, weight in learner.weights.items() if not weight.requires_grad)
 
-    def __init__(self, folder: Path, world_size: int):
-        self._folder = folder
-        self._files: dict[int, Any] = {}
-        self._pieces: dict[str, list[tuple[int, list[list[int]]]]] = {}
-        self.shapes: dict[str, list[int]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for rank in range(world_size):
-            for name, entry in _read_json(folder / f"rank_{rank}.json").items():
-                self._pieces.setdefault(name, []).append((rank, entry["box"]))
-                self.shapes[name], self.dtypes[name] = entry["shape"], getattr(torch, entry["dtype"])
 
-    def file(self, rank: int) -> Any:
-        if rank not in self._files:
-            path = self._folder / f"rank_{rank}.safetensors"
-            try:
-                self._files[rank] = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors has its own exception; a missing file is an OSError
-                raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
-        return self._files[rank]
-
-    def read(self, name: str, box: tuple[tuple[int, int], ...], target: torch.Tensor) -> None:
-        """Fill `target`, which is the box `box` of tensor `name`."""
-        missing = target.numel()
-        for rank, piece in self._pieces[name]:
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece, strict=True)]
-            if not box:  # a scalar has no dimensions to slice
-                target.copy_(self.file(rank).get_tensor(name))
-                missing = 0
-            elif all(low < high for low, high in common):
-                source = tuple(slice(low - c, high - c) for (low, high), (c, _) in zip(common, piece, strict=True))
-                part = self.file(rank).get_slice(name)[source]
-                target[tuple(slice(low - a, high - a) for (low, high), (a, _) in zip(common, box, strict=True))].copy_(part)
-                missing -= part.numel()
-        if missing:
-            raise RunFailed(f"{self._folder}: {missing} values of {name} are in no file; {REMEDY}")
+def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
+    """Whether no rank before this one holds the same box."""
+    if not isinstance(weight, DTensor):
+        return world.is_first
+    coordinate = weight.device_mesh.get_coordinate()
+    if coordinate is None or world.replica:
+        return False
+    return not any(at for at, placement in zip(coordinate, weight.placements, strict=True) if placement.is_replicate())
 
 
 def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -164,12 +144,153 @@ def _restore_rng(file: Any, device: torch.device) -> None:
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunFailed(f"{path}: not a file of a trainer's checkpoint ({error}); {REMEDY}") from error
+# Write --------------------------------------------------------------------------------------------------------------
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomic(path, (json.dumps(content) + "\n").encode())
+class Saver:
+    """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, seconds)` is told of every wait.
+
+    `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context waits for what is on its way, or after an
+    exception gives it up.
+    """
+
+    def __init__(self, world: World, waiting: Waiting = lambda what, seconds: nullcontext()):
+        self._world, self._waiting = world, waiting
+        self._host = HostCopy(world.device)
+        self._copied: _Copied | None = None
+        self._work: _Work | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+            self._world.barrier()  # whoever goes on finds the checkpoint whole
+        elif self._work is not None:
+            self._work.abandon()
+
+    def reserve(self, learner: Learner) -> None:
+        """Make room in host memory for the first copy, beside training."""
+        self.wait()
+        mine = [held.local for held in state_of(learner).values() if held.writes] + list(_rng_state(self._world.device).values())
+        num_bytes = sum(tensor.nbytes for tensor in mine)
+        self._work = _Work(lambda stop: self._host.reserve(num_bytes), f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints")
+
+    def copy(self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None) -> float:
+        """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
+
+        A collective. Waits first for the checkpoint before, if it is not whole yet.
+        """
+        begin_s = time.monotonic()
+        self.wait()
+        partial = folder.with_name(f"{folder.name}.partial")
+        if self._world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that died before the checkpoint was complete
+            partial.mkdir(parents=True)
+        self._world.barrier()
+        mine = {name: held for name, held in state_of(learner).items() if held.writes and held.local.numel()}
+        self._host.fill({name: held.local for name, held in mine.items()} | _rng_state(self._world.device))
+        index = {
+            name: {"shape": held.shape, "dtype": str(held.local.dtype).removeprefix("torch."), "box": held.box}
+            for name, held in mine.items()
+        }
+        state = {"format": FORMAT, "step": learner.step, "world_size": self._world.size, "frozen": sorted(frozen_names(learner))}
+        self._copied = _Copied(folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)})
+        return time.monotonic() - begin_s
+
+    def write(self, then: Callable[[], object] = lambda: None) -> None:
+        """Begin to write what was copied; in the first rank's thread `then` is called after the folder has its name."""
+        copied, self._copied = self._copied, None
+        assert copied is not None, "copy first"
+        self._work = _Work(lambda stop: self._write(copied, then, stop), f"the checkpoint in {copied.folder.parent.name}")
+
+    def check(self) -> None:
+        """Raises what has failed since; waits for nothing."""
+        if self._work is not None and self._work.is_done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until this rank has no more to do for the last checkpoint: on the first rank, until it is whole. Raises what failed."""
+        work, self._work = self._work, None
+        if work is not None:
+            with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S)):
+                work.result(scaled(WRITE_DEADLINE_S))
+
+    def _write(self, copied: "_Copied", then: Callable[[], object], stop: Stop) -> None:
+        tensors, index = (copied.partial / f"rank_{self._world.rank}.{suffix}" for suffix in ("safetensors", "json"))
+        written = {tensors.name: write(tensors, self._host.buffers(), stop), index.name: write(index, [copied.index], stop)}
+        checkpoints.write_note(copied.partial / note(self._world.rank), written)
+        if self._world.is_first:
+            for name, content in copied.files.items():
+                write_atomic(copied.partial / name, content)
+            _await_notes(copied.partial, self._world.size, stop)
+            copied.partial.rename(copied.folder)
+            sync(copied.folder.parent)
+            then()
+
+
+@dataclass(frozen=True)
+class _Copied:
+    folder: Path
+    partial: Path
+    index: bytes
+    files: dict[str, bytes]
+
+
+def _await_notes(partial: Path, world_size: int, stop: Stop) -> None:
+    """Until every rank's note is there. `partial` was made for this checkpoint alone, so no note in it is an older one."""
+    end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
+    while True:
+        found = set(os.listdir(partial))  # a listing: a network file system may remember for long that a name was not there
+        missing = [rank for rank in range(world_size) if note(rank) not in found]
+        if not missing:
+            return
+        if stop():
+            raise Stopped(partial)
+        if time.monotonic() >= end_s:
+            raise RunFailed(f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; see logs/trainer.{missing[0]}.log")
+        time.sleep(POLL_S)
+
+
+class _Work:
+    """Something that a thread does beside training."""
+
+    def __init__(self, work: Callable[[Stop], object], what: str):
+        self.what = what
+        self._work, self._stop = work, threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)  # never keeps a process that fails from ending
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._stop.is_set)
+        except OSError as error:
+            self._error = RunFailed(f"{explain(error)}; the run goes on from its newest whole checkpoint")
+            self._error.__cause__ = error
+        except Exception as error:  # raised where somebody waits
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, deadline_s: float) -> None:
+        self._thread.join(deadline_s)
+        if not self.is_done:
+            self._stop.set()
+            raise RunFailed(f"{self.what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?")
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        self._stop.set()
+        self._thread.join(ABANDON_S)
+        if not self.is_done:
+            log.warning("%s: left unfinished", self.what)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content) + "\n").encode()

@@ -16,9 +16,9 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Model
 from orrery.models.weights import named_hf_tensors, save
-from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
+from orrery.trainer.stored import REMEDY
 from orrery.transport.weight_wire import Published, WeightPublisher
 
 PUBLISHED = "published.json"  # {version: digest}

@@ -14,7 +14,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -58,8 +58,18 @@ def latest(run_dir: Path) -> int | None:
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
     """Write size and sha256 of `files`, which are synced already and lie in the folder of `note`, as `note`."""
-    noted = {file.name: _Noted(file.stat().st_size, _sha256(file)) for file in files}
-    write_atomic(note, msgspec.json.encode(noted))
+    write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
+
+
+def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
+    """The same where (bytes, sha256) of every file is known already, by its name.
+
+    The last that its writer does in the folder: whoever sees the note may rename the folder at once; `complete` syncs it.
+    """
+    temporary = note.with_name(f".{note.name}.tmp")
+    temporary.write_bytes(msgspec.json.encode({name: _Noted(*one) for name, one in written.items()}))
+    sync(temporary)
+    temporary.replace(note)
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:

@@ -1,0 +1,62 @@
+"""A copy in host memory of what a rank holds: what training waits for at a checkpoint, and what a thread writes to disk after that.
+
+- One buffer, laid out as the data of the safetensors file that it becomes; it stays for the next checkpoint.
+- Beside CUDA the buffer is pinned, so that a copy runs at the speed of the link. It is registered rather than allocated by torch, whose
+  pinned blocks are powers of two. Pinning takes seconds for tens of gigabytes: `reserve` does it ahead, in a thread of its own.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.trainer.safetensors_file import Layout, content, layout
+
+log = logging.getLogger(__name__)
+
+
+class HostCopy:
+    """The buffer of one rank on `device`."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room. Raises RunFailed where there is none."""
+        if self._buffer.numel() >= num_bytes:
+            return
+        self._release()
+        try:
+            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)  # touched now, so that the copy finds every page
+        except RuntimeError as error:
+            raise RunFailed(
+                f"trainer.checkpoint: no {num_bytes / 1e9:.1f} GB of host memory for this rank's copy of weights and optimizer state; "
+                f"use more ranks, or hosts with more memory"
+            ) from error
+        if self._device.type == "cuda" and num_bytes:
+            code = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
+            if int(code):
+                log.warning("%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer", num_bytes / 1e9, int(code))
+
+    def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Copy `pieces`; when this returns they may change."""
+        self._layout = layout({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
+        self.reserve(self._layout.num_bytes)
+        for name, (start, stop) in self._layout.spans.items():
+            piece = pieces[name].detach()
+            self._buffer[start:stop].view(piece.dtype).view(piece.shape).copy_(piece, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def buffers(self) -> list[bytes | memoryview]:
+        """The safetensors file of what was copied last."""
+        assert self._layout is not None, "nothing was copied"
+        return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
+
+    def _release(self) -> None:
+        if self._device.type == "cuda" and self._buffer.numel():
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        self._buffer = torch.empty(0, dtype=torch.uint8)
