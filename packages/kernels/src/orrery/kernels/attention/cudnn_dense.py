@@ -1,7 +1,8 @@
 """cuDNN's attention on a batch of equally long documents (one document is the common case), through torch's own operator.
 
-Grouped heads go in as they are. A plan is built the first time that a shape (documents, length, heads, head size) is seen, which
-costs some 100 ms, and kept by torch for the life of the thread: for packs of many lengths `cudnn_packed` is the form.
+Grouped heads go in as they are. Torch builds a plan the first time that a shape (documents, length, heads, head size) is seen, which
+costs some 100 ms, and keeps it for the life of the thread. So this form takes lengths that somebody chose, multiples of 256, which come
+again in every step; a length that comes of a document's own text is left to the other forms.
 """
 
 import torch
@@ -15,6 +16,8 @@ _SIGNATURES = {
     "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
     "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
 }
+
+_STEP = 256
 
 
 def runs_on(q: Tensor) -> bool:
@@ -32,7 +35,8 @@ def runs_on(q: Tensor) -> bool:
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
     # cuDNN lines up a causal mask's beginnings, this room its ends: the same thing only where queries and keys are as many.
     square = not layout.causal or q.shape[0] == k.shape[0]
-    return runs_on(q) and square and layout.dense(q.shape[0], k.shape[0]) and takes(_SIGNATURES)
+    again = q.shape[0] % (_STEP * max(layout.num_documents, 1)) == 0
+    return runs_on(q) and square and again and layout.dense(q.shape[0], k.shape[0]) and takes(_SIGNATURES)
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
