@@ -1,0 +1,232 @@
+"""What a mixture of experts does to its tokens, step by step, on one GPU: plan, gather, gate-up product, activation, down product, combine.
+
+128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, at 16,384 and 65,536 tokens; routing balanced, and skewed (expert
+popularity ∝ 1/rank). First the numbers: every form of the whole layer against the float32 referee on 16,384 tokens, with the host forbidden
+to wait for the device. Then the times of each step in plain aten, compiled (at 16,384 tokens) and Triton form, and of the whole layer. A
+step's bound is the greater of its FLOPs at 650 TFLOP/s and its bytes, each tensor once, at 4.2 TB/s.
+
+    python benchmarks/kernels/experts.py
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
+
+from orrery.kernels.expert_rows import combine_rows, gather_rows, operators, order_slots, plan, reference, swiglu_rows
+from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
+from record import record
+
+TOKENS = (16_384, 65_536)  # the referee and what is compiled see the first
+EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 128, 8, 2_048, 768
+GOAL = 0.8  # of the bound, the whole layer forward and backward, 16,384 tokens, balanced
+TOLERANCE = 1e-2  # four intermediate results are rounded to bfloat16 forward and as many backward: 2⁻⁹ each at most
+
+
+def routes(tokens: int, experts: int, slots: int, skewed: bool, device: str) -> Tensor:
+    """Expert ids [T, K], different within a token: every expert equally often, or by popularity 1/rank without replacement."""
+    generator = torch.Generator(device).manual_seed(0)
+    if skewed:
+        uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_min(1e-9)
+        popularity = -torch.arange(1, experts + 1, device=device).log()
+        return (popularity - (-uniform.log()).log()).topk(slots, dim=1).indices
+    expert = (torch.arange(tokens * slots, device=device) % experts).view(tokens, slots)
+    return expert[torch.randperm(tokens, generator=generator, device=device)]
+
+
+def tensors(tokens: int, experts: int, slots: int, hidden: int, intermediate: int, device: str) -> list[Tensor]:
+    """x [T, D], scores [T, K] (float32, summing to one), gate and up [E, 2·I, D], down [E, D, I]."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * std).bfloat16()
+
+    scores = torch.rand(tokens, slots, generator=generator, device=device)
+    return [
+        normal(tokens, hidden),
+        scores / scores.sum(1, keepdim=True),
+        normal(experts, 2 * intermediate, hidden, std=hidden**-0.5),
+        normal(experts, hidden, intermediate, std=intermediate**-0.5),
+    ]
+
+
+def layer(form: Any) -> Callable[..., Tensor]:
+    def experts(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor) -> Tensor:
+        rows = plan(expert, gate_up.shape[0])
+        act = swiglu_rows(grouped_matmul(gather_rows(x, rows, form), gate_up, rows.ends_E), order_slots(score, rows), form)
+        return combine_rows(grouped_matmul(act, down, rows.ends_E), rows, form)
+
+    return experts
+
+
+def referee(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor) -> Tensor:
+    rows = plan(expert, gate_up.shape[0])
+    gathered = reference_grouped_matmul(reference.gather_rows(x, rows), gate_up, rows.ends_E)
+    act = reference.swiglu_rows(gathered, reference.order_slots(score, rows))
+    return reference.combine_rows(reference_grouped_matmul(act, down, rows.ends_E), rows)
+
+
+def outcome(op: Callable[..., Tensor], inputs: list[Tensor], *others: Any, arriving: Tensor | None = None) -> list[Tensor]:
+    """Output and gradients; the gradient that arrives is random where none is given."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = op(*leaves, *others)
+    if arriving is None:
+        arriving = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(2), device=out.device).bfloat16()
+    return [out.detach(), *torch.autograd.grad(out, leaves, arriving.to(out.dtype))]
+
+
+def check_numbers(forms: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str) -> dict[str, Any]:
+    found = {}
+    inputs = tensors(tokens, *sizes, device)
+    for routing in ("balanced", "skewed"):
+        expert = routes(tokens, *sizes[:2], routing == "skewed", device)
+        expected = outcome(referee, [x.float() for x in inputs], expert)
+        for name, op in forms.items():
+            outcome(op, inputs, expert)  # what compiles may wait
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            actual = outcome(op, inputs, expert)
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+            found[f"{name}, {routing}"] = require(f"{name}, {routing}", actual, expected, [TOLERANCE] * 5)
+    return found
+
+
+def timed(op: Callable[..., Tensor], inputs: list[Tensor], *others: Any) -> tuple[float, float]:
+    """Milliseconds forward, and backward (the difference to both)."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    arriving = torch.randn_like(op(*leaves, *others).detach())
+    forward_ms = milliseconds(lambda: op(*leaves, *others))
+    both_ms = milliseconds(lambda: torch.autograd.grad(op(*leaves, *others), leaves, arriving))
+    return forward_ms, both_ms - forward_ms
+
+
+def bounds(tokens: int, sizes: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    """Milliseconds at best, forward and backward, of each step and of the whole layer."""
+    experts, slots, hidden, intermediate = sizes
+    m = tokens * slots
+
+    def product(width_in: int, width_out: int) -> tuple[float, float]:
+        num_bytes = 2 * (m * (width_in + width_out) + experts * width_in * width_out)
+        forward = max(2 * m * width_in * width_out / GEMM_FLOPS, num_bytes / BYTES)
+        return forward, 2 * forward
+
+    move = 2 * (tokens + m) * hidden / BYTES
+    found = {
+        "plan": (24 * m / BYTES, 0.0),
+        "gather": (move, move),
+        "gate_up": product(hidden, 2 * intermediate),
+        "activation": (2 * 3 * m * intermediate / BYTES, 2 * 5 * m * intermediate / BYTES),
+        "down": product(intermediate, hidden),
+        "combine": (move, move),
+    }
+    found["layer"] = (sum(f for f, _ in found.values()), sum(b for _, b in found.values()))
+    return {step: (forward * 1e3, backward * 1e3) for step, (forward, backward) in found.items()}
+
+
+def steps(inputs: list[Tensor], expert: Tensor, compiled: bool, triton: bool) -> dict[tuple[str, str], tuple[float, float]]:
+    """(step, form) → milliseconds forward and backward, each step alone."""
+    x, score, gate_up, down = inputs
+    rows = plan(expert, gate_up.shape[0])
+    found = {("plan", "aten"): (milliseconds(lambda: plan(expert, gate_up.shape[0])), 0.0)}
+    x_rows, score_rows = gather_rows(x, rows), order_slots(score, rows)
+    gate_up_rows = grouped_matmul(x_rows, gate_up, rows.ends_E)
+    act = swiglu_rows(gate_up_rows, score_rows)
+    out_rows = grouped_matmul(act, down, rows.ends_E)
+    found["gate_up", "grouped"] = timed(grouped_matmul, [x_rows, gate_up], rows.ends_E)
+    found["down", "grouped"] = timed(grouped_matmul, [act, down], rows.ends_E)
+    moved: dict[str, tuple[Callable[..., Tensor], list[Tensor], tuple[Any, ...]]] = {
+        "gather": (gather_rows, [x], (rows,)),
+        "activation": (swiglu_rows, [gate_up_rows, score_rows], ()),
+        "combine": (combine_rows, [out_rows], (rows,)),
+    }
+    for step, (op, leaves, others) in moved.items():
+        for form in ("aten", "triton") if triton else ("aten",):
+            found[step, form] = timed(op, leaves, *others, form)
+        if compiled:
+            found[step, "compiled"] = timed(_compiled(op), leaves, *others, "aten")
+    return found
+
+
+_COMPILED: dict[Any, Callable[..., Tensor]] = {}
+
+
+def _compiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One compilation an op, whatever the routing."""
+    if op not in _COMPILED:
+        _COMPILED[op] = torch.compile(op, fullgraph=True, dynamic=False)
+    return _COMPILED[op]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    smoke = parser.parse_args().smoke
+    if not smoke and not torch.cuda.is_available():
+        raise SystemExit("experts: there is no GPU here; run it on a host with one, or with --smoke")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
+    all_tokens = (32,) if smoke else TOKENS
+    triton = device == "cuda" and operators.available
+    forms: dict[str, Callable[..., Tensor]] = {"aten": layer("aten")}
+    if triton:
+        forms["triton"] = layer("triton")
+    for name in list(forms):
+        forms[f"{name}, compiled"] = torch.compile(layer(name), fullgraph=True, dynamic=False)
+    details: dict[str, Any] = dict(zip(("experts", "slots", "hidden", "intermediate"), sizes, strict=True))
+    details["triton"] = version("triton") if triton else None
+    details["errors_against_float32"] = check_numbers(forms, sizes, all_tokens[0], device)
+    rows: list[dict[str, Any]] = []
+    for tokens in all_tokens:
+        inputs, best = tensors(tokens, *sizes, device), bounds(tokens, sizes)
+        for routing in ("balanced", "skewed"):
+            expert = routes(tokens, *sizes[:2], routing == "skewed", device)
+            largest = torch.bincount(expert.flatten()).max().item() * sizes[0] / expert.numel()
+            details[f"largest_group_over_mean, {tokens} tokens, {routing}"] = largest
+            found = steps(inputs, expert, tokens == all_tokens[0], triton)
+            for name, op in forms.items():
+                if "compiled" not in name or tokens == all_tokens[0]:
+                    found["layer", name] = timed(op, inputs, expert)
+            for (step, form), (forward_ms, backward_ms) in found.items():
+                rows.append(
+                    {
+                        "variant": f"{step}, {form}, {tokens} tokens, {routing}",
+                        "value": forward_ms + backward_ms,
+                        "unit": "ms",
+                        "forward_ms": forward_ms,
+                        "backward_ms": backward_ms,
+                        "forward_bound_ms": best[step][0],
+                        "backward_bound_ms": best[step][1],
+                        "share": sum(best[step]) / (forward_ms + backward_ms),
+                    }
+                )
+                print(f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['share']:.0%} of the bound", flush=True)
+    if not smoke:
+        path = Path(__file__).with_suffix(".json")
+        chosen = max(
+            (row for row in rows if row["variant"].startswith("layer") and row["variant"].endswith("16384 tokens, balanced")),
+            key=lambda row: row["share"],
+        )
+        record(
+            path,
+            figure=f"Experts of a mixture forward and backward, share of the bound: {chosen['variant']}",
+            value=chosen["share"],
+            unit="of the bound",
+            goal=GOAL,
+            better="higher",
+            details=details,
+            rows=rows,
+        )
+        copy_out(path)
+
+
+if __name__ == "__main__":
+    main()

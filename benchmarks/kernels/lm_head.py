@@ -1,0 +1,180 @@
+"""The fused LM head on one GPU: log-probs and entropies of 16,384 tokens over 151,936 words, forward and backward, against its bound.
+
+First the numbers: both forms against the float32 referee with all logits, on 2,048 tokens. Then the times, at hidden sizes 1,024, 2,048 and
+4,096, of the Triton and the plain form, with chunk "auto" and 4,096, and with a frozen weight; and of the parts of the first. The bound:
+    products: 2·T·D·V FLOPs forward, 6·T·D·V backward (4 with a frozen weight; the logits are made again), at 650 TFLOP/s
+    bytes:    a float32 logit written and read forward; written, read, and its bfloat16 gradient written backward, at 4.2 TB/s
+
+    python benchmarks/kernels/lm_head.py
+"""
+
+import argparse
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
+
+from orrery.kernels.token_logprob import chunked, reference_token_logprob, token_logprob
+from record import record
+
+VOCAB = 151_936
+TOKENS, REFEREE_TOKENS = 16_384, 2_048
+HIDDEN = (1_024, 2_048, 4_096)
+GOAL = 0.9  # of the bound, forward and backward at hidden 2,048
+# Rounded to bfloat16 are the logits' gradient and the two results: 2⁻⁹ each at most.
+TOLERANCES = [1e-5, 1e-5, 5e-3, 5e-3]
+
+
+def example(tokens: int, hidden: int, vocab: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Hidden, weight, target, temperature; and the gradients that arrive. Logits have a standard deviation of 2."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    inputs = [
+        normal(tokens, hidden).bfloat16(),
+        (normal(vocab, hidden) * 2 / hidden**0.5).bfloat16(),
+        torch.randint(0, vocab, (tokens,), generator=generator, device=device),
+        0.7 + 0.6 * torch.rand(tokens, generator=generator, device=device),
+    ]
+    return inputs, [normal(tokens), normal(tokens)]
+
+
+def outcome(op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any) -> list[Tensor]:
+    hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
+    outputs = op(hidden, weight, *inputs[2:], *args)
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), arriving)]
+
+
+def referee(inputs: list[Tensor], arriving: list[Tensor]) -> list[Tensor]:
+    return outcome(reference_token_logprob, [x.float() if x.is_floating_point() else x for x in inputs], arriving)
+
+
+def measure(inputs: list[Tensor], arriving: list[Tensor], chunk: Any, form: Any, trained: bool) -> dict[str, Any]:
+    """One row: times, bounds and peak memory above the inputs."""
+    hidden, weight = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(trained)
+    wanted = [x for x in (hidden, weight) if x.requires_grad]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return token_logprob(hidden, weight, *inputs[2:], chunk, form)
+
+    def both() -> Any:
+        return torch.autograd.grad(token_logprob(hidden, weight, *inputs[2:], chunk, form), wanted, arriving)
+
+    peak_bytes = 0
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        both()
+        peak_bytes = torch.cuda.max_memory_allocated() - before
+    forward_ms, both_ms = milliseconds(forward, 5), milliseconds(both, 5)
+    num_tokens, width, vocab = *hidden.shape, weight.shape[0]
+    product_ms = 2e3 * num_tokens * width * vocab / GEMM_FLOPS
+    forward_bound_ms = product_ms + 8e3 * num_tokens * vocab / BYTES
+    both_bound_ms = product_ms * (4 if trained else 3) + 18e3 * num_tokens * vocab / BYTES
+    return {
+        "variant": f"hidden {width}, {form}, chunk {chunk}{'' if trained else ', frozen weight'}",
+        "value": both_ms,
+        "unit": "ms",
+        "forward_ms": forward_ms,
+        "forward_and_backward_ms": both_ms,
+        "forward_bound_ms": forward_bound_ms,
+        "forward_and_backward_bound_ms": both_bound_ms,
+        "forward_share": forward_bound_ms / forward_ms,
+        "forward_and_backward_share": both_bound_ms / both_ms,
+        "peak_bytes_above_inputs": peak_bytes,
+    }
+
+
+def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, Any]:
+    """Each step over one chunk and one block of "auto", with what it reaches: TFLOP/s of products, TB/s of passes."""
+    hidden, weight, target, temperature = inputs
+    num_tokens, width, vocab = *hidden.shape, weight.shape[0]
+    budget = chunked.auto_chunk_tokens(hidden.device, vocab)
+    chunk = chunked.blocks(num_tokens, budget)[0]
+    block = chunked.blocks(vocab, budget * vocab // num_tokens)[0]
+    passes = chunked._triton() if form == "triton" else chunked.logits
+    found: dict[str, Any] = {"chunk_tokens": chunk.stop, "block_words": block.stop}
+
+    def product(name: str, flops: float, call: Any) -> None:
+        ms = milliseconds(call, 5)
+        found[name] = {"ms": ms, "tflops": flops / ms / 1e9}
+
+    def one_pass(name: str, num_bytes: float, call: Any) -> None:
+        ms = milliseconds(call, 5)
+        found[name] = {"ms": ms, "tbytes_per_s": num_bytes / ms / 1e9}
+
+    flops = 2 * chunk.stop * width * vocab
+    product("logits_of_a_chunk", flops, lambda: chunked._matmul(hidden[chunk], weight.T))
+    chunk_logits = chunked._matmul(hidden[chunk], weight.T)
+    one_pass("statistics", 4 * chunk_logits.numel(), lambda: passes.statistics(chunk_logits, target[chunk], temperature[chunk]))
+    flops = 2 * num_tokens * width * block.stop
+    product("logits_of_a_block", flops, lambda: chunked._matmul(hidden, weight[block].T))
+    block_logits = chunked._matmul(hidden, weight[block].T)
+    zeros = torch.zeros_like(temperature)
+    rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
+    one_pass("gradient", 6 * block_logits.numel(), lambda: passes.gradient(block_logits, *rows))
+    gradient = passes.gradient(block_logits.normal_(), *rows)  # random again: the plain form writes over its logits
+    total, out = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight[block])
+    product("hidden_gradient", flops, lambda: chunked._add_matmul(total, gradient, weight[block]))
+    product("weight_gradient", flops, lambda: chunked._write_matmul(out, gradient.T, hidden))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    smoke = parser.parse_args().smoke
+    if not smoke and not torch.cuda.is_available():
+        raise SystemExit("lm_head: there is no GPU here; run it on a host with one, or with --smoke")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vocab, tokens, referee_tokens, sizes = (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFEREE_TOKENS, HIDDEN)
+    forms = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
+    rows: list[dict[str, Any]] = []
+    details: dict[str, Any] = {"tokens": tokens, "vocab": vocab, "errors_against_float32": {}, "parts": {}}
+    details["triton"] = version("triton") if chunked._HAS_TRITON else None
+    for hidden in sizes:
+        inputs, arriving = example(referee_tokens, hidden, vocab, device)
+        expected = referee(inputs, arriving)
+        for form in forms:
+            for chunk in (referee_tokens, referee_tokens // 4 + 8):  # one block, and several of uneven length
+                what = f"hidden {hidden}, {form}, chunk {chunk}"
+                errors = require(what, outcome(token_logprob, inputs, arriving, chunk, form), expected, TOLERANCES)
+                details["errors_against_float32"][what] = errors
+        del inputs, arriving, expected
+        inputs, arriving = example(tokens, hidden, vocab, device)
+        for form in forms:
+            rows.append(measure(inputs, arriving, "auto", form, True))
+        rows.append(measure(inputs, arriving, tokens // 4, forms[0], True))
+        rows.append(measure(inputs, arriving, "auto", forms[0], False))
+        details["parts"][f"hidden {hidden}, {forms[0]}"] = parts(inputs, arriving, forms[0])
+        for row in rows[-len(forms) - 2 :]:
+            print(f"{row['variant']}: {row['forward_ms']:.2f} ms, {row['value']:.2f} ms ({row['forward_and_backward_share']:.0%} of bound)")
+        print(details["parts"][f"hidden {hidden}, {forms[0]}"])
+        del inputs, arriving
+    chosen = next(row for row in rows if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {forms[0]}, chunk auto"))
+    if not smoke:
+        path = Path(__file__).with_suffix(".json")
+        record(
+            path,
+            figure="LM head forward and backward, share of the bound, hidden 2,048, 16,384 tokens",
+            value=chosen["forward_and_backward_share"],
+            unit="of the bound",
+            goal=GOAL,
+            better="higher",
+            details=details,
+            rows=rows,
+        )
+        copy_out(path)
+
+
+if __name__ == "__main__":
+    main()

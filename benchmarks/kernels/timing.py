@@ -1,0 +1,55 @@
+"""How a kernel is judged and timed: first its numbers against float32, then CUDA events, then the share of what the machine could do.
+
+The bounds are those of one H200: what its large bfloat16 products and its memory were measured to reach, not what is printed on it.
+"""
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GEMM_FLOPS = 650e12  # a second, large bfloat16 products
+BYTES = 4.2e12  # a second, device memory
+
+
+def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
+    """Median time on the device; two calls before warm it up. Without a GPU, wall-clock time."""
+    for _ in range(2):
+        call()
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for before, after in events:
+        before.record()
+        call()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in events)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of the expected."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def require(what: str, actual: list[Tensor], expected: list[Tensor], tolerances: list[float]) -> dict[str, float]:
+    """Errors of each; ends the program where one is over its tolerance, or no number."""
+    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
+    for index, (error, tolerance) in enumerate(zip(errors, tolerances, strict=True)):
+        if not error <= tolerance:
+            raise SystemExit(f"{what}: result {index} is off by {error:.3g} of its norm; at most {tolerance:g} is rounding")
+    return {str(index): error for index, error in enumerate(errors)}
+
+
+def copy_out(path: Path) -> None:
+    """A second copy of a result in the folder $OUT, where one is named."""
+    if os.environ.get("OUT"):
+        shutil.copy(path, os.environ["OUT"])
