@@ -141,7 +141,7 @@ def test_transformers_reads_the_folder_as_we_do(tmp_path):
     ("model", "sentence"),
     [
         (character_model("abca"), "model.tokenizer.alphabet: 'a' stands in it twice"),
-        (character_model("abc", vocab_size=12), r"model.vocab_size: 12 does not fit the tokenizer; 8 specials \+ 3 characters = 11"),
+        (character_model("abc", vocab_size=10), r"model.vocab_size: 10 does not fit the tokenizer; 8 specials \+ 3 characters = 11"),
         (
             character_model(tokenizer={"kind": "pretrained", "path": "/nowhere", "sha256": "0" * 64}),
             "there is no tokenizer.json in '/nowhere'",

@@ -80,7 +80,8 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = sorted(c for c in set(alphabet) if alphabet.count(c) > 1)
         raise OrreryError(f"model.tokenizer.alphabet: {''.join(twice)!r} stands in it twice; each character is one token")
-    if model.vocab_size != vocab_size(alphabet):
+    # More is padding, as in many a published model: rows that no token has.
+    if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}")
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
