@@ -1,0 +1,19 @@
+// Qwen3-0.6B's shape, weights drawn: 0.6 B parameters, embeddings tied.
+{
+  model+: {
+    family: 'qwen3',
+    init+: { std: 0.02 },
+    tokenizer: { kind: 'characters', alphabet: import 'lib/alphabet.libsonnet' },
+    vocab_size: 151936,
+    hidden_size: 1024,
+    intermediate_size: 3072,
+    num_layers: 28,
+    num_heads: 16,
+    num_kv_heads: 8,
+    head_dim: 128,
+    max_positions: 40960,
+    rope_theta: 1000000,
+    rms_norm_eps: 1e-6,
+    tie_embeddings: true,
+  },
+}

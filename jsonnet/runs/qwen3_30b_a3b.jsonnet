@@ -1,0 +1,37 @@
+// Qwen3-30B-A3B on two nodes: eight devices train, eight serve. One run for each length of context that the trainer is measured at.
+local run =
+  (import 'lib/run.libsonnet') +
+  (import 'models/qwen3_30b_a3b.libsonnet') +
+  (import 'hardware/h200_node.libsonnet') +
+  (import 'algorithms/grpo.libsonnet') +
+  (import 'tasks/countdown.libsonnet') + {
+    seed: 1,
+    trainer+: {
+      // whole float32 gradients are 122 GB: no device keeps them until the end of a step
+      fsdp+: { reduce_gradients: 'micro_batch' },
+      optimizer+: { lr: 1e-6 },
+      checkpoint+: { interval_steps: 50 },
+    },
+    orchestrator+: {
+      rollouts_per_batch: 256,
+      // a thousand tokens of a context are for the question
+      sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
+      evaluation: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
+    },
+    stages+: { sft: null, rl+: { num_steps: 500 }, evaluate+: { num_problems: 256 } },
+  };
+local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention', 'experts'], seed: 1 }, optimizer+: { lr: 1e-5 } } };
+
+(import 'lib/named.libsonnet')({
+  qwen3_30b_a3b_16k: run + (import 'memory/keep_products_16k.libsonnet') + { context_tokens:: 16384 },
+  qwen3_30b_a3b_32k: run + (import 'memory/keep_products_32k.libsonnet') + { context_tokens:: 32768 },
+  qwen3_30b_a3b_64k: run + (import 'memory/keep_attention_64k.libsonnet') + { context_tokens:: 65536 },
+  // pairs of devices share a sequence, 65536 tokens each
+  qwen3_30b_a3b_131k: run + (import 'memory/keep_attention_64k.libsonnet') + {
+    context_tokens:: 131072,
+    trainer+: { mesh+: { cp: 2 }, memory+: { max_tokens_per_micro_batch: 131072 } },
+  },
+  qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
+  qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora,
+  qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,
+})
