@@ -8,7 +8,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def make_model():
-    """A tiny manifest model of either family; keywords replace fields."""
+    """A tiny manifest model of any family; keywords replace fields."""
 
     def make(family="qwen3", **fields) -> Model:
         moe = {
@@ -21,6 +21,8 @@ def make_model():
             "score": "softmax",
             "routed_scale": 1.0,
         }
+        glm = {"num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.5}
+        moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}}.get(family)
         return Model.model_validate(
             {
                 "family": family,
@@ -37,13 +39,13 @@ def make_model():
                 "rope_theta": 50000.0,
                 "rms_norm_eps": 1e-6,
                 "tie_embeddings": True,
-                "moe": moe if family == "qwen3_moe" else None,
+                "moe": moe,
                 "mla": None,
                 "hf_config": None,
-                "rotary_fraction": 1.0,
+                "rotary_fraction": 0.5 if family == "glm4_moe" else 1.0,
                 "rope_scaling": None,
-                "attention_bias": False,
-                "qk_norm": True,
+                "attention_bias": family == "glm4_moe",
+                "qk_norm": family != "llama",
                 **fields,
             }
         )

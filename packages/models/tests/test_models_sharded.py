@@ -64,7 +64,7 @@ def compute(rank: int, directory: Path) -> None:
     weights.load(loaded, directory / "whole")
     for (name, a), (_, b) in zip(drawn.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
-    weights.save(loaded, model, directory / "from_ranks", max_shard_bytes=20_000)
+    weights.save(loaded, model, directory / "from_ranks", max_file_bytes=20_000)
     logprob, entropy = score_and_gradients(loaded, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
     outcome = {"logprob": logprob, "entropy": entropy, **gradients(loaded)}
     slices = {f"{hf.name}@{','.join(f'{a}:{b}' for a, b in box)}": t.contiguous() for hf, box, t in weights.named_hf_slices(loaded)}

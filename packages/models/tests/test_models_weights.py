@@ -8,9 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from orrery.manifest.errors import OrreryError
-from orrery.models import build, weights
+from orrery.models import build, hf_folder, weights
 
-families = pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+families = pytest.mark.parametrize(
+    ("family", "tied"),
+    [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True), ("llama", True), ("glm4_moe", False)],
+)
 
 
 @pytest.fixture
@@ -30,19 +33,19 @@ def tamper(directory, change):
 
 
 @families
-@pytest.mark.parametrize("max_shard_bytes", [weights.MAX_SHARD_BYTES, 20_000])
+@pytest.mark.parametrize("max_file_bytes", [weights.MAX_FILE_BYTES, 20_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_round_trip_is_bitwise(family, tied, max_shard_bytes, dtype, make_model, tmp_path):
+def test_a_round_trip_is_bitwise(family, tied, max_file_bytes, dtype, make_model, tmp_path):
     model = make_model(family, tie_embeddings=tied)
     module, again = build(model, dtype), build(model, dtype, "meta")
     weights.initialize(module, model)
-    weights.save(module, model, tmp_path, max_shard_bytes)
+    weights.save(module, model, tmp_path, max_file_bytes)
     weights.load(again, tmp_path)
     for (name, before), (_, after) in zip(module.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(before, after), name
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert (files == ["model.safetensors"]) == (max_shard_bytes == weights.MAX_SHARD_BYTES)
+    assert (files == ["model.safetensors"]) == (max_file_bytes == weights.MAX_FILE_BYTES)
     if len(files) > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert sorted(set(index["weight_map"].values())) == files
@@ -59,12 +62,12 @@ def test_names_on_disk_are_one_tensor_an_expert_and_the_stream_equals_the_file(f
     assert on_disk.keys() == streamed.keys()
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in streamed.items())
     assert ("lm_head.weight" in on_disk) == (not tied)
-    assert ("model.layers.1.mlp.experts.5.down_proj.weight" in on_disk) == (family == "qwen3_moe")
+    assert ("model.layers.1.mlp.experts.5.down_proj.weight" in on_disk) == family.endswith("moe")
 
 
 def test_saving_again_over_shards_leaves_none_of_them_and_no_temporary_file(saved):
     model, module, directory = saved
-    weights.save(module, model, directory, max_shard_bytes=20_000)
+    weights.save(module, model, directory, max_file_bytes=20_000)
     (directory / "tokenizer.json").write_text("{}")
     weights.save(module, model, directory)
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -76,7 +79,7 @@ def test_a_save_that_dies_leaves_no_directory_that_loads(saved, monkeypatch):
     def die(*_args, **_kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(weights, "save_file", die)
+    monkeypatch.setattr(hf_folder, "save_file", die)
     with pytest.raises(OSError):
         weights.save(module, model, directory)
     with pytest.raises(OrreryError, match=r"no config\.json"):
@@ -174,3 +177,62 @@ def test_wrapped_blocks_keep_their_names_on_disk(make_model):
     module.layers[0] = checkpoint_wrapper(module.layers[0])
     module.layers[1] = torch.compile(module.layers[1])
     assert [hf.name for hf in weights.hf_tensors(module)] == names
+
+
+def test_a_choice_bias_stays_float32_beside_bfloat16_weights(make_model, tmp_path):
+    model = make_model("glm4_moe")
+    module, again = build(model, torch.bfloat16), build(model, torch.bfloat16, "meta")
+    weights.initialize(module, model)
+    with torch.no_grad():
+        module.layers[1].mlp.gate.expert_bias.copy_(torch.arange(6) * 1.001)
+    weights.save(module, model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    weights.load(again, tmp_path)
+    assert torch.equal(again.layers[1].mlp.gate.expert_bias, torch.arange(6) * 1.001)
+
+
+def test_layers_for_speculation_and_stored_rotations_are_passed_over(make_model, tmp_path):
+    for family, name in (("glm4_moe", "model.layers.2.eh_proj.weight"), ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq")):
+        model = make_model(family)
+        module, again = build(model), build(model)
+        weights.initialize(module, model)
+        weights.save(module, model, tmp_path)
+        tamper(tmp_path, lambda tensors, name=name: tensors.update({name: torch.zeros(3)}))
+        weights.load(again, tmp_path)
+        assert torch.equal(again.embed_tokens.weight, module.embed_tokens.weight)
+
+
+@families
+@pytest.mark.parametrize("max_file_bytes", [weights.MAX_FILE_BYTES, 20_000])
+def test_initial_weights_are_written_without_a_network_as_a_network_would_save_them(family, tied, max_file_bytes, make_model, tmp_path):
+    model = make_model(family, tie_embeddings=tied)
+    module = build(model, torch.bfloat16)
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path / "saved", max_file_bytes)
+    num_parameters = weights.write_initial(model, tmp_path / "written", torch.bfloat16, max_file_bytes)
+    assert num_parameters == sum(parameter.numel() for parameter in module.parameters())
+    saved, written = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("saved", "written"))
+    assert saved == written and (len(saved) == 2) == (max_file_bytes == weights.MAX_FILE_BYTES)
+
+
+def test_a_pretrained_folder_is_written_again_in_the_manifests_precision(saved, tmp_path):
+    model, module, directory = saved
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    init = {"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest}
+    pretrained = type(model).model_validate({**model.model_dump(), "init": init})
+    weights.write_initial(pretrained, tmp_path / "again", torch.bfloat16)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in weights.named_hf_tensors(module):
+        assert torch.equal(again[name], tensor.to(torch.bfloat16)), name
+    with pytest.raises(OrreryError, match=r"model\.init\.sha256"):
+        weights.write_initial(
+            type(model).model_validate({**model.model_dump(), "init": {**init, "sha256": "0" * 64}}), tmp_path / "no", torch.bfloat16
+        )
+
+
+def test_weights_drawn_on_the_device_for_a_benchmark_have_the_std_and_norms_of_one(make_model):
+    module = build(make_model("glm4_moe", vocab_size=2000), torch.bfloat16, "meta")
+    weights.initialize_on_device(module, std=0.1, seed=1)
+    assert abs(module.embed_tokens.weight.float().std() / 0.1 - 1) < 0.05
+    assert (module.norm.weight == 1).all() and (module.layers[0].self_attn.q_proj.bias == 0).all()
+    assert (module.layers[1].mlp.gate.expert_bias == 0).all() and not any(parameter.isnan().any() for parameter in module.parameters())

@@ -1,31 +1,49 @@
-"""The attention of the Qwen3 families: grouped query heads, RMS norm on each head's query and key, rotary positions.
+"""Attention of the families with whole keys and values: grouped query heads, optional biases and norms a head, rotary positions.
 
-T tokens · D hidden · H query heads · G key and value heads · K head size
+T tokens · D hidden · H query heads · G key and value heads · K head size · R turning part of a head
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents, varlen_attention
+from orrery.manifest.schema import Llama3RopeScaling, Model
 from orrery.models.norm import RmsNorm
 
 
-def rotary_angles(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, K] of RoFormer's angles, position · theta^(−2i/K), both halves of a head alike (the GPT-NeoX layout).
+def rotary_angles(
+    positions_T: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype, scaling: Llama3RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R), both halves of R alike (the GPT-NeoX layout).
 
     Angles are made in float32 whatever `dtype` the result has: bfloat16 cannot tell late positions apart.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions_T.device).float() / head_dim
-    angle_TK = positions_T.float()[:, None] * (1.0 / theta**exponent)
-    angle_TK = torch.cat((angle_TK, angle_TK), dim=-1)[:, None]
-    return angle_TK.cos().to(dtype), angle_TK.sin().to(dtype)
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device).float() / rotary_dim
+    frequency = 1.0 / theta**exponent
+    if scaling is not None:
+        frequency = slowed(frequency, scaling)
+    angle_TR = positions_T.float()[:, None] * frequency
+    angle_TR = torch.cat((angle_TR, angle_TR), dim=-1)[:, None]
+    return angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
 
 
-def rotate(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+def slowed(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Frequencies that turn less than `low` times in the original context are divided by `factor`, those above `high` stay, others blend."""
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)
+    kept = ((turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)).clamp(0.0, 1.0)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def rotate(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Turn the first R dimensions of each head; the others stay."""
+    rotary_dim = cos_T1R.shape[-1]
+    if rotary_dim < x_THK.shape[-1]:
+        return torch.cat((rotate(x_THK[..., :rotary_dim], cos_T1R, sin_T1R), x_THK[..., rotary_dim:]), dim=-1)
     first, second = x_THK.chunk(2, dim=-1)
-    return x_THK * cos_T1K + torch.cat((-second, first), dim=-1) * sin_T1K
+    return x_THK * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
 
 
 class LocalCore(nn.Module):
@@ -36,15 +54,16 @@ class LocalCore(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(self, config: Model) -> None:
         super().__init__()
+        hidden_size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        self.q_norm = RmsNorm(head_dim, eps)
-        self.k_norm = RmsNorm(head_dim, eps)
+        self.q_proj = nn.Linear(hidden_size, config.num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, config.num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, config.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm = RmsNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.core: nn.Module = LocalCore()
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every family's network is around its blocks: embedding, blocks in turn, final norm, LM head.
+"""What every family's network is: packed tokens to hidden states, and those to log-probs.
 
 T tokens · D hidden · V vocabulary · L layers · K experts a token
 
@@ -9,6 +9,7 @@ T tokens · D hidden · V vocabulary · L layers · K experts a token
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,22 +32,27 @@ class LmHead(nn.Module):
     def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
         return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens)
 
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return F.linear(hidden_TD.float(), self.weight.float())
+
 
 class CausalLm(nn.Module):
-    """Packed tokens to hidden states (`forward`) or to log-probs and entropies of given tokens (`score`)."""
+    """Packed tokens to hidden states (`forward`) or to log-probs and entropies of given tokens (`score`).
 
-    def __init__(self, config: Model, block: Callable[[Model], nn.Module]) -> None:
+    A family gives `layers`, `lm_head` (None where the embedding serves), `lm_head_weight` and `forward`.
+    """
+
+    layers: nn.ModuleList
+    lm_head: Any
+
+    def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
 
     @property
     def lm_head_weight(self) -> Tensor:
         """[V, D]: the embedding itself where the manifest ties them."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        raise NotImplementedError
 
     def forward(
         self,
@@ -63,17 +69,14 @@ class CausalLm(nn.Module):
         choices in a mixture. `max_seqlen`, the longest document, saves a device-to-host copy on a GPU. `documents` stands in for
         `cu_seqlens` and `max_seqlen` where the caller knows the packing better: a context-parallel rank.
         """
-        hidden_TD = self.embed_tokens(token_ids_T)
-        angles = rotary_angles(positions_T, self.config.head_dim, self.config.rope_theta, hidden_TD.dtype)
-        if documents is None:
-            assert cu_seqlens is not None, "cu_seqlens or documents"
-            documents = Documents(cu_seqlens, max_seqlen)
-        for index, layer in enumerate(self.layers):
-            if routed_experts_TLK is None:
-                hidden_TD = layer(hidden_TD, angles, documents)
-            else:
-                hidden_TD = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index])
-        return self.norm(hidden_TD)
+        raise NotImplementedError
+
+    def compute_buffers(self) -> None:
+        """Fill the buffers that no checkpoint holds, after they were given storage."""
+
+    def drawn(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
+        """The family's own draw of a whole initial tensor, on the CPU; None where it has no other than `orrery.models.weights`."""
+        return None
 
     def score(
         self,
@@ -92,11 +95,49 @@ class CausalLm(nn.Module):
         """
         hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens, routed_experts_TLK, max_seqlen)
         if self.lm_head is None:
-            return token_logprob(hidden_TD, self.embed_tokens.weight, target_T, temperature_T, chunk_tokens)
+            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens)
         return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens)
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         """All logits [T, V] in float32: for tests and small inspections, never for training."""
         hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
-        return F.linear(hidden_TD.float(), self.lm_head_weight.float())
+        return F.linear(hidden_TD.float(), self.lm_head_weight.float()) if self.lm_head is None else self.lm_head.logits(hidden_TD)
+
+
+class Decoder(CausalLm):
+    """Embedding, blocks in turn, final norm, LM head; `block` makes block i of the manifest's network."""
+
+    def __init__(self, config: Model, block: Callable[[Model, int], nn.Module]) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(block(config, index) for index in range(config.num_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor | None = None,
+        routed_experts_TLK: Tensor | None = None,
+        max_seqlen: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        config = self.config
+        hidden_TD = self.embed_tokens(token_ids_T)
+        rotary_dim = int(config.head_dim * config.rotary_fraction)
+        angles = rotary_angles(positions_T, rotary_dim, config.rope_theta, hidden_TD.dtype, config.rope_scaling)
+        if documents is None:
+            assert cu_seqlens is not None, "cu_seqlens or documents"
+            documents = Documents(cu_seqlens, max_seqlen)
+        for index, layer in enumerate(self.layers):
+            if routed_experts_TLK is None:
+                hidden_TD = layer(hidden_TD, angles, documents)
+            else:
+                hidden_TD = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index])
+        return self.norm(hidden_TD)

@@ -32,7 +32,7 @@ class Work:
 
 
 def active_parameters(model: Model) -> Work:
-    """Parameters of the matrix products that one token passes, `attention` being 0 for it has none. Raises OrreryError for latent attention."""
+    """Parameters of the matrix products that one token passes; `attention` has none. Raises OrreryError for latent attention."""
     if model.mla is not None:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted yet")
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim

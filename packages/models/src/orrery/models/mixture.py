@@ -63,11 +63,17 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
+        self.gate_up_lora: nn.Module | None = None  # `orrery.models.lora` puts adapters here
+        self.down_lora: nn.Module | None = None
 
     def forward(self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor) -> Tensor:
         """Rows `ends[e − 1]:ends[e]` of x go through expert e, times their score; ends i32 [E], E as many as there are here."""
-        act_MI = swiglu_rows(grouped_matmul(x_MD, self.gate_up_proj, ends_E), score_M)
-        return grouped_matmul(act_MI, self.down_proj, ends_E)
+        gate_up_M2I = grouped_matmul(x_MD, self.gate_up_proj, ends_E)
+        if self.gate_up_lora is not None:
+            gate_up_M2I = gate_up_M2I + self.gate_up_lora(x_MD, ends_E)
+        act_MI = swiglu_rows(gate_up_M2I, score_M)
+        y_MD = grouped_matmul(act_MI, self.down_proj, ends_E)
+        return y_MD if self.down_lora is None else y_MD + self.down_lora(act_MI, ends_E)
 
 
 class LocalExchange(nn.Module):

@@ -5,7 +5,7 @@ A shard here is a box: one `[start, stop)` a dimension. Replicas have equal boxe
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -15,9 +15,20 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole tensor; a collective where the parameter is sharded."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """The whole tensor; a collective where the parameter is sharded. Shards in host memory are gathered on the mesh's devices."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    if local.device.type != mesh.device_type:
+        parameter = DTensor.from_local(
+            local.to(mesh.device_type), mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return parameter.full_tensor()
 
 
 def local_box(parameter: Tensor) -> Box:

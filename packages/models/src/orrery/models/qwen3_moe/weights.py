@@ -1,23 +1,12 @@
-"""Qwen3-MoE at Hugging Face: its parameter names, and the `config.json` that transformers and vLLM read.
-
-Our experts are stacked, gate and up in one; HF's files hold one tensor an expert and projection, as vLLM loads and transformers reads them.
-"""
+"""Qwen3-MoE at Hugging Face: its parameter names, and the `config.json` that transformers and vLLM read."""
 
 from typing import Any
 
 from orrery.manifest.schema import Model
-from orrery.models.qwen3.weights import ATTENTION_NAMES, Names
+from orrery.models.names import DECODER_NAMES, EXPERT_NAMES, QK_NORM_NAMES
 from orrery.models.qwen3.weights import hf_config as dense_hf_config
 
-NAMES: Names = {
-    **ATTENTION_NAMES,
-    "layers.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate.weight",
-    "layers.{layer}.mlp.experts.gate_up_proj": (
-        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-    ),
-    "layers.{layer}.mlp.experts.down_proj": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
-}
+NAMES = {**DECODER_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES}
 
 
 def hf_config(config: Model) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""A network's tensors as a checkpoint names them: whole or in parts, one at a time.
+
+An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from orrery.models.causal_lm import CausalLm
+from orrery.models.families import hf_names
+from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative
+
+# What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor of a checkpoint: the box `box` of our parameter; without its first dimension where that is one expert's."""
+
+    name: str
+    parameter_name: str
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def expert(self) -> int | None:
+        return self.box[0][0] if len(self.shape) < len(self.box) else None
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This tensor, a view of the whole parameter."""
+        part = whole[slices(self.box)]
+        return part if self.expert is None else part[0]
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)
+
+
+def hf_tensors(module: CausalLm) -> list[HfTensor]:
+    """Every tensor of the module's checkpoint in writing order; sizes only, no data, no collective."""
+    patterns = hf_names(module)
+    tensors = []
+    for name, tensor in _state(module).items():
+        plain = name
+        for wrapper in _WRAPPERS:
+            plain = plain.replace(wrapper, "")
+        layer = plain.split(".")[1] if plain.startswith("layers.") else ""
+        hf_name = patterns[plain.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else plain]
+        parts = (hf_name,) if isinstance(hf_name, str) else hf_name
+        for index, part in enumerate(parts):
+            tensors += _taken_apart(part.replace("{layer}", layer), name, tensor, index, len(parts))
+    return tensors
+
+
+def _taken_apart(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -> list[HfTensor]:
+    stacked, shape = "{expert}" in hf_name, tuple(tensor.shape)
+    sides = [(0, size) for size in shape]
+    if num_parts > 1:
+        size = shape[stacked] // num_parts
+        sides[stacked] = (part * size, (part + 1) * size)
+    sizes = tuple(stop - start for start, stop in sides)
+    if not stacked:
+        return [HfTensor(hf_name, name, tuple(sides), sizes, tensor.dtype)]
+    return [HfTensor(hf_name.replace("{expert}", str(e)), name, ((e, e + 1), *sides[1:]), sizes[1:], tensor.dtype) for e in range(shape[0])]
+
+
+def _state(module: CausalLm) -> dict[str, Tensor]:
+    """What a checkpoint holds: parameters, then the buffers that are not computed."""
+    state = dict(module.named_parameters())
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                state[name] = buffer
+    return state
+
+
+@torch.no_grad()
+def named_hf_tensors(module: CausalLm, full: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, detached tensor) of every checkpoint tensor, in `hf_tensors` order; one parameter is gathered at a time.
+
+    Views of the parameters where nothing is sharded: copy what must outlive the next optimizer step. With `full=False` only what this
+    rank holds, without any collective: `named_hf_slices` says where it belongs.
+    """
+    if not full:
+        for hf, _, local in named_hf_slices(module):
+            yield hf.name, local
+        return
+    state = _state(module)
+    # The tensors of a parameter follow one another, so one gathered parameter is alive at a time.
+    for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
+        whole = full_tensor(state[parameter_name].detach())
+        for hf in group:
+            yield hf.name, hf.of(whole)
+        del whole
+
+
+@torch.no_grad()
+def named_hf_slices(module: CausalLm) -> Iterator[tuple[HfTensor, Box, Tensor]]:
+    """(checkpoint tensor, box of it, this rank's data in that box), for all that this rank holds; no collective, no copy.
+
+    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes.
+    """
+    state = _state(module)
+    boxes = {name: local_box(tensor) for name, tensor in state.items()}
+    for hf in hf_tensors(module):
+        held = boxes[hf.parameter_name]
+        common = intersection(held, hf.box)
+        if common is None:
+            continue
+        local = local_tensor(state[hf.parameter_name].detach())[slices(relative(common, held))]
+        box = relative(common, hf.box)
+        yield (hf, box, local) if hf.expert is None else (hf, box[1:], local[0])

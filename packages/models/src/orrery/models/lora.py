@@ -1,0 +1,100 @@
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A beside frozen weights.
+
+- An adapter is a module `lora` of the projection that it adapts; of stacked experts, a pair an expert. Checkpoint names of weights stay, and
+  adapters have none: what leaves the trainer is merged (`weights.named_hf_tensors`), in float32 and rounded once to the weight's dtype.
+- A is drawn uniformly from ±1/√(inputs), B is zero: the adapted network begins as the one it adapts.
+- An adapter's numbers depend on the seed and its name only: not on ranks or sharding.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.manifest.schema import Lora
+from orrery.models.causal_lm import CausalLm
+from orrery.models.feed_forward import FeedForward
+from orrery.models.mixture import Experts
+from orrery.models.placement import full_tensor, local_box, local_tensor
+
+
+class Adapter(nn.Module):
+    """`a` [..., rank, in] and `b` [..., out, rank] of one weight [..., out, in], in a dtype of their own."""
+
+    def __init__(self, weight: Tensor, lora: Lora, dtype: torch.dtype) -> None:
+        super().__init__()
+        *stack, num_outputs, num_inputs = weight.shape
+        self.a = nn.Parameter(torch.empty(*stack, lora.rank, num_inputs, dtype=dtype, device=weight.device))
+        self.b = nn.Parameter(torch.empty(*stack, num_outputs, lora.rank, dtype=dtype, device=weight.device))
+        self.scale = lora.alpha / lora.rank
+
+    def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """What is added to the projection of x [M, in]; of stacked experts, rows `ends[e − 1]:ends[e]` are expert e's."""
+        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+        if ends_E is None:
+            return self.scale * F.linear(F.linear(x, a), b)
+        return self.scale * grouped_matmul(grouped_matmul(x, a, ends_E), b, ends_E)
+
+
+class AdaptedLinear(nn.Linear):
+    """A projection with its adapter; weight and bias are those of the projection that it replaces."""
+
+    def __init__(self, linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora = Adapter(linear.weight, lora, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.lora(x)
+
+
+def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
+    """Freeze the module's weights and put adapters, in `dtype`, beside those that `lora.targets` names; call `initialize` once it has storage."""
+    module.requires_grad_(False)
+    for layer in module.layers:
+        for owner in list(layer.modules()):
+            if isinstance(owner, Experts):
+                if "experts" in lora.targets:
+                    owner.gate_up_lora = Adapter(owner.gate_up_proj, lora, dtype)
+                    owner.down_lora = Adapter(owner.down_proj, lora, dtype)
+                continue
+            target = "feed_forward" if isinstance(owner, FeedForward) else "attention"
+            if target in lora.targets:
+                for name, child in list(owner.named_children()):
+                    if type(child) is nn.Linear:
+                        setattr(owner, name, AdaptedLinear(child, lora, dtype))
+
+
+def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """(name of the adapted parameter, its adapter), in the order of the module's own."""
+    for name, owner in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(owner, AdaptedLinear):
+            yield f"{prefix}weight", owner.lora
+        elif isinstance(owner, Experts) and owner.gate_up_lora is not None and owner.down_lora is not None:
+            yield f"{prefix}gate_up_proj", owner.gate_up_lora
+            yield f"{prefix}down_proj", owner.down_lora
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every adapter's shards; each rank draws a whole adapter at a time and keeps its part."""
+    for name, adapter in adapters(module):
+        local_tensor(adapter.b).zero_()
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        bound = 1 / math.sqrt(adapter.a.shape[-1])
+        whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
+        local_tensor(adapter.a).copy_(whole[tuple(slice(*side) for side in local_box(adapter.a))])
+
+
+@torch.no_grad()
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """The whole `weight` with the adapter's part in it: a collective where the adapter is sharded."""
+    a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
+    return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
