@@ -14,13 +14,18 @@ from typing import Any
 from torch import nn
 
 from orrery.manifest import schema
-from orrery.trainer.optim import adamw
+from orrery.trainer.optim import adamw, muon, sgd, sign_sgd
 from orrery.trainer.optim.gradient import clip, first_not_finite, gradient_norm, local
 from orrery.trainer.optim.optimizer import Group, Optimizer, named_state
 
 __all__ = ["KINDS", "Optimizer", "clip", "first_not_finite", "gradient_norm", "local", "make_optimizer", "named_state"]
 
-KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[Group]]] = {"adamw": adamw.groups}
+KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[Group]]] = {
+    "adamw": adamw.groups,
+    "muon": muon.groups,
+    "sgd": sgd.groups,
+    "sign_sgd": sign_sgd.groups,
+}
 
 
 def make_optimizer(policy: nn.Module, spec: schema.Optimizer, offload: bool = False) -> Optimizer:

@@ -1,0 +1,39 @@
+"""Stochastic gradient descent with momentum: torch's fused kernel. Weight decay is L2: it joins the clipped gradient, before momentum."""
+
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from orrery.manifest.schema import Sgd
+from orrery.trainer.optim.optimizer import Group, Piece
+
+
+class SgdRule:
+    counts = False
+    whole = False
+
+    def __init__(self, spec: Sgd):
+        self.momentum = spec.momentum
+        self.keys = ("momentum",) if spec.momentum else ()
+
+    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+        sgd(
+            [piece.weight for piece in pieces],
+            [piece.gradient for piece in pieces],
+            [piece.state.get("momentum") for piece in pieces],
+            fused=True,
+            grad_scale=divisor,
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+def groups(spec: Sgd, weights: dict[str, nn.Parameter]) -> list[Group]:
+    rule = SgdRule(spec)
+    return [
+        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, spec.lr, spec.weight_decay),
+        Group([weight for weight in weights.values() if weight.ndim < 2], rule, spec.lr, 0.0),
+    ]

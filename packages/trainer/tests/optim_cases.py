@@ -1,0 +1,188 @@
+"""A toy policy for optimizer tests, its made-up gradients, and a rank that steps it under every layout of shards.
+
+`optim_cases.py FOLDER WORLD_SIZE RANK` writes FOLDER/rank_<i>.json: by layout, the gradient norm, which shards are empty, and the largest
+error of weights by kind.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from orrery.manifest import schema
+from orrery.models.placement import local_box
+from orrery.trainer.optim import Optimizer, gradient_norm, local, make_optimizer
+from orrery.trainer.parallel.world import World
+
+ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+MUON = {"kind": "muon", "lr": 2e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "num_newton_schulz_steps": 5, "rest": ADAMW}
+SPECS = {
+    "adamw": ADAMW,
+    "muon": MUON,
+    "muon_without_nesterov": MUON | {"nesterov": False},
+    "sgd": {"kind": "sgd", "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "sgd_without_momentum": {"kind": "sgd", "lr": 1e-2, "momentum": 0.0, "weight_decay": 0.1},
+    "sign_sgd": {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.1},
+}
+SHAPES = {
+    "embed.weight": (16, 12),
+    "layers.0.norm.weight": (3,),  # smaller than a mesh of four: the last rank has nothing
+    "layers.0.q.weight": (10, 12),  # does not divide by four
+    "layers.0.thin.weight": (2, 40),
+    "layers.0.mlp.gate.weight": (4, 12),
+    "layers.0.mlp.experts.gate_up_proj": (4, 12, 8),
+    "layers.0.mlp.experts.down_proj": (4, 8, 6),
+    "layers.1.q.weight": (12, 10),
+    "layers.1.bias": (700,),
+}
+
+
+def spec_of(name: str) -> schema.Optimizer:
+    return TypeAdapter(schema.Optimizer).validate_python(SPECS[name])
+
+
+class Toy(nn.Module):
+    """Weights by the names of `SHAPES`, the same every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            setattr(owner, last, nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def take_steps(toy: nn.Module, optimizer: Optimizer, steps: list[int], divisor: float | None = None, prefetch: bool = False) -> None:
+    for step in steps:
+        whole = gradients(step)
+        for name, weight in toy.named_parameters():
+            weight.grad = like(weight, whole[name])
+        if prefetch:
+            optimizer.prefetch()
+        optimizer.step(None if divisor is None else torch.tensor(divisor))
+        optimizer.zero_grad()
+
+
+def like(weight: Tensor, whole: Tensor) -> Tensor:
+    """`whole` as this rank holds it where it is sharded like `weight`."""
+    if not isinstance(weight, DTensor):
+        return whole.clone()
+    part = whole[tuple(slice(start, stop) for start, stop in local_box(weight))].clone()
+    return DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def sharded(toy: Toy, mesh: DeviceMesh, placements: list[Placement], experts: tuple[DeviceMesh, list[Placement]] | None = None) -> Toy:
+    for name, weight in list(toy.named_parameters()):
+        owner = toy.get_submodule(name.rpartition(".")[0])
+        on, how = experts if experts is not None and "experts" in name else (mesh, placements)
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(distribute_tensor(weight.detach(), on, how)))
+    return toy
+
+
+def fully_sharded(mesh: DeviceMesh, expert_mesh: DeviceMesh) -> Toy:
+    """As the trainer does it: experts cut by expert parallel, then FSDP over what is left; all else FSDP over all ranks."""
+    toy = Toy()
+    experts = toy.get_submodule("layers.0.mlp.experts")
+    for name, weight in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(distribute_tensor(weight.detach(), expert_mesh["ep"], [Shard(0)])))
+    fully_shard(experts, mesh=expert_mesh["expert_fsdp"])
+    fully_shard(toy, mesh=mesh)
+    return toy
+
+
+def layouts() -> dict[str, Toy | None]:
+    """By name; None where this rank has no part in it."""
+    four, two = DeviceMesh("cpu", list(range(4))), DeviceMesh("cpu", [0, 1])
+    replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    expert_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_fsdp", "ep"))
+    halves = sharded(Toy(), two, [Shard(0)]) if dist.get_rank() < 2 else None
+    lora = sharded(Toy(), four, [Shard(0)])
+    for name, weight in lora.named_parameters():
+        weight.requires_grad_("q.weight" in name or "norm" in name)
+    return {
+        "one": Toy(),
+        "dp_shard 2": halves,
+        "dp_shard 4": sharded(Toy(), four, [Shard(0)]),
+        "dp_replicate 2, dp_shard 2": sharded(Toy(), replicated, [Replicate(), Shard(0)]),
+        "columns": sharded(Toy(), four, [Shard(0)], (expert_mesh, [Shard(1), Shard(0)])),
+        "fully_shard over ep": fully_sharded(four, expert_mesh),
+        "adapters only": lora,
+    }
+
+
+def try_layout(toy: Toy, world: World) -> dict:
+    """The gradient norm, which shards are empty, and how far two steps of each kind end from those of the unsharded toy."""
+    for name, weight in toy.named_parameters():
+        weight.grad = like(weight, gradients(1)[name]) if weight.requires_grad else None
+    norm = gradient_norm(toy.parameters(), world)
+    answer: dict = {"norm": norm.item(), "empty": [name for name, weight in toy.named_parameters() if not local(weight).numel()]}
+    start = {name: local(weight).detach().clone() for name, weight in toy.named_parameters()}
+    for kind in SPECS:
+        alone = Toy()
+        take_steps(alone, make_optimizer(alone, spec_of(kind)), [1, 2], divisor=2.0)
+        for offload in (False, True):
+            with torch.no_grad():
+                for name, weight in toy.named_parameters():
+                    local(weight).copy_(start[name])
+            take_steps(toy, make_optimizer(toy, spec_of(kind), offload), [1, 2], divisor=2.0)
+            errors = [
+                (local(weight) - local(like(weight, whole.detach()))).abs().max().item()
+                for weight, whole in zip(toy.parameters(), alone.parameters(), strict=True)
+                if weight.requires_grad and local(weight).numel()
+            ]
+            answer[f"{kind}{', offloaded' if offload else ''}"] = max(errors, default=0.0)
+    return answer
+
+
+def main() -> None:
+    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    world = World(rank, size, torch.device("cpu"), DeviceMesh("cpu", list(range(size))))
+    answers = {name: try_layout(toy, world) for name, toy in layouts().items() if toy is not None}
+    dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"rank_{rank}.json").write_text(json.dumps(answers))
+
+
+def run_ranks(folder: Path, size: int) -> list[dict[str, dict]]:
+    """Every rank's answers; fails with the stderr of a rank that failed."""
+    command = [sys.executable, __file__, str(folder), str(size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=environment) for rank in range(size)]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, error in zip(ranks, errors, strict=True):
+        assert rank.returncode == 0, error[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(size)]
+
+
+if __name__ == "__main__":
+    main()
