@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,14 @@ def write_half(run_dir: Path, step: int) -> None:
         (half / "state.json").write_text("{}")
 
 
+def await_checkpoint(run_dir: Path, step: int, stage: str = "rl") -> None:
+    """Until it is whole: that comes some time after its step."""
+    end_s = time.monotonic() + DEADLINE_S
+    while checkpoints.latest(run_dir, stage) != step:
+        assert time.monotonic() < end_s, f"no checkpoint of step {step}"
+        time.sleep(0.02)
+
+
 def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down: bool = False) -> list[tuple[int, str]]:
     """(exit code, stderr) of every rank. A trainer that fails is not waited for."""
     stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
@@ -220,10 +229,11 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     }
     names |= {"step_time_s", "wait_s", "forward_backward_s", "optimizer_s", "publish_s", "num_samples", "num_tokens", "num_trained_tokens"}
     assert names <= rows[0].keys()
+    assert [row["step"] for row in rows if row["checkpoint_blocked_s"]] == [2, 4, 5]
     assert [row["learning_rate"] for row in rows] == [0.005, 0.01, 0.01, 0.01, 0.01]
     assert [row["num_tokens"] for row in rows] == [batch_columns(step).num_tokens for step in range(1, 6)]
     spans = [row["name"] for row in read(straight / "metrics" / "trainer.0.spans.jsonl")]
-    expected = {"publish": 6, "wait": 6, "forward_backward": 5, "optimizer": 5, "checkpoint": 3}
+    expected = {"publish": 6, "wait": 6, "forward_backward": 5, "optimizer": 5, "checkpoint": 3, "checkpoint_write": 3}
     assert {name: spans.count(name) for name in set(spans)} == expected
     newest = WeightWatch(published).latest()
     assert newest.version == 5
@@ -243,6 +253,7 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     try:
         # Three batches are there: the trainer gets through step 3, one past its checkpoint, and waits for batch 4.
         asyncio.run(orchestrate(killed, spec, range(1, 4), 1))
+        await_checkpoint(killed, 2)
     finally:
         stage.kill()
     assert checkpoints.latest(killed) == 2
@@ -319,7 +330,8 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
     before, after = Publisher(policy, Wire()), Publisher(policy, Wire())
     before.publish(1)
     before.publish(2)
-    before.save(tmp_path)
+    for name, content in before.record().items():
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(RunFailed, match="batch 3: does not say which weights sampled it"):
         before.check(3, None)
     with pytest.raises(RunFailed, match="published no such version"):
@@ -332,7 +344,7 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
 
 def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared_memory, monkeypatch):
     """Nobody makes a checkpointed step again, so a kill right after the marker must find its row."""
-    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3}})  # a checkpoint after step 2, with nothing left to send
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3}})  # a checkpoint after step 2, which step 3's waits for
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
     me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
@@ -349,7 +361,7 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared
             rl(rig, me)
 
     async def both():
-        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 3), 1))
+        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
         with pytest.raises(RunFailed, match="killed"):
             await asyncio.to_thread(train)
         orchestrator.cancel()

@@ -150,8 +150,8 @@ def _restore_rng(file: Any, device: torch.device) -> None:
 class Saver:
     """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, seconds)` is told of every wait.
 
-    `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context waits for what is on its way, or after an
-    exception gives it up.
+    `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context finishes what is on its way, or after an exception
+    gives it up.
     """
 
     def __init__(self, world: World, waiting: Waiting = lambda what, seconds: nullcontext()):
@@ -165,8 +165,7 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self.wait()
-            self._world.barrier()  # whoever goes on finds the checkpoint whole
+            self.finish()
         elif self._work is not None:
             self._work.abandon()
 
@@ -217,6 +216,11 @@ class Saver:
         if work is not None:
             with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S)):
                 work.result(scaled(WRITE_DEADLINE_S))
+
+    def finish(self) -> None:
+        """Until the last checkpoint is whole, for every rank. A collective."""
+        self.wait()
+        self._world.barrier()
 
     def _write(self, copied: "_Copied", then: Callable[[], object], stop: Stop) -> None:
         tensors, index = (copied.partial / f"rank_{self._world.rank}.{suffix}" for suffix in ("safetensors", "json"))

@@ -37,6 +37,7 @@ class HostCopy:
                 f"use more ranks, or hosts with more memory"
             ) from error
         if self._device.type == "cuda" and num_bytes:
+            torch.cuda.set_device(self._device)  # a thread begins with the first device
             code = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
             if int(code):
                 log.warning("%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer", num_bytes / 1e9, int(code))

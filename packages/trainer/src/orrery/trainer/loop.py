@@ -1,14 +1,16 @@
 """The RL stage as the trainer sees it. Batch n (from 1) trains version n − 1 and makes version n.
 
     publish the version we start from
-    for batch n:  wait → forward and backward each micro-batch as it arrives → clip → step → publish version n → row → checkpoint when due
-    compare log-probs on the last evaluation's rollouts → export the policy
+    for batch n:  wait → forward and backward each micro-batch as it arrives → clip → step → publish version n
+                  → copy for a checkpoint when due → row → the checkpoint is written while batch n + 1 is trained
+    compare log-probs on the last evaluation's rollouts → export the policy → the last checkpoint is whole
 
 - A batch that says `wind_down` is not trained: the step before it gets its checkpoint, unless it has one, and every rank ends.
 - Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
 - A batch says which weights sampled it, by version and digest: others than those that were published end the run.
 - A step's row is written before its checkpoint, after which nobody makes the step again.
-- A checkpoint of step n is complete only with the orchestrator's half, which stands there before batch n is sent.
+- A checkpoint of step n is complete only with the orchestrator's half, which stands there before batch n is sent. It becomes complete
+  some time after step n, and before that of a later step begins; killed in between, the stage goes on from the checkpoint before it.
 - Where trainer and engine hold the same weights in float32 on a CPU, their log-probs agree to SAME_WEIGHTS_TOLERANCE or the run ends.
   Batches show that only where they are fresh enough; so the orchestrator sends the rollouts of the last evaluation, made by the last
   version alone and after all updates, as a batch that is compared and not trained.
@@ -20,13 +22,13 @@ from typing import NoReturn
 from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleProcess
 from orrery.observe.wind_down import WoundDown
-from orrery.trainer import checkpoint
 from orrery.trainer.assemble import Rig
 from orrery.trainer.learner import Outcome
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.publish import export
 from orrery.trainer.schedule import factor
-from orrery.transport import checkpoints, visible
+from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.transport import checkpoints
 from orrery.transport.rollout_wire import ReceivedBatch
 
 SAME_WEIGHTS_TOLERANCE = 1e-4
@@ -37,23 +39,27 @@ def rl(rig: Rig, me: RoleProcess) -> None:
     learner = rig.learner
     first_step, num_steps = learner.step, me.manifest.stages.rl.num_steps
     _publish(rig, me)
-    for step in range(learner.step + 1, num_steps + 1):
-        begin_s = time.time()
-        batch = _await_batch(rig, me, step)
-        if batch.info.get("wind_down"):
-            _wind_down(rig, me, has_checkpoint=learner.step == first_step or _is_checkpoint(me, learner.step))
-        arrived_s = time.time()
-        me.health.doing("training", step=step)
-        outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
-        _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
-        publish_s = _publish(rig, me)
-        if rig.world.is_first:
-            _record(me, step, begin_s, arrived_s, outcome, publish_s)
-        if _is_checkpoint(me, step):
-            _checkpoint(rig, me)
-    _compare(rig, me)
-    me.health.doing("exporting weights", step=num_steps)
-    export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
+    with StageCheckpoints(me, learner, "rl", beside="orchestrator") as saving:
+        for step in range(learner.step + 1, num_steps + 1):
+            saving.check()
+            begin_s = time.time()
+            batch = _await_batch(rig, me, step)
+            if batch.info.get("wind_down"):
+                _wind_down(rig, saving, has_checkpoint=learner.step == first_step or checkpoints.is_due(learner.step, me.manifest))
+            arrived_s = time.time()
+            me.health.doing("training", step=step)
+            outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
+            _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
+            publish_s = _publish(rig, me)
+            is_due = checkpoints.is_due(step, me.manifest)
+            checkpoint_blocked_s = saving.copy(rig.publisher.record()) if is_due else 0.0
+            if rig.world.is_first:
+                _record(me, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
+            if is_due:
+                saving.write()
+        _compare(rig, me)
+        me.health.doing("exporting weights", step=num_steps)
+        export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
 
 
 def _await_batch(rig: Rig, me: RoleProcess, step: int) -> ReceivedBatch:
@@ -83,35 +89,13 @@ def _publish(rig: Rig, me: RoleProcess) -> float:
     return end_s - begin_s
 
 
-def _is_checkpoint(me: RoleProcess, step: int) -> bool:
-    return step % me.manifest.trainer.checkpoint.interval_steps == 0 or step == me.manifest.stages.rl.num_steps
-
-
-def _wind_down(rig: Rig, me: RoleProcess, has_checkpoint: bool) -> NoReturn:
+def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoReturn:
     """End here. Whether there is a checkpoint already is no question to the file system: the ranks must agree on the answer."""
     if not has_checkpoint:
-        _checkpoint(rig, me)
-    rig.world.barrier()  # nobody takes down what another rank is still using
+        saving.copy(rig.publisher.record())
+        saving.write()
+    saving.finish()  # nobody takes down what another rank is still using
     raise WoundDown(rig.learner.step)
-
-
-def _checkpoint(rig: Rig, me: RoleProcess) -> None:
-    with me.metrics.span("checkpoint", step=rig.learner.step):
-        _write_checkpoint(rig, me)
-
-
-def _write_checkpoint(rig: Rig, me: RoleProcess) -> None:
-    step = rig.learner.step
-    folder = checkpoints.checkpoint_dir(me.run_dir, step)
-    me.health.doing("writing a checkpoint", step=step)
-    checkpoint.save(rig.learner, folder / "trainer")
-    if rig.world.is_first:
-        rig.publisher.save(folder / "trainer")
-        if not visible.appears(folder / "orchestrator"):
-            raise RunFailed(f"{folder}: the orchestrator's half is missing, though batch {step} was sent; see logs/orchestrator.0.log")
-        checkpoints.complete(folder, [f"trainer/{checkpoint.note(rank)}" for rank in range(rig.world.size)])
-        checkpoints.prune(me.run_dir, me.manifest.trainer.checkpoint.keep)
-    rig.world.barrier()
 
 
 def _compare(rig: Rig, me: RoleProcess) -> None:
@@ -138,7 +122,9 @@ def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None
         )
 
 
-def _record(me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcome: Outcome, publish_s: float) -> None:
+def _record(
+    me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcome: Outcome, publish_s: float, checkpoint_blocked_s: float
+) -> None:
     end_s = time.time()
     me.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
     me.metrics.add_span("optimizer", *outcome.optimizer, step=step)
@@ -151,6 +137,7 @@ def _record(me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcom
         forward_backward_s=outcome.forward_backward[1] - outcome.forward_backward[0] - outcome.wait_s,
         optimizer_s=outcome.optimizer[1] - outcome.optimizer[0],
         publish_s=publish_s,
+        checkpoint_blocked_s=checkpoint_blocked_s,
         tokens_per_s=outcome.metrics["num_tokens"] / (end_s - begin_s),
     )
     me.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, outcome.metrics["loss"], wait_s, end_s - begin_s)

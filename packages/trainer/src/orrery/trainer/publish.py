@@ -13,7 +13,6 @@ from collections import deque
 from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Model
 from orrery.models.weights import named_hf_tensors, save
 from orrery.trainer.parallel.world import World
@@ -57,11 +56,12 @@ class Publisher:
                     f"{f'it with {published}' if published else 'no such version'}; the engines sampled from other weights"
                 )
 
-    def save(self, folder: Path) -> None:
-        write_atomic(folder / PUBLISHED, (json.dumps(self.digests) + "\n").encode())
+    def record(self) -> dict[str, bytes]:
+        """The file, by its name, that a checkpoint of now needs."""
+        return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote. Raises RunFailed where it is not there."""
+        """Go on from the `record` in `folder`. Raises RunFailed where it is not there."""
         try:
             self.digests = {int(version): digest for version, digest in json.loads((folder / PUBLISHED).read_text()).items()}
         except (OSError, ValueError, AttributeError) as error:

@@ -3,6 +3,7 @@
 - `checkpoints/step_<n>/<role>/…` is written by its roles; then `files.json` (sha256 of every file), then `COMPLETE`, last.
 - Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
   `complete` reads none of it.
+- That is the RL stage's place; the SFT stage's is `checkpoints/sft/step_<n>/…`.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
 - `step_<n>/later/` is the one folder that may come after the marker, which does not vouch for it; it has a marker of its own.
 - What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
@@ -36,8 +37,14 @@ class _Noted(msgspec.Struct):
     sha256: str
 
 
-def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    return Path(run_dir) / "checkpoints" / f"step_{step}"
+def folder_of(run_dir: Path, stage: str = "rl") -> Path:
+    """Where the checkpoints of a stage are."""
+    folder = Path(run_dir) / "checkpoints"
+    return folder if stage == "rl" else folder / stage
+
+
+def checkpoint_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
+    return folder_of(run_dir, stage) / f"step_{step}"
 
 
 def is_due(step: int, manifest: Manifest) -> bool:
@@ -45,15 +52,15 @@ def is_due(step: int, manifest: Manifest) -> bool:
     return step % manifest.trainer.checkpoint.interval_steps == 0 or step == manifest.stages.rl.num_steps
 
 
-def steps(run_dir: Path) -> list[int]:
+def steps(run_dir: Path, stage: str = "rl") -> list[int]:
     """Steps with a complete checkpoint, rising."""
-    names = [path.parent.name.removeprefix("step_") for path in (Path(run_dir) / "checkpoints").glob(f"step_*/{MARKER}")]
+    names = [path.parent.name.removeprefix("step_") for path in folder_of(run_dir, stage).glob(f"step_*/{MARKER}")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def latest(run_dir: Path) -> int | None:
+def latest(run_dir: Path, stage: str = "rl") -> int | None:
     """The step of the newest complete checkpoint, or None."""
-    return max(steps(run_dir), default=None)
+    return max(steps(run_dir, stage), default=None)
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
@@ -122,13 +129,13 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
                 raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
 
 
-def prune(run_dir: Path, keep: int) -> list[int]:
+def prune(run_dir: Path, keep: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints; returns the removed steps. What will not go is tried again another time."""
     if keep < 1:
         raise OrreryError(f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1")
     removed = []
-    for step in steps(run_dir)[:-keep]:
-        folder = checkpoint_dir(run_dir, step)
+    for step in steps(run_dir, stage)[:-keep]:
+        folder = checkpoint_dir(run_dir, step, stage)
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink()
             removed.append(step)
@@ -146,14 +153,14 @@ def discard(run_dir: Path, folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def discard_incomplete(run_dir: Path) -> list[int]:
+def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
     """Remove what an earlier attempt left half-written or half-removed; returns the steps.
 
-    The orchestrator calls it before it cuts: nobody writes yet.
+    For RL the orchestrator calls it before it cuts, for SFT the trainer before its first step: nobody writes yet.
     """
-    whole = set(steps(run_dir))
+    whole = set(steps(run_dir, stage))
     removed = []
-    for folder in (Path(run_dir) / "checkpoints").glob("step_*"):
+    for folder in folder_of(run_dir, stage).glob("step_*"):
         name = folder.name.removeprefix("step_")
         if name.isdigit() and int(name) not in whole:
             try:

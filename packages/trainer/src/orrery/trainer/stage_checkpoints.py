@@ -1,0 +1,87 @@
+"""A stage's checkpoints: copied when a step is done, complete some time later, and where a new attempt goes on.
+
+- `copy`, then the step's row, then `write`: a checkpoint that counts has its row.
+- The first rank's thread makes the checkpoint whole: all ranks' files, the other half where the stage has one (`beside`), the marker. Then
+  it removes what is more than `trainer.checkpoint.keep`.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from orrery.manifest.errors import RunFailed
+from orrery.observe.process import RoleProcess
+from orrery.trainer import checkpoint
+from orrery.trainer.checkpoint import Saver
+from orrery.trainer.learner import Learner
+from orrery.transport import checkpoints, visible
+
+
+class StageCheckpoints:
+    """Of the stage `stage`, for one rank. `beside` names the folder that another role has written for step n before step n was done.
+
+    Leaving the context waits until the last checkpoint is whole, except after an exception.
+    """
+
+    def __init__(self, me: RoleProcess, learner: Learner, stage: str, beside: str | None = None):
+        self._me, self._learner, self._stage, self._beside = me, learner, stage, beside
+        self._saver = Saver(learner.world, lambda what, seconds: me.health.waiting(what, deadline_s=seconds))
+
+    def __enter__(self) -> Self:
+        self._saver.__enter__().reserve(self._learner)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._saver.__exit__(kind, error, trace)
+
+    def check(self) -> None:
+        """Raises RunFailed where a checkpoint could not be written."""
+        self._saver.check()
+
+    def copy(self, files: Mapping[str, bytes] | None = None) -> float:
+        """Copy the state of the last step, with `files`: seconds that training was blocked for. A collective."""
+        step = self._learner.step
+        self._me.health.doing("copying a checkpoint", step=step)
+        with self._me.metrics.span("checkpoint", step=step):
+            return self._saver.copy(self._learner, self._folder / "trainer", files)
+
+    def write(self) -> None:
+        """Begin to write what was copied."""
+        folder, step, begin_s = self._folder, self._learner.step, time.time()
+
+        def complete() -> None:
+            if self._beside is not None and not visible.appears(folder / self._beside):
+                raise RunFailed(
+                    f"{folder}: the {self._beside}'s half is missing, though batch {step} was sent; see logs/{self._beside}.0.log"
+                )
+            checkpoints.complete(folder, [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)])
+            checkpoints.prune(self._me.run_dir, self._me.manifest.trainer.checkpoint.keep, self._stage)
+            self._me.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
+
+        self._saver.write(complete)
+
+    def finish(self) -> None:
+        """Until the last checkpoint is whole. A collective."""
+        self._saver.finish()
+
+    @property
+    def _folder(self) -> Path:
+        return checkpoints.checkpoint_dir(self._me.run_dir, self._learner.step, self._stage)
+
+
+def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
+    """Go on from the newest complete checkpoint of `stage`; its folder, or None where there is none. A collective."""
+    step = checkpoints.latest(me.run_dir, stage)
+    if step is None:
+        return None
+    me.health.doing(f"resuming from step {step}", step=step)
+    folder = checkpoints.checkpoint_dir(me.run_dir, step, stage)
+    checkpoints.verify(folder, share=(learner.world.rank, learner.world.size))
+    learner.world.barrier()  # nobody goes on before every share is known to be sound
+    checkpoint.load(learner, folder / "trainer")
+    if learner.step != step:
+        raise RunFailed(f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it")
+    me.log.info("resuming after step %d", step)
+    return folder
