@@ -1,0 +1,185 @@
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order: keys and values travel around, a block a step.
+
+T tokens here · H query heads · G key and value heads · K head size · r this rank · j the rank that a block of keys comes from
+
+Rank r has of every document pieces r and 2·cp − 1 − r of 2·cp equal ones, the early half and the late half of the document here
+(`cut.zigzag`). So a block is one of three kinds, each of equal work:
+
+    j = r   all queries, all keys, causal in the order of places here
+    j < r   all queries see all early keys, and no late one
+    j > r   late queries see all keys, early ones none
+
+- While a block is computed the next one is on its way. Partial outputs are joined by their log-sum-exps, in float32.
+- The backward pass computes each block against the whole output and log-sum-exp. The gradient of a block's keys and values travels
+  behind it in float32, gathers what each rank adds, and is home after cp steps.
+- Every rank adds in the order of its own ring, always the same: the same bits every time.
+"""
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from orrery.kernels.attention import Documents, attention_backward, attention_forward
+
+_KEYS, _GRADIENTS = 0, 1  # tags, for a backend that tells messages apart by them
+
+
+class Halves(NamedTuple):
+    """Where the documents' halves stand among T places, and their offsets."""
+
+    early: Tensor  # i64 [T / 2]
+    late: Tensor  # i64 [T / 2]
+    cu_whole: Tensor  # i32 [n + 1]
+    cu_half: Tensor  # i32 [n + 1]
+    max_whole: int
+    max_half: int
+
+    @classmethod
+    def of(cls, documents: Documents, num_places: int) -> "Halves":
+        cu_half = documents.cu_seqlens // 2
+        place = torch.arange(num_places // 2, device=cu_half.device)
+        # A half's place plus the halves before it: document i has i early and i late halves behind it.
+        before = cu_half[:-1].long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
+        early = place + before
+        size = cu_half.diff().long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
+        return cls(early, early + size, documents.cu_seqlens, cu_half, documents.max_seqlen, documents.max_seqlen // 2)
+
+
+class RingCore(nn.Module):
+    """`documents` are the pairs of halves here; they are the same on every rank of the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    @torch.compiler.disable
+    def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
+        if (halves := _halves.get(documents)) is None:
+            halves = _halves[documents] = Halves.of(documents, q_THK.shape[0])
+        return _Ring.apply(q_THK, k_TGK, v_TGK, halves, self.group)
+
+
+_halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()  # layers share their forward's `Documents`
+
+
+class Block(NamedTuple):
+    """Which queries meet which keys in one step."""
+
+    queries: Tensor | None  # places; None: all
+    keys: Tensor | None
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+
+    @classmethod
+    def of(cls, halves: Halves, rank: int, source: int) -> "Block":
+        _, _, whole, half, max_whole, max_half = halves
+        if source == rank:
+            return cls(None, None, whole, whole, max_whole, max_whole, True)
+        if source < rank:
+            return cls(None, halves.early, whole, half, max_whole, max_half, False)
+        return cls(halves.late, None, half, whole, max_half, max_whole, False)
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor, int, int, bool]:
+        return self.cu_q, self.cu_k, self.max_q, self.max_k, self.causal
+
+
+def _pick(x: Tensor, places: Tensor | None) -> Tensor:
+    return x if places is None else x.index_select(0, places)
+
+
+def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
+    if places is None:
+        whole.copy_(part)
+    else:
+        whole.index_copy_(0, places, part)
+
+
+def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
+    """No place is named twice, so a copy of sums is the sum, without the atomics of `index_add_`."""
+    if places is None:
+        whole.add_(part)
+    else:
+        whole.index_copy_(0, places, whole.index_select(0, places).add_(part))
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, halves: Halves, group: dist.ProcessGroup) -> Tensor:
+        rank, size = group.rank(), group.size()
+        kv = torch.stack((k_TGK, v_TGK))
+        for step in range(size):
+            following = _pass_on(kv, group, _KEYS) if step + 1 < size else None
+            block = Block.of(halves, rank, (rank - step) % size)
+            k, v = (_pick(x, block.keys) for x in kv)
+            part, part_lse = attention_forward(_pick(q_THK, block.queries), k, v, *block.offsets)
+            if step == 0:
+                total_THK, lse_TH = part.to(part_lse.dtype), part_lse.clone()
+            else:
+                before, before_lse = _pick(total_THK, block.queries), _pick(lse_TH, block.queries)
+                joined_lse = torch.logaddexp(before_lse, part_lse)
+                joined = before * (before_lse - joined_lse).exp()[..., None] + part * (part_lse - joined_lse).exp()[..., None]
+                _put(total_THK, block.queries, joined)
+                _put(lse_TH, block.queries, joined_lse)
+            if following is not None:
+                kv = following.wait()
+        out_THK = total_THK.to(q_THK.dtype)
+        ctx.save_for_backward(q_THK, k_TGK, v_TGK, out_THK, lse_TH)
+        ctx.halves, ctx.group = halves, group
+        return out_THK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THK: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TGK, v_TGK, out_THK, lse_TH = ctx.saved_tensors
+        halves, group = ctx.halves, ctx.group
+        rank, size = group.rank(), group.size()
+        dout_THK = dout_THK.contiguous()
+        kv = torch.stack((k_TGK, v_TGK))
+        dq_THK, dkv = torch.zeros_like(q_THK, dtype=lse_TH.dtype), torch.zeros_like(kv, dtype=lse_TH.dtype)
+        travelling = None
+        for step in range(size):
+            following = _pass_on(kv, group, _KEYS) if step + 1 < size else None
+            block = Block.of(halves, rank, (rank - step) % size)
+            dout, q, out, lse = (_pick(x, block.queries) for x in (dout_THK, q_THK, out_THK, lse_TH))
+            k, v = (_pick(x, block.keys) for x in kv)
+            dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *block.offsets)
+            _add(dq_THK, block.queries, dq)
+            if travelling is not None:
+                dkv = travelling.wait()  # of this block, from the rank that had it before
+            _add(dkv[0], block.keys, dk)
+            _add(dkv[1], block.keys, dv)
+            travelling = _pass_on(dkv, group, _GRADIENTS)
+            if following is not None:
+                kv = following.wait()
+        assert travelling is not None
+        dk_TGK, dv_TGK = travelling.wait()
+        return dq_THK.to(q_THK.dtype), dk_TGK.to(k_TGK.dtype), dv_TGK.to(v_TGK.dtype), None, None
+
+
+class _Passing(NamedTuple):
+    works: list[Any]
+    arriving: Tensor
+    leaving: Tensor  # must live until it has left
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def _pass_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> _Passing:
+    """Start sending `x` to the next rank, and receiving its like from the one before."""
+    ranks = dist.get_process_group_ranks(group)
+    rank, size = group.rank(), group.size()
+    arriving = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, ranks[(rank + 1) % size], group, tag)
+    receive = dist.P2POp(dist.irecv, arriving, ranks[(rank - 1) % size], group, tag)
+    return _Passing(dist.batch_isend_irecv([send, receive]), arriving, x)

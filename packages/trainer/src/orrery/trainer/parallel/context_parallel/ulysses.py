@@ -1,0 +1,77 @@
+"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads to all tokens of the group.
+
+t tokens here · T = cp·t tokens of the group · H query heads · G key and value heads · K head size
+
+Where there are fewer key heads than ranks, each is repeated for the ranks that share it; their gradients are summed here again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from orrery.kernels.attention import Documents, varlen_attention
+
+
+class UlyssesCore(nn.Module):
+    """`documents` are those of the whole stream, T tokens; rank r has the r-th t of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    @torch.compiler.disable
+    def forward(self, q_tHK: Tensor, k_tGK: Tensor, v_tGK: Tensor, documents: Documents) -> Tensor:
+        if (repeats := self.group.size() // k_tGK.shape[1]) > 1:
+            k_tGK, v_tGK = (x.repeat_interleave(repeats, dim=1) for x in (k_tGK, v_tGK))
+        q_ThK, k_TgK, v_TgK = _ToHeads.apply(self.group, q_tHK, k_tGK, v_tGK)
+        out_ThK = varlen_attention(q_ThK, k_TgK, v_TgK, documents)
+        return _ToTokens.apply(self.group, out_ThK)[0]
+
+
+def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """[t, H, K] of this rank's tokens to [T, H/cp, K] of this rank's heads; all tensors travel at the same time."""
+    leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
+    return tuple(x.flatten(0, 1) for x in _trade(group, leaving))
+
+
+def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The way back."""
+    leaving = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
+    return tuple(x.transpose(0, 1).flatten(1, 2) for x in _trade(group, leaving))
+
+
+def _trade(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
+    """Entry i of each tensor to rank i; entry i of a result is from rank i."""
+    arriving = [torch.empty_like(x) for x in leaving]
+    works = [dist.all_to_all_single(into, x, group=group, async_op=True) for into, x in zip(arriving, leaving, strict=True)]
+    for work in works:
+        work.wait()
+    return arriving
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_heads(group, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_tokens(ctx.group, gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_tokens(group, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_heads(ctx.group, gradients)

@@ -1,0 +1,70 @@
+"""One of four ranks that train one step in many layouts: `parallel_rank.py FOLDER PORT RANK`; test_trainer_parallel.py starts them.
+
+FOLDER/cases.json is {name: keywords of `manifest`}. Layouts of four ranks run one after the other on all; of those of two ranks every
+other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3. Each case's gradients go to FOLDER/<name>.safetensors; the
+last line of stdout says, for each case that this rank took part in, what the step said.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from trainer_cases import make_learner, manifest
+
+from orrery.manifest.schema import Manifest
+from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel.world import World, dissolve, form, world_of
+from orrery.transport.columns import Columns
+from orrery.transport.packing import pack
+
+LENGTHS = (1, 2, 3, 21, 5, 8, 1, 13, 17, 2, 9, 30)  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
+
+
+def one_step(learner: Learner, spec: Manifest, columns: Columns) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Metrics of the step and the whole gradient before clipping; weights stay."""
+    gradients = {}
+
+    def keep(*_: object) -> None:
+        for name, weight in learner.weights.items():
+            gradients[name] = (weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad).clone()
+
+    learner.max_grad_norm = 1e9
+    learner.optimizer.step = keep
+    world = learner.world
+    plan = pack(columns.lengths, world.num_data_ranks, spec.trainer.memory.max_tokens_per_micro_batch)[world.data_rank]
+    mine = [columns.select(samples) for samples in plan]
+    return learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics, gradients
+
+
+def do(name: str, fields: dict, folder: Path, world: World) -> dict:
+    from test_trainer_parallel import documents
+
+    spec = manifest(**fields)
+    learner = make_learner(spec, folder / spec.model.family, world_of(spec.trainer.mesh, world.rank, world.device))
+    metrics, gradients = one_step(learner, spec, documents(spec))
+    if world.is_first:
+        save_file(gradients, folder / f"{name}.safetensors")
+    return metrics
+
+
+def main() -> None:
+    folder, port, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    cases = json.loads((folder / "cases.json").read_text())
+    store, answers = dist.TCPStore("127.0.0.1", port, 4, rank == 0, wait_for_workers=False), {}
+    for size, parts in ((4, 1), (2, 2)):
+        part, place = divmod(rank, size)
+        mine = [name for name, fields in cases.items() if manifest(**fields).trainer.mesh.world_size == size][part::parts]
+        if mine:
+            own = dist.PrefixStore(f"{size}.{part}", store)
+            world = form(manifest(**cases[mine[0]]).trainer.mesh, place, torch.device("cpu"), own)
+            for name in mine:
+                answers[name] = do(name, cases[name], folder, world)
+            dissolve(world)
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Every layout of ranks makes the step of one device: the same loss, counts and gradients, on the same weights and documents."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from parallel_rank import LENGTHS, one_step
+from safetensors.torch import load_file
+from trainer_cases import HERE, MEMORY, make_learner, manifest, write_start_weights
+
+from orrery.manifest.errors import OrreryError
+from orrery.trainer.parallel.expert_parallel import make_exchange
+from orrery.transport.columns import Columns
+
+# ‖a − b‖ / ‖b‖ of each gradient in float32. Layouts differ in the order of sums: over tokens, over partial softmaxes, over ranks. One
+# rounding is 6e-8; a gradient is a few hundred of them deep, with random signs. Measured: at most 2e-6. A token lost or counted twice
+# is 1e-2.
+RELATIVE = 1e-5
+
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "expert_intermediate_size": 24,
+    "normalize_top_k": True,
+    "num_dense_layers": 0,
+    "num_shared_experts": 0,
+    "score": "softmax",
+    "routed_scale": 1.0,
+}
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+DENSE = {**HEADS, "tie_embeddings": False}
+MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
+RECOMPUTE = {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}}
+
+MESHES = {
+    "fsdp2": {"dp_shard": 2},
+    "fsdp4": {"dp_shard": 4},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "ep2": {"dp_shard": 2, "ep": 2},
+    "ep4": {"dp_shard": 4, "ep": 4},
+    "fsdp2_ep2": {"dp_shard": 4, "ep": 2},
+    "hsdp_ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "ulysses2": {"cp": 2, "cp_style": "ulysses"},
+    "ulysses4": {"cp": 4, "cp_style": "ulysses"},  # as many ranks as query heads, more than key heads
+    "ring2": {"cp": 2, "cp_style": "ring"},
+    "ring4": {"cp": 4, "cp_style": "ring"},
+    "fsdp2_ring2": {"dp_shard": 2, "cp": 2, "cp_style": "ring"},
+    "ep2_ulysses2": {"dp_shard": 2, "cp": 2, "ep": 2, "cp_style": "ulysses"},
+    "ep2_ring2": {"dp_shard": 2, "cp": 2, "ep": 2, "cp_style": "ring"},
+    "ep4_ring2": {"dp_shard": 2, "cp": 2, "ep": 4, "cp_style": "ring"},
+    "hsdp_ep2_ulysses2": {"dp_replicate": 2, "cp": 2, "ep": 2, "cp_style": "ulysses"},
+}
+CASES = {
+    **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
+    **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
+}
+AGAIN = {
+    f"{name}_again": {**CASES[name], "trainer": RECOMPUTE}
+    for name in ("mixture_ep2", "mixture_fsdp2_ep2", "dense_ulysses2", "dense_ring4", "mixture_ep2_ring2")
+}
+
+
+def documents(spec):
+    """Rollouts with random tokens; of each, tokens after the first third (and never the first) are trained."""
+    rng = np.random.default_rng(7)
+    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    total = int(offsets[-1])
+    position = np.arange(total) - np.repeat(offsets[:-1], LENGTHS)
+    trained = position >= np.maximum(1, np.repeat(LENGTHS, LENGTHS) // 3)
+    token = {
+        "token_id": rng.integers(8, spec.model.vocab_size, total).astype(np.int32),
+        "trained": trained,
+        "logprob": np.where(trained, np.log(1 / spec.model.vocab_size) + rng.normal(0, 0.3, total), 0).astype(np.float32),
+        "version": np.where(trained, 0, -1).astype(np.int32),
+        "advantage": np.repeat(rng.normal(0, 1, len(LENGTHS)), LENGTHS).astype(np.float32),
+    }
+    sample = {
+        "temperature": rng.uniform(0.7, 1.3, len(LENGTHS)).astype(np.float32),
+        "dispatch_version": np.zeros(len(LENGTHS), dtype=np.int32),
+    }
+    return Columns(offsets, token, sample)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """(folder with gradients, {case: its ranks' metrics})."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for model in (DENSE, MIXTURE):
+        spec = manifest(model=model)
+        write_start_weights(spec, folder / spec.model.family)
+    (folder / "cases.json").write_text(json.dumps({**CASES, **AGAIN}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(HERE / "parallel_rank.py"), str(folder), str(port)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(4)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, (_, stderr) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, "\n".join(stderr[-3000:] for _, stderr in outputs)
+    answers = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    return folder, {name: [answer[name] for answer in answers if name in answer] for name in {**CASES, **AGAIN}}
+
+
+@pytest.fixture(scope="module")
+def alone(ran):
+    """{family: (metrics, gradients)} of one device."""
+    folder, found = ran[0], {}
+    for model in (DENSE, MIXTURE):
+        spec = manifest(model=model)
+        found[spec.model.family] = one_step(make_learner(spec, folder / spec.model.family), spec, documents(spec))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
+    folder, metrics = ran
+    expected_metrics, expected = alone[CASES[name]["model"].get("family", "qwen3")]
+    assert all(each == metrics[name][0] for each in metrics[name]), "ranks disagree"
+    for metric, value in expected_metrics.items():
+        assert metrics[name][0][metric] == (value if value is None else pytest.approx(value, rel=RELATIVE, abs=1e-6)), metric
+    found = load_file(folder / f"{name}.safetensors")
+    assert found.keys() == expected.keys()
+    errors = {
+        each: (torch.linalg.vector_norm(found[each] - expected[each]) / torch.linalg.vector_norm(expected[each])).item() for each in found
+    }
+    worst = max(errors, key=lambda each: errors[each])
+    assert errors[worst] <= RELATIVE, worst
+    assert not any(torch.isnan(gradient).any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_recomputed_layout_has_the_same_bits(ran, name):
+    folder, metrics = ran
+    plain = name.removesuffix("_again")
+    assert metrics[name] == metrics[plain]
+    expected = load_file(folder / f"{plain}.safetensors")
+    for each, gradient in load_file(folder / f"{name}.safetensors").items():
+        assert torch.equal(gradient, expected[each]), each
+
+
+def test_an_exchange_whose_library_is_absent_says_what_to_do():
+    with pytest.raises(
+        OrreryError, match=r"the package deep_ep is not installed here; install it or set trainer.mesh.ep_backend to 'torch'"
+    ):
+        make_exchange("deepep", None, 8)
