@@ -4,9 +4,11 @@
   LM head: prompts and tool results cost attention, never logits.
 - A token is scored where `trained` is set and at least one component weight is not zero.
 - A micro-batch without samples becomes one unweighted token: the rank still takes part in every collective, with zero gradients.
+- It is built on the host, cut there where ranks share it (`parallel/context_parallel`), and only then sent to the device.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -52,10 +54,18 @@ def count_members(columns: Columns) -> dict[str, int]:
     return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
 
 
-def micro_batch(columns: Columns, step: int, device: torch.device) -> MicroBatch:
-    """`columns` for the step that trains policy version `step` − 1. Raises RunFailed where a sample's first token is trained."""
+def micro_batch(columns: Columns, step: int, device: torch.device, cut: Callable[[MicroBatch], MicroBatch] | None = None) -> MicroBatch:
+    """`columns` for the step that trains policy version `step` − 1. Raises RunFailed where a sample's first token is trained.
+
+    `cut` takes this rank's part of a micro-batch that is on the CPU.
+    """
+    whole = _whole(columns, step)
+    return _on_device(whole if cut is None else cut(whole), device)
+
+
+def _whole(columns: Columns, step: int) -> MicroBatch:
     if not columns.num_tokens:
-        return _dummy(device)
+        return _dummy()
     offsets, token = columns.offsets, columns.token
     starts = offsets[:-1][columns.lengths > 0]
     weights = member_weights(columns)
@@ -79,20 +89,16 @@ def micro_batch(columns: Columns, step: int, device: torch.device) -> MicroBatch
         reference_kl_weight=_tensor(weights["reference_kl"][scored]),
         same_weights=_tensor(_same_weights(columns, step, sample_of)[scored]),
     )
-
-    def send(array: np.ndarray) -> torch.Tensor:
-        return _send(_tensor(array), device)
-
     return MicroBatch(
-        token_id=send(token["token_id"].astype(np.int64)),
-        position=send(np.arange(columns.num_tokens) - np.repeat(offsets[:-1], columns.lengths)),
-        cu_seqlens=send(np.append(starts, columns.num_tokens).astype(np.int32)),
+        token_id=_tensor(token["token_id"].astype(np.int64)),
+        position=_tensor(np.arange(columns.num_tokens) - np.repeat(offsets[:-1], columns.lengths)),
+        cu_seqlens=_tensor(np.append(starts, columns.num_tokens).astype(np.int32)),
         max_seqlen=int(columns.lengths.max()),
-        row=send(np.maximum(scored - 1, 0)),
-        target=send(token["token_id"][scored].astype(np.int64)),
-        temperature=send(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
-        routed_experts=send(token["routed_experts"].astype(np.int64)) if "routed_experts" in token else None,
-        loss=Targets(*(_send(getattr(targets, field.name), device) for field in fields(Targets))),
+        row=_tensor(np.maximum(scored - 1, 0)),
+        target=_tensor(token["token_id"][scored].astype(np.int64)),
+        temperature=_tensor(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
+        routed_experts=_tensor(token["routed_experts"].astype(np.int64)) if "routed_experts" in token else None,
+        loss=targets,
         num_samples=columns.num_samples,
         num_tokens=columns.num_tokens,
     )
@@ -107,10 +113,10 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
     return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
 
 
-def _dummy(device: torch.device) -> MicroBatch:
-    zero, one, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
-    no = torch.zeros(1, dtype=torch.bool, device=device)
-    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+def _dummy() -> MicroBatch:
+    zero, one, nothing = torch.zeros(1, dtype=torch.int64), torch.ones(1), torch.zeros(1)
+    no = torch.zeros(1, dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
     targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
     return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, None, targets, num_samples=0, num_tokens=0)
 
@@ -118,6 +124,14 @@ def _dummy(device: torch.device) -> MicroBatch:
 def _tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor that owns its memory: columns may be read-only views of a received frame."""
     return torch.from_numpy(np.array(array))
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    def sent(record: MicroBatch | Targets) -> dict[str, torch.Tensor]:
+        named = {field.name: getattr(record, field.name) for field in fields(record)}
+        return {name: _send(value, device) for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+    return replace(batch, **sent(batch), loss=replace(batch.loss, **sent(batch.loss)))
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
