@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from orrery.manifest.schema import Optimizer, Trainer
 from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.optim import clip, first_not_finite, gradient_norm, make_optimizer
+from orrery.trainer.parallel import context_parallel
 from orrery.trainer.parallel.fsdp import synchronize_gradients
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -40,6 +42,7 @@ class Learner:
     def __init__(self, policy: Policy, world: World, trainer: Trainer, optimizer: Optimizer, max_grad_norm: float):
         self.policy, self.world, self.trainer, self.max_grad_norm = policy, world, trainer, max_grad_norm
         self.loss = trainer.loss
+        self.cut = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = dict(policy.named_parameters())
@@ -70,7 +73,7 @@ class Learner:
         """
         tally = Tally.zero(self.world.device)
         for columns in micro_batches:
-            batch = micro_batch(columns, self.step + 1, self.world.device)
+            batch = micro_batch(columns, self.step + 1, self.world.device, self.cut)
             logprob, entropy = self.policy(batch)
             tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
         self.world.sum(tally.sums)
@@ -81,7 +84,7 @@ class Learner:
     def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         for index, columns in enumerate(arrivals):
-            batch = micro_batch(columns, step, self.world.device)
+            batch = micro_batch(columns, step, self.world.device, self.cut)
             synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
@@ -147,8 +150,8 @@ class Arrivals:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """N_c over all ranks, from this rank's micro-batches: one all-reduce."""
-    counts = [count_members(columns) for columns in micro_batches]
+    """N_c over all ranks, from this rank's micro-batches: one all-reduce. Ranks that share micro-batches count them once."""
+    counts = [count_members(columns) for columns in micro_batches] if world.axis_rank("cp") == 0 else []
     mine = torch.tensor([sum(count[name] for count in counts) for name in COMPONENTS], dtype=torch.int64, device=world.device)
     return dict(zip(COMPONENTS, world.sum(mine).tolist(), strict=True))
 

@@ -11,12 +11,13 @@ Each entry is `(policy, world, trainer) -> None` and changes the policy in place
 """
 
 from orrery.manifest.schema import Trainer
-from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, expert_parallel, fsdp
+from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, context_parallel, expert_parallel, fsdp
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
+    context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
     recompute = (activation_checkpointing, compiled) if compiled.is_whole(trainer.mesh) else (compiled, activation_checkpointing)
     for step in (*recompute, activation_offload, fsdp):
