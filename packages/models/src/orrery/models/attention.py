@@ -31,7 +31,7 @@ def rotary_angles(
 
 
 def slowed(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Frequencies that turn less than `low` times in the original context are divided by `factor`, those above `high` stay, others blend."""
+    """Frequencies that turn less than `low` times in the original context are divided by `factor`, those above `high` stay; others mix."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     kept = ((turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)).clamp(0.0, 1.0)
     return (1 - kept) * frequency / scaling.factor + kept * frequency

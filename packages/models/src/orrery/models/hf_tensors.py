@@ -1,6 +1,7 @@
 """A network's tensors as a checkpoint names them: whole or in parts, one at a time.
 
-An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
+- An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
+- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices without.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_names
+from orrery.models.lora import adapters, merged
 from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative
 
 # What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
@@ -75,8 +77,9 @@ def _taken_apart(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: 
 
 
 def _state(module: CausalLm) -> dict[str, Tensor]:
-    """What a checkpoint holds: parameters, then the buffers that are not computed."""
-    state = dict(module.named_parameters())
+    """What a checkpoint holds: parameters but adapters, then the buffers that are not computed."""
+    adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
+    state: dict[str, Tensor] = {name: parameter for name, parameter in module.named_parameters() if parameter not in adapting}
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
@@ -95,10 +98,12 @@ def named_hf_tensors(module: CausalLm, full: bool = True) -> Iterator[tuple[str,
         for hf, _, local in named_hf_slices(module):
             yield hf.name, local
         return
-    state = _state(module)
+    state, adapter_of = _state(module), dict(adapters(module))
     # The tensors of a parameter follow one another, so one gathered parameter is alive at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
+        if (adapter := adapter_of.get(parameter_name)) is not None:
+            whole = merged(whole, adapter)
         for hf in group:
             yield hf.name, hf.of(whole)
         del whole
