@@ -1,17 +1,23 @@
 """Packed attention against its referee."""
 
+import collections
+import contextlib
+import functools
 import itertools
+import types
 
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orrery.kernels.attention import (
     Documents,
     attention_backward,
     attention_forward,
     cudnn_dense,
+    cudnn_packed,
     flash,
     forms,
     padded,
@@ -260,10 +266,194 @@ def test_compiled_code_has_no_graph_break_and_new_packings_no_new_compilation():
     assert len(graphs) <= 2  # one for the first packing, one for all that follow
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
-@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_flash_attention_on_a_gpu_agrees_with_the_referee_within_bfloat16(lengths):
+def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_the_compiler(monkeypatch):
+    calls = collections.Counter()
+
+    def counted(name, run, *arguments):
+        calls[name] += 1
+        return run(*arguments)
+
+    for name, run in (("forward", forms.forward), ("backward", forms.backward)):
+        monkeypatch.setattr(forms, name, functools.partial(counted, name, run))
+
+    def policy(_, op, *args, **kwargs):
+        named = op is torch.ops.orrery.varlen_attention_forward.default
+        return CheckpointPolicy.MUST_SAVE if named else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def attend(q, k, v, documents):
+        return varlen_attention(q.sin(), k, v, documents).cos()
+
+    def checkpointed(*arguments, **options):
+        return checkpoint(attend, *arguments, use_reentrant=False, **options)
+
+    def compiled(function):
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition)
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    selective = functools.partial(checkpointed, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    q, k, v, cu = pack([5, 8])
+    documents = Documents(cu, 8)
+    expected = outcome(attend, q, k, v, documents)
+    # a checkpoint without a policy runs it twice: the count can tell
+    for op, times in ((attend, 1), (compiled(attend), 1), (selective, 1), (compiled(selective), 1), (checkpointed, 2)):
+        calls.clear()
+        found = outcome(op, q, k, v, documents)
+        assert calls == {"forward": times, "backward": 1}
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Described:
+    """A tensor as cuDNN's graph is told of it."""
+
+    def __init__(self, dim=None, stride=None, **_):
+        self.dim, self.stride, self.ragged_offset = dim, stride, None
+
+    def set_output(self, _):
+        return self
+
+    set_data_type = set_output
+
+    def set_dim(self, dim):
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride):
+        self.stride = stride
+        return self
+
+    def set_ragged_offset(self, tensor):
+        self.ragged_offset = tensor
+        return self
+
+
+class FakeGraph:
+    """Attention computed from nothing but what cuDNN would be told: dims, strides, ragged offsets and lengths of each document."""
+
+    built = 0
+
+    def __init__(self, **_):
+        self.passes = {}
+
+    def tensor(self, **options):
+        return Described(**options)
+
+    def sdpa(self, **given):
+        assert given["use_padding_mask"] and given["generate_stats"]
+        self.given, self.outputs = given, [Described(), Described()]
+        return self.outputs
+
+    def sdpa_backward(self, **given):
+        self.given, self.outputs = given, [Described(), Described(), Described()]
+        return self.outputs
+
+    def build_plans(self):
+        FakeGraph.built += 1
+
+    def validate(self, *_):
+        pass
+
+    build_operation_graph = create_execution_plans = check_support = validate
+
+    def get_workspace_size(self):
+        return 16
+
+    def execute(self, data, workspace, handle):
+        given = self.given
+        lengths_q, lengths_k = data[given["seq_len_q"]], data[given["seq_len_kv"]]
+        assert given["q"].dim[0] == len(lengths_q) and max(lengths_q) <= given["q"].dim[2] and max(lengths_k) <= given["k"].dim[2]
+        for i, (queries, keys) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
+
+            def of(tensor, count, i=i):
+                (_, heads, _, size), (_, *stride) = tensor.dim, tensor.stride
+                return data[tensor].view(-1).as_strided((heads, count, size), stride, int(data[tensor.ragged_offset][i]))
+
+            group = given["q"].dim[1] // given["k"].dim[1]
+            q, k, v = of(given["q"], queries).double(), *(of(given[x], keys).double().repeat_interleave(group, 0) for x in "kv")
+            scores = q @ k.mT * given["attn_scale"]
+            if given.get("diagonal_band_right_bound") == 0:
+                scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), -torch.inf)
+            if "dO" not in given:
+                of(self.outputs[0], queries).copy_(scores.softmax(-1) @ v)
+                of(self.outputs[1], queries).copy_(scores.logsumexp(-1, keepdim=True))
+                continue
+            assert sum(lengths_q) <= given["max_total_seq_len_q"] and sum(lengths_k) <= given["max_total_seq_len_kv"]
+            weights = (scores - of(given["stats"], queries)).exp()
+            dout, out = of(given["dO"], queries).double(), of(given["o"], queries).double()
+            dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * given["attn_scale"]
+            dk, dv = ((x.mT @ y).unflatten(0, (-1, group)).sum(1) for x, y in ((dscores, q), (weights, dout)))
+            for tensor, gradient, count in zip(self.outputs, (dscores @ k, dk, dv), (queries, keys, keys), strict=True):
+                of(tensor, count).copy_(gradient)
+
+
+FAKE_CUDNN = types.SimpleNamespace(
+    pygraph=FakeGraph,
+    data_type=types.SimpleNamespace(BFLOAT16="bf16", HALF="f16", FLOAT="f32", INT32="i32", INT64="i64"),
+    heur_mode=types.SimpleNamespace(A=0, FALLBACK=1),
+    diagonal_alignment=types.SimpleNamespace(TOP_LEFT=0),
+)
+
+
+@pytest.fixture
+def fake_cudnn(monkeypatch):
+    """cuDNN's packed form on a CPU, its library played by `FakeGraph` and memory that is not written full of NaN."""
+    monkeypatch.setattr(cudnn_packed, "library", lambda: FAKE_CUDNN)
+    monkeypatch.setattr(cudnn_packed, "_ready", contextlib.nullcontext)
+    monkeypatch.setattr(FakeGraph, "built", 0)
+    cudnn_packed._plan.cache_clear()
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+    cudnn_packed._plan.cache_clear()
+
+
+PACKED = {"five documents": ([130, 1, 0, 57, 70], None), "one": ([200], None), "ring": ([30, 0, 13, 4], [9, 64, 0, 70])}
+
+
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
+def test_cudnn_is_told_of_packed_documents_what_makes_it_right(lengths, fake_cudnn):
+    lengths_q, lengths_k = lengths[0], lengths[1] or lengths[0]
+    q, _, _, cu_q = pack(lengths_q)
+    _, k, v, cu_k = pack(lengths_k, seed=1)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    layout = Layout(cu_q, cu_q if lengths[1] is None else cu_k, max(lengths_q), max(lengths_k), lengths[1] is None, 8**-0.5)
+    dout = torch.linspace(-1, 1, q.numel()).view_as(q).bfloat16()
+    out, lse = cudnn_packed.forward(q, k, v, layout)
+    expected, expected_lse = plain.forward(q, k, v, layout)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)  # two roundings to bfloat16's 8 bits
+    close(out, expected)
+    close(lse, expected_lse)
+    gradients = cudnn_packed.backward(dout, q, k, v, expected, expected_lse, layout)
+    for actual, wanted in zip(gradients, plain.backward(dout, q, k, v, expected, expected_lse, layout), strict=True):
+        close(actual, wanted)
+
+
+def test_packs_of_like_sizes_share_a_plan(fake_cudnn):
+    for lengths in ([60, 40, 28], [50, 50, 20, 8], [100, 20, 8]):
+        q, k, v, cu = pack(lengths)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        cudnn_packed.forward(q, k, v, Layout(cu, cu, max(lengths), max(lengths), True, 1.0))
+    assert FakeGraph.built == 1
+
+
+def test_counts_are_rounded_up_by_less_than_a_half():
+    assert [cudnn_packed.rounded(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)] == [
+        *(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)
+    ]
+    assert all(x <= cudnn_packed.rounded(x) < 1.5 * x for x in range(128, 5000))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash"])
+@pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])
+def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, monkeypatch):
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))
+    layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
+    if form != "chosen":
+        if not forms.FORMS[form].supports(q.bfloat16(), k.bfloat16(), layout):
+            pytest.skip(f"{form} does not take this here")
+        monkeypatch.setattr(forms, "FORMS", {form: forms.FORMS[form]})
     actual = outcome(varlen_attention, *(x.bfloat16() for x in (q, k, v)), cu_seqlens)
     expected = outcome(reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens)
     for a, e in zip(actual, expected, strict=True):

@@ -7,6 +7,8 @@ rounded up, and the documents that this adds are empty. Needs `pip install nvidi
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
     causal: bool
     scale: float
     dtype: torch.dtype
-    device: int
+    device: torch.device
 
     @classmethod
     def of(cls, q_THD: Tensor, k_SGD: Tensor, layout: Layout) -> "Shape":
@@ -70,7 +72,7 @@ class Shape(NamedTuple):
             causal=layout.causal,
             scale=layout.scale,
             dtype=q_THD.dtype,
-            device=q_THD.device.index,
+            device=q_THD.device,
         )
 
 
@@ -122,9 +124,9 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(shape: Shape, backward: bool) -> Plan:
-    with torch.cuda.device(shape.device), _one_at_a_time:
-        cudnn = library()
-        graph, tensors = described(cudnn, shape, backward, handle=_handle(shape.device))
+    cudnn = library()
+    with _ready(shape.device) as handle:
+        graph, tensors = described(cudnn, shape, backward, handle)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -158,7 +160,8 @@ def described(cudnn: Any, shape: Shape, backward: bool, handle: Any = None) -> t
 
     def given(name: str) -> Any:
         tensors[name] = graph.tensor(name=name, dim=dims[name][0], stride=strides[name], data_type=io)
-        return tensors[name].set_ragged_offset(tensors["q_offsets" if dims[name] is queries else "k_offsets"]) or tensors[name]
+        tensors[name].set_ragged_offset(tensors["q_offsets" if dims[name] is queries else "k_offsets"])
+        return tensors[name]
 
     def found(name: str, tensor: Any) -> None:
         tensor.set_output(True).set_data_type(io).set_dim(dims[name][0]).set_stride(strides[name])
@@ -202,9 +205,7 @@ def _run(plan: Plan, shape: Shape, layout: Layout, data: dict[str, Tensor]) -> N
     data = data | {"q_offsets": q_offsets, "k_offsets": k_offsets, "stats_offsets": stats_offsets}
     data |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
     workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=data["q"].device)
-    with torch.cuda.device(shape.device), _one_at_a_time:
-        handle = _handle(shape.device)
-        library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    with _ready(shape.device) as handle:
         plan.graph.execute({plan.tensors[name]: tensor for name, tensor in data.items()}, workspace, handle=handle)
 
 
@@ -218,12 +219,20 @@ def _padded(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _strides(device: int, *elements: int) -> Tensor:
+def _strides(device: torch.device, *elements: int) -> Tensor:
     """i64 [len(elements), 1]: the elements a token takes in a packed tensor."""
-    return torch.tensor(elements, dtype=torch.int64, device=torch.device("cuda", device))[:, None]
+    return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
+
+
+@contextmanager
+def _ready(device: torch.device) -> Iterator[Any]:
+    """cuDNN's handle on this device and its current stream, for this thread alone."""
+    with torch.cuda.device(device), _one_at_a_time:
+        handle = _handle(device)
+        library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        yield handle
 
 
 @cache
-def _handle(device: int) -> Any:
-    with torch.cuda.device(device):
-        return library().create_handle()
+def _handle(device: torch.device) -> Any:
+    return library().create_handle()
