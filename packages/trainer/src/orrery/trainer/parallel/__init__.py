@@ -1,5 +1,6 @@
 """Parallelism from outside: model code is for one device; this file applies everything else, in the one order that works.
 
+0. adapters (LoRA)           freeze weights and stand beside them
 1. context parallel          replaces the core of attention
 2. expert parallel           replaces the exchange of tokens, and shards experts
 3. activation checkpointing  inside of what is compiled, where a block is one graph; around it where ranks exchange inside a block
@@ -10,10 +11,28 @@
 Each entry is `(policy, world, trainer) -> None` and changes the policy in place.
 """
 
-from orrery.manifest.schema import Trainer
+import torch
+
+from orrery.manifest.schema import Model, Trainer
+from orrery.models import build, lora
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, context_parallel, expert_parallel, fsdp
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
+
+
+def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
+    """The manifest's policy with unset weights, parallel from outside: without storage where it is sharded, so no rank ever holds it whole.
+
+    Frozen weights are held in the dtype that computes: nothing is added up in them.
+    """
+    param_dtype, compute_dtype = getattr(torch, trainer.param_dtype), getattr(torch, trainer.compute_dtype)
+    device = "meta" if fsdp.is_needed(trainer) else world.device
+    network = build(model, param_dtype if trainer.lora is None else compute_dtype, device)
+    if trainer.lora is not None:
+        lora.adapt(network, trainer.lora, param_dtype)
+    policy = Policy(network, trainer.memory.lm_head_chunk_tokens)
+    parallelize(policy, world, trainer)
+    return policy
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
