@@ -155,9 +155,9 @@ def write_half(run_dir: Path, step: int) -> None:
 
 
 def await_checkpoint(run_dir: Path, step: int, stage: str = "rl") -> None:
-    """Until it is whole: that comes some time after its step."""
+    """Until it, or a later one, is whole: that comes some time after its step."""
     end_s = time.monotonic() + DEADLINE_S
-    while checkpoints.latest(run_dir, stage) != step:
+    while (checkpoints.latest(run_dir, stage) or 0) < step:
         assert time.monotonic() < end_s, f"no checkpoint of step {step}"
         time.sleep(0.02)
 
@@ -425,6 +425,30 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     assert 0 < loss < np.mean(losses[-5:])
 
 
+def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):
+    straight = start_run(tmp_path / "straight", sft_spec(30), ("sft",))
+    killed = start_run(tmp_path / "killed", sft_spec(30))
+    stage = Stage(killed, "sft")
+    try:
+        await_checkpoint(killed, 4, "sft")
+    finally:
+        stage.kill()
+    assert stage.ranks[0].returncode == -signal.SIGKILL
+    reached = checkpoints.latest(killed, "sft")
+    assert 4 <= reached < 30
+    torn = checkpoints.checkpoint_dir(killed, reached + 2, "sft")  # as a kill in the middle of the next one leaves it
+    torn.mkdir(exist_ok=True)
+    [(code, error)] = Stage(killed, "sft", attempt=2).end()
+    assert code == 0, error
+    assert f"resuming after step {reached}" in error
+    assert final_weights(killed, "sft") == final_weights(straight, "sft")
+    rows = {row["step"]: row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
+    expected = {row["step"]: row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
+    assert [rows[step]["loss"] for step in range(1, 31)] == [expected[step]["loss"] for step in range(1, 31)]
+    assert [step for step in rows if rows[step]["checkpoint_blocked_s"]] == list(range(2, 30, 2))
+    assert checkpoints.steps(killed, "sft") == [26, 28] and checkpoints.latest(killed) is None
+
+
 def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
     one = start_run(tmp_path / "one", sft_spec(4), ("sft",))
     two = start_run(tmp_path / "two", sft_spec(4, num_ranks=2), ("sft",))
@@ -488,14 +512,14 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
         load_examples(chat_spec(tmp_path / "empty.jsonl", "\n"), tokenizer)
 
 
-def test_an_unknown_stage_and_an_unbuilt_mesh_are_one_sentence(tmp_path):
+def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     text = canonical_json(manifest()).decode()
-    assert '"cp":1' in text
-    (run_dir / "manifest.json").write_text(text.replace('"cp":1', '"cp":2'))
+    assert '"devices_per_replica":1' in text
+    (run_dir / "manifest.json").write_text(text.replace('"devices_per_replica":1', '"devices_per_replica":2'))
     [(code, error)] = Stage(run_dir, "sft").end()
-    assert code == 2 and "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1" in error
+    assert code == 2 and "an engine of several processes is not built yet on cpu; set inference.devices_per_replica to 1" in error
     assert "Traceback" not in error
     (run_dir / "manifest.json").write_text(text)
     [(code, error)] = Stage(run_dir, "evaluate").end()

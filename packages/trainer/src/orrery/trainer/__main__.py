@@ -27,6 +27,7 @@ def run_sft(me: RoleProcess) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
     from orrery.trainer.publish import export
     from orrery.trainer.sft import load_examples, sft
+    from orrery.trainer.stage_checkpoints import resume
 
     spec = me.manifest.stages.sft
     if spec is None:
@@ -34,6 +35,7 @@ def run_sft(me: RoleProcess) -> None:
     start = me.run_dir / "weights" / "init"
     with assemble_world(me) as world:
         learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
+        resume(me, learner, "sft")
         sft(learner, load_examples(me.manifest, start), me)
         me.health.doing("exporting weights")
         export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")

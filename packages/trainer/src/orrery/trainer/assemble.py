@@ -7,19 +7,17 @@ from pathlib import Path
 
 import torch
 
-from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.models import build, weights
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
-from orrery.trainer import checkpoint
+from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
 from orrery.trainer.parallel import fsdp, parallelize
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Publisher
-from orrery.transport import checkpoints
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
 from orrery.transport.weight_wire import make_publisher
@@ -82,27 +80,12 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     num_nodes = stage(manifest, me.stage).num_nodes
     wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
     publisher = Publisher(learner.policy, wire)
-    resume(me, learner, publisher)
+    resumed = stage_checkpoints.resume(me, learner, "rl")
+    if resumed is not None and world.is_first:
+        publisher.restore(resumed / "trainer")
     orchestrator = await_endpoints(me, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
     receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
     try:
         yield Rig(world, learner, publisher, receiver, start, scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s)
     finally:
         receiver.close()
-
-
-def resume(me: RoleProcess, learner: Learner, publisher: Publisher) -> None:
-    """Go on from the newest complete checkpoint, if there is one."""
-    step = checkpoints.latest(me.run_dir)
-    if step is None:
-        return
-    me.health.doing(f"resuming from step {step}", step=step)
-    folder = checkpoints.checkpoint_dir(me.run_dir, step)
-    checkpoints.verify(folder, share=(learner.world.rank, learner.world.size))
-    learner.world.barrier()  # nobody goes on before every share is known to be sound
-    if learner.world.is_first:
-        publisher.restore(folder / "trainer")
-    checkpoint.load(learner, folder / "trainer")
-    if learner.step != step:
-        raise RunFailed(f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it")
-    me.log.info("resuming after step %d", step)

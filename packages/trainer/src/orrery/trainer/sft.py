@@ -3,13 +3,14 @@
 - In: the task's own demonstrations, or chats from a JSONL file. Trained are the assistant's tokens.
 - Batch n takes the n-th run of `examples_per_batch` examples of an endless order: one permutation an epoch, drawn from
   (manifest.seed, epoch). Every rank computes the same plan and keeps its own part: no rank tells another what to train.
-- A crash starts the stage from its beginning: it is short, and its result does not depend on how often it began.
+- So the position in the data is the number of steps done, and a stage that was killed goes on from its newest checkpoint to the same bits.
 """
 
 import hashlib
 import json
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +22,37 @@ from orrery.tasks import Message, ToolCall, make
 from orrery.tasks.chat import Renderer
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.schedule import factor
+from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack, quadratic_cost
 
 
 def sft(learner: Learner, examples: Columns, me: RoleProcess) -> None:
-    """Train all of `stages.sft.num_steps` on `examples`."""
+    """Train what is left of `stages.sft.num_steps` on `examples`."""
     manifest, spec = me.manifest, me.manifest.stages.sft
     limit, quadratic = manifest.trainer.memory.max_tokens_per_micro_batch, quadratic_cost(manifest.model)
-    order = endless_order(examples.num_samples, manifest.seed)
-    for step in range(1, spec.num_steps + 1):
-        begin_s = time.time()
-        me.health.doing("sft", step=step)
-        chosen = np.fromiter(order, dtype=np.int64, count=spec.examples_per_batch)
-        plan = pack(examples.lengths[chosen], learner.world.size, limit, quadratic)
-        mine = [examples.select(chosen[samples]) for samples in plan[learner.world.rank]]
-        outcome = learner.learn(mine, len(mine), count_totals(mine, learner.world), factor(spec.schedule, step, spec.num_steps))
-        if learner.world.is_first:
-            step_s = time.time() - begin_s
-            me.metrics.write(step, **outcome.metrics, step_time_s=step_s, tokens_per_s=outcome.metrics["num_tokens"] / step_s)
-            if step % 20 == 0 or step == spec.num_steps:
-                me.log.info("sft step %d of %d: loss %.4f", step, spec.num_steps, outcome.metrics["loss"])
+    order = islice(endless_order(examples.num_samples, manifest.seed), learner.step * spec.examples_per_batch, None)
+    first_step = learner.step + 1
+    with StageCheckpoints(me, learner, "sft") as saving:
+        for step in range(first_step, spec.num_steps + 1):
+            saving.check()
+            begin_s = time.time()
+            me.health.doing("sft", step=step)
+            chosen = np.fromiter(order, dtype=np.int64, count=spec.examples_per_batch)
+            plan = pack(examples.lengths[chosen], learner.world.num_data_ranks, limit, quadratic)
+            mine = [examples.select(chosen[samples]) for samples in plan[learner.world.data_rank]]
+            outcome = learner.learn(mine, len(mine), count_totals(mine, learner.world), factor(spec.schedule, step, spec.num_steps))
+            # After the last step comes the export, which is all that anybody goes on from.
+            is_due = step % manifest.trainer.checkpoint.interval_steps == 0 and step < spec.num_steps
+            blocked_s = saving.copy() if is_due else 0.0
+            if learner.world.is_first:
+                step_s = time.time() - begin_s
+                speed = {"step_time_s": step_s, "checkpoint_blocked_s": blocked_s, "tokens_per_s": outcome.metrics["num_tokens"] / step_s}
+                me.metrics.write(step, **outcome.metrics, **speed)
+                if step % 20 == 0 or step == spec.num_steps:
+                    me.log.info("sft step %d of %d: loss %.4f", step, spec.num_steps, outcome.metrics["loss"])
+            if is_due:
+                saving.write()
 
 
 def endless_order(num_examples: int, seed: int) -> Iterator[int]:

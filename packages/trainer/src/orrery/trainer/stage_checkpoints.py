@@ -72,14 +72,18 @@ class StageCheckpoints:
 
 
 def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
-    """Go on from the newest complete checkpoint of `stage`; its folder, or None where there is none. A collective."""
-    step = checkpoints.latest(me.run_dir, stage)
-    if step is None:
+    """Go on from the newest complete checkpoint of `stage`: its folder, or None where there is none. A collective."""
+    world = learner.world
+    if stage != "rl" and world.is_first:  # there the orchestrator does it, before it writes its half
+        checkpoints.discard_incomplete(me.run_dir, stage)
+    step = world.each(checkpoints.latest(me.run_dir, stage) or 0)[0]  # of the first rank: another node may see a new folder later
+    if not step:
         return None
     me.health.doing(f"resuming from step {step}", step=step)
     folder = checkpoints.checkpoint_dir(me.run_dir, step, stage)
-    checkpoints.verify(folder, share=(learner.world.rank, learner.world.size))
-    learner.world.barrier()  # nobody goes on before every share is known to be sound
+    visible.appears(folder / checkpoints.MARKER)
+    checkpoints.verify(folder, share=(world.rank, world.size))
+    world.barrier()  # nobody goes on before every share is known to be sound
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:
         raise RunFailed(f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it")
