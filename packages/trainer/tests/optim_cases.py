@@ -79,14 +79,14 @@ def take_steps(toy: nn.Module, optimizer: Optimizer, steps: list[int], divisor: 
             weight.grad = like(weight, whole[name])
         if prefetch:
             optimizer.prefetch()
-        optimizer.step(None if divisor is None else torch.tensor(divisor))
+        optimizer.step(None if divisor is None else torch.tensor(divisor, device=next(toy.parameters()).device))
         optimizer.zero_grad()
 
 
 def like(weight: Tensor, whole: Tensor) -> Tensor:
     """`whole` as this rank holds it where it is sharded like `weight`."""
     if not isinstance(weight, DTensor):
-        return whole.clone()
+        return whole.to(weight.device, copy=True)
     part = whole[tuple(slice(start, stop) for start, stop in local_box(weight))].clone()
     return DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
@@ -140,7 +140,7 @@ def try_layout(toy: Toy, world: World) -> dict:
     for kind in SPECS:
         alone = Toy()
         take_steps(alone, make_optimizer(alone, spec_of(kind)), [1, 2], divisor=2.0)
-        for offload in (False, True):
+        for offload in (False, True) if kind in ("adamw", "muon") else (False,):
             with torch.no_grad():
                 for name, weight in toy.named_parameters():
                     local(weight).copy_(start[name])

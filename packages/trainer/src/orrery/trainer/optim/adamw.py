@@ -12,7 +12,7 @@ from orrery.trainer.optim.optimizer import Group, Piece
 
 
 class AdamWRule:
-    keys = ("exp_avg", "exp_avg_sq")
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     counts = True
     whole = False
 

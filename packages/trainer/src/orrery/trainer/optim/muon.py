@@ -25,7 +25,7 @@ RMS = 0.2
 
 
 class MuonRule:
-    keys = ("momentum",)
+    keys: tuple[str, ...] = ("momentum",)
     counts = False
     whole = True
 

@@ -115,7 +115,7 @@ class Offload:
         return (bucket.end - bucket.begin) * bucket.line.dtype.itemsize * len(bucket.group.rule.keys)
 
     def _host_block(self, length: int, dtype: torch.dtype) -> Tensor:
-        block = torch.zeros(length, dtype=dtype)
+        block = torch.empty(length, dtype=dtype).zero_()  # by many threads, where pinning would touch the pages by one
         if self._device.type == "cuda" and block.nbytes:
             cudart = torch.cuda.cudart()
             if error := int(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):

@@ -13,7 +13,7 @@ class SgdRule:
 
     def __init__(self, spec: Sgd):
         self.momentum = spec.momentum
-        self.keys = ("momentum",) if spec.momentum else ()
+        self.keys: tuple[str, ...] = ("momentum",) if spec.momentum else ()
 
     def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
         sgd(
