@@ -1,7 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A beside frozen weights.
 
-- An adapter is a module `lora` of the projection that it adapts; of stacked experts, a pair an expert. Checkpoint names of weights stay, and
-  adapters have none: what leaves the trainer is merged (`weights.named_hf_tensors`), in float32 and rounded once to the weight's dtype.
+- An adapter is a module `lora` of the projection that it adapts; of stacked experts, a pair an expert.
+- Checkpoint names of weights stay, and adapters have none: what leaves the trainer is merged (`hf_tensors.named_hf_tensors`), in float32
+  and rounded once to the weight's dtype.
 - A is drawn uniformly from ±1/√(inputs), B is zero: the adapted network begins as the one it adapts.
 - An adapter's numbers depend on the seed and its name only: not on ranks or sharding.
 """
@@ -54,7 +55,10 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze the module's weights and put adapters, in `dtype`, beside those that `lora.targets` names; call `initialize` once it has storage."""
+    """Freeze the module's weights and put adapters, in `dtype`, beside those that `lora.targets` names.
+
+    They are unset: call `initialize` once the module has storage.
+    """
     module.requires_grad_(False)
     for layer in module.layers:
         for owner in list(layer.modules()):
