@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orrery.launcher import images
 from orrery.launcher.containers import apptainer, image_of, scratch_of
-from orrery.launcher.process import listed, role_argv
+from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
@@ -19,6 +19,7 @@ from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace
+from orrery.observe.names import listed
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,12 +96,3 @@ def last_line(log: Path, begin: int) -> str:
     except FileNotFoundError:
         return ""
     return lines[-1][:300] if lines else ""
-
-
-def listed(names: Iterable[str]) -> str:
-    """`trainer.0-7, router.0`: processes by role, runs of indices drawn together."""
-    by_role: dict[str, list[int]] = {}
-    for name in names:
-        role, _, index = name.rpartition(".")
-        by_role.setdefault(role, []).append(int(index))
-    return ", ".join(f"{role}.{min(found)}" + (f"-{max(found)}" if len(found) > 1 else "") for role, found in by_role.items())

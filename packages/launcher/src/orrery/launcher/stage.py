@@ -35,7 +35,7 @@ from orrery.launcher.allocation import Allocation
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import share_cores, share_devices
-from orrery.launcher.process import Process, listed
+from orrery.launcher.process import Process
 from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
 from orrery.launcher.steps import Task, failed_node
@@ -49,8 +49,10 @@ from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import TOKEN, adopt_orphans
 from orrery.observe.metrics import MetricsFile
+from orrery.observe.names import listed
 from orrery.observe.network import free_ports
 from orrery.observe.progress import Progress
+from orrery.observe.stillness import STILL_S, Stillness
 from orrery.observe.system_error import explain
 from orrery.observe.usage import PERIOD_S, Sampler
 from orrery.observe.wind_down import WOUND_DOWN
@@ -58,7 +60,7 @@ from orrery.observe.wind_down import WOUND_DOWN
 POLL_S, LOOK_S = 0.1, 0.5
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
-STACKS_S = 1.0  # for the stacks to reach the logs
+EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
 MARGIN_S = 60.0
@@ -168,6 +170,7 @@ class _Stage:
         self.token = secrets.token_hex(16)
         self.processes: list[Process] | list[Task] = []
         self.health: dict[str, Health] = {}
+        self.stillness = Stillness(STILL_S * job.site.roles.deadline_scale)
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None
@@ -376,16 +379,23 @@ class _Stage:
         scale = self.job.site.roles.deadline_scale
         living = {name: health for name, health in self.health.items() if name in running}
         stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
+        stall = stall or self.stillness.look(living, time.monotonic())
         if stall is None:
             return None
         if (outcome := self._lost(stall.sentence)) is not None:
             return outcome
+        return Outcome("failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1)
+
+    def _keep_evidence(self) -> str:
+        """Have every process write down what it is doing, also one that somebody has stopped; where that is."""
         for process in self.processes:
             if process.name in self.health:  # it wrote health, so it handles the signal
                 process.signal(signal.SIGUSR1)
-        time.sleep(STACKS_S)
+                process.signal(signal.SIGCONT)
+        time.sleep(EVIDENCE_S)
         logs = self.run_dir / "logs"
-        return Outcome("failed", f"{self.stage}: {stall.sentence}; stacks are in {logs}/*.log; {self._go_on()}", 1)
+        recorded = f", flight recorders in {logs}/flight_recorder" if any(logs.glob("flight_recorder/rank_*")) else ""
+        return f"stacks are in {logs}/*.log{recorded}"
 
     def _failure(self) -> Outcome:
         time.sleep(SETTLE_S)
@@ -403,7 +413,9 @@ class _Stage:
             return outcome
         if (ended := self._ended_by_slurm(first)) is not None:
             return ended
-        return Outcome("failed", f"{sentence}; its log is {first.log}; {self._go_on()}", 1)
+        others = any(process is not first and process.plan.role == first.plan.role and process.poll() is None for process in self.processes)
+        evidence = f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""  # it left no word of its own
+        return Outcome("failed", f"{sentence}; its log is {first.log}{evidence}; {self._go_on()}", 1)
 
     def _lost(self, seen: str) -> Outcome | None:
         """The outcome where a node of our job is gone, which is why we `seen` what we did."""

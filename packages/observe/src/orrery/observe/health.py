@@ -3,6 +3,8 @@
 - In: a role's `doing(...)` and `waiting(...)`; out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically.
 - Times are `time.time()`; `since_s` and `deadline_s` in the file are points in time, the argument `deadline_s` is a duration.
 - `time_s` is the last change, not a heartbeat: a role that says nothing new for long is one the watchdog may ask about.
+- A role whose processes go in lock-step says a pulse besides: how many collectives this process has begun and completed, and whatever
+  else it counts. The watchdog compares pulses (`stillness.py`); a pulse that goes on says that the process is alive, not that it moves.
 - Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
 - Never: fsync. Health is for the living; after a power loss nobody reads it.
 """
@@ -13,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,16 @@ class Wait:
     what: str
     since_s: float
     deadline_s: float | None
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """`beats` counts what was said; the others what was done: collectives, summed over this process's groups, and `marks` of other work."""
+
+    beats: int
+    begun: int
+    completed: int
+    marks: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,8 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None  # what a failed process was doing or waiting for
+    still_s: float | None = None  # what it does moves: no progress for this long is a stall
+    pulse: Pulse | None = None
 
     @property
     def name(self) -> str:
@@ -95,15 +109,25 @@ class HealthFile:
         self._was: str | None = None
         self._waits: dict[int, Wait] = {}
         self._tickets = 0
+        self._still_s: float | None = None
+        self._pulse: Pulse | None = None
+        self._time_s = time.time()
         self._write()
 
-    def doing(self, what: str, step: int | None = None, deadline_s: float | None = None) -> None:
-        """Say what starts now. With `deadline_s` the watchdog treats taking longer as a stall."""
+    def doing(self, what: str, step: int | None = None, deadline_s: float | None = None, still_s: float | None = None) -> None:
+        """Say what starts now. To take longer than `deadline_s`, or to show no progress for `still_s`, is a stall."""
         with self._lock:
             self._doing, self._since_s, self._step = what, time.time(), self._step if step is None else step
             self._was = None
             self._deadline_s = None if deadline_s is None else self._since_s + deadline_s
+            self._still_s = still_s
             self._write()
+
+    def beat(self, begun: int, completed: int, marks: int) -> None:
+        """A pulse: what this process has done so far."""
+        with self._lock:
+            self._pulse = Pulse(self._pulse.beats + 1 if self._pulse else 1, begun, completed, marks)
+            self._write(changed=False)
 
     @contextmanager
     def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
@@ -129,6 +153,7 @@ class HealthFile:
             self._error = error
             self._was = self._was or self._doing
             self._doing, self._since_s, self._deadline_s = FAILED, time.time(), None
+            self._still_s = None
             self._waits.clear()
             self._write()
 
@@ -146,11 +171,12 @@ class HealthFile:
             self._waits.clear()
             self.doing(doing, step)
 
-    def _write(self) -> None:
+    def _write(self, changed: bool = True) -> None:
+        self._time_s = time.time() if changed else self._time_s
         health = Health(
-            role=self._role, index=self._index, time_s=time.time(), pid=os.getpid(), attempt=self._attempt, doing=self._doing,
+            role=self._role, index=self._index, time_s=self._time_s, pid=os.getpid(), attempt=self._attempt, doing=self._doing,
             since_s=self._since_s, step=self._step, deadline_s=self._deadline_s, waits=tuple(self._waits.values()), error=self._error,
-            was=self._was,
+            was=self._was, still_s=self._still_s, pulse=self._pulse,
         )  # fmt: skip
         # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
         temporary = self.path.with_name(f".{self.path.name}.tmp")
@@ -177,14 +203,17 @@ def as_row(health: Health) -> dict[str, Any]:
         "step": health.step,
         "error": health.error,
         "was": health.was,
+        "still_s": health.still_s,
+        "pulse": None if health.pulse is None else asdict(health.pulse),
         "waits": [[w.what, w.since_s, w.deadline_s] for w in health.waits],
     }
 
 
 def from_row(row: dict[str, Any]) -> Health:
     waits = tuple(Wait(*wait) for wait in row["waits"])
-    same = {key: row[key] for key in ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was")}
-    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, **same)
+    pulse = Pulse(**row["pulse"]) if row["pulse"] else None
+    same = {key: row[key] for key in ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was", "still_s")}
+    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, **same)
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:

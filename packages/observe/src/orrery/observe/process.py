@@ -6,7 +6,7 @@
   traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
 - A launched role writes rows of its own processor time and memory (`usage.py`).
 - `WoundDown` ends it with its own exit code and health `wound down`: neither failed nor done (`wind_down.py`).
-- SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): the watchdog asks for them on a stall.
+- SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): it asks for them on a stall (`asked.py`).
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe import network, shared_memory
+from orrery.observe.asked import STDERR, stacks_on_signal
 from orrery.observe.health import HealthFile
 from orrery.observe.lifeline import Lifeline
 from orrery.observe.metrics import MetricsFile
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
 
 TERMINATED = 128 + signal.SIGTERM
-STDERR = 2  # the descriptor: `sys.stderr` may be a stand-in without one
 
 
 class RoleProcess:
@@ -88,7 +88,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     """`with role_process("trainer") as me:` around a role's whole life."""
     # Before the health file is there: whoever reads it may send SIGUSR1, which ends a process that does not handle it.
     faulthandler.enable(file=STDERR)
-    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
+    stacks_on_signal()
     _log_to_stderr()
     me = parse_role(role, argv)
     if threading.current_thread() is threading.main_thread():

@@ -1,0 +1,121 @@
+"""Pulse: by what the launcher tells a rank that is stuck from one that waits for it (`orrery.observe.stillness`), and what is kept then.
+
+- In: a launched rank, before its process group is formed. Out: every PERIOD_S, in its health: how many collectives this rank has begun and
+  completed, over all groups, as torch's flight recorder counts them (nccl: completed on the device), and its marks.
+- A mark is a micro-batch that was begun: on the device that has got so far, since the host runs ahead of it.
+- Asked by the launcher (SIGUSR1), the rank keeps its flight recorder's dump, `logs/flight_recorder/rank_<i>`, which `torchfrtrace` reads;
+  nccl's own watchdog leaves its dumps there too.
+- The counts come from torch's private API, looked for at start; where it is missing, every rank counts as being in no collective.
+"""
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from orrery.manifest.publish import write_atomic
+from orrery.observe.asked import call_on_signal
+from orrery.observe.deadline import scaled
+from orrery.observe.process import RoleProcess
+from orrery.observe.stillness import STILL_S
+
+PERIOD_S = 3.0
+ALONE_S = 600.0  # of a first step, which compiles, tunes kernels and connects ranks; of a single rank, which has no collectives to count
+
+
+def still_s(is_first: bool, num_ranks: int) -> float:
+    """How long a step may show no progress: no collective and no micro-batch begun or completed."""
+    return scaled(ALONE_S if is_first or num_ranks == 1 else STILL_S)
+
+
+class _Marks:
+    """Micro-batches that the device has got to; one queue, since a process has one device."""
+
+    def __init__(self) -> None:
+        self._done, self._ahead = 0, deque[torch.cuda.Event](maxlen=4096)
+
+    def add(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            self._done += 1
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._ahead.append(event)
+
+    def count(self) -> int:
+        while self._ahead and self._ahead[0].query():
+            self._ahead.popleft()
+            self._done += 1
+        return self._done
+
+
+_MARKS = _Marks()
+
+
+def mark(device: torch.device) -> None:
+    """A micro-batch begins."""
+    _MARKS.add(device)
+
+
+@contextmanager
+def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
+    """Around the life of the process group."""
+    if not me.lifeline.is_launched:
+        yield
+        return
+    folder = me.run_dir / "logs" / "flight_recorder"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
+    call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{me.index}", device))
+    if me.manifest.trainer.compile:
+        _say_when_compiling(me)
+    end = threading.Event()
+
+    def beat() -> None:
+        while not end.wait(scaled(PERIOD_S)):
+            me.health.beat(*collectives(device), _MARKS.count())
+
+    thread = threading.Thread(target=beat, name="pulse", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _say_when_compiling(me: RoleProcess) -> None:
+    """A block that is compiled once more, for lengths it has not seen, takes its time in any step."""
+    from torch._dynamo import on_compile_end, on_compile_start  # here: to import it takes a while, and few runs on CPUs compile
+
+    compiling = ExitStack()
+    on_compile_start(lambda _: compiling.enter_context(me.health.waiting("the compiler", deadline_s=scaled(ALONE_S))))
+    on_compile_end(lambda _: compiling.close())
+
+
+def collectives(device: torch.device) -> tuple[int, int]:
+    """(begun, completed) by this process so far, over all groups."""
+    ask = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
+    if ask is None:
+        return 0, 0
+    groups = json.loads(ask(includeCollectives=False, onlyActive=False)).get("pg_status", {}).values()
+    begun, completed = (sum(max(0, int(group[f"last_{what}_collective"])) for group in groups) for what in ("enqueued", "completed"))
+    return begun, completed
+
+
+def keep_flight_recorder(path: Path, device: torch.device) -> None:
+    """What torch recorded of the last collectives, in the form that it writes itself."""
+    if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
+        write_atomic(path, dump())
+
+
+def _recorder(device: torch.device, nccl: str, other: str) -> Callable | None:
+    """nccl has a recorder of its own."""
+    return getattr(torch._C._distributed_c10d, nccl if device.type == "cuda" else other, None)
