@@ -18,6 +18,7 @@ from orrery.trainer.parallel import fsdp, parallelize
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Publisher
+from orrery.trainer.pulse import pulse
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
 from orrery.transport.weight_wire import make_publisher
@@ -46,11 +47,12 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
     device = device_for(me.manifest.hardware.accelerator, me.index)
     torch.manual_seed(me.manifest.seed + me.index)
     store = meet(me, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
-    world = form(trainer.mesh, me.index, device, store)
-    try:
-        yield world
-    finally:
-        dissolve(world)
+    with pulse(me, device):
+        world = form(trainer.mesh, me.index, device, store)
+        try:
+            yield world
+        finally:
+            dissolve(world)
 
 
 def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float) -> Learner:

@@ -23,6 +23,7 @@ from orrery.trainer.parallel import context_parallel
 from orrery.trainer.parallel.fsdp import synchronize_gradients
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
+from orrery.trainer.pulse import mark
 from orrery.transport.columns import Columns
 
 
@@ -84,6 +85,7 @@ class Learner:
     def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         for index, columns in enumerate(arrivals):
+            mark(self.world.device)
             batch = micro_batch(columns, step, self.world.device, self.cut)
             synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)

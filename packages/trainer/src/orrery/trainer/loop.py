@@ -26,6 +26,7 @@ from orrery.trainer.assemble import Rig
 from orrery.trainer.learner import Outcome
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.publish import export
+from orrery.trainer.pulse import still_s
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
@@ -47,7 +48,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
             if batch.info.get("wind_down"):
                 _wind_down(rig, saving, has_checkpoint=learner.step == first_step or checkpoints.is_due(learner.step, me.manifest))
             arrived_s = time.time()
-            me.health.doing("training", step=step)
+            me.health.doing("training", step=step, still_s=still_s(step == first_step + 1, rig.world.size))
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
             _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
             publish_s = _publish(rig, me)

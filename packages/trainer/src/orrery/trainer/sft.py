@@ -21,6 +21,7 @@ from orrery.observe.process import RoleProcess
 from orrery.tasks import Message, ToolCall, make
 from orrery.tasks.chat import Renderer
 from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.pulse import still_s
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport.columns import Columns
@@ -37,7 +38,7 @@ def sft(learner: Learner, examples: Columns, me: RoleProcess) -> None:
         for step in range(first_step, spec.num_steps + 1):
             saving.check()
             begin_s = time.time()
-            me.health.doing("sft", step=step)
+            me.health.doing("sft", step=step, still_s=still_s(step == first_step, learner.world.size))
             chosen = np.fromiter(order, dtype=np.int64, count=spec.examples_per_batch)
             plan = pack(examples.lengths[chosen], learner.world.num_data_ranks, limit, quadratic)
             mine = [examples.select(chosen[samples]) for samples in plan[learner.world.data_rank]]
