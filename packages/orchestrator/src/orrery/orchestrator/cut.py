@@ -45,10 +45,13 @@ def digests(samples: Sequence[Sample], known: dict[int, str]) -> dict[str, str]:
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """The documents as batch `step` for every trainer rank. `totals` has N of every loss component, and sizes."""
+    """The documents as batch `step` for every trainer rank. `totals` has N of every loss component, and sizes.
+
+    The ranks of a context-parallel group get the same micro-batches, of which each takes its part itself.
+    """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
-    ranks, limit = manifest.trainer.mesh.world_size, manifest.trainer.memory.max_tokens_per_micro_batch
-    plan = pack(lengths, ranks, limit, quadratic_cost(manifest.model))
+    mesh, limit = manifest.trainer.mesh, manifest.trainer.memory.max_tokens_per_micro_batch
+    shares = micro_batches(documents, pack(lengths, mesh.num_data_ranks, limit, quadratic_cost(manifest.model)))
     num_trained = int(sum(np.count_nonzero(each.token["trained"]) for each in documents))
     totals: dict[str, int | float] = {
         "rl": num_trained,
@@ -58,7 +61,7 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
         "num_tokens": int(lengths.sum()),
         "num_trained_tokens": num_trained,
     }
-    return Batch(step, micro_batches(documents, plan), totals, info)
+    return Batch(step, [shares[mesh.data_rank(rank)] for rank in range(mesh.world_size)], totals, info)
 
 
 def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:

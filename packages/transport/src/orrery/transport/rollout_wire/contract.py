@@ -15,6 +15,7 @@ class Batch:
 
     `micro_batches` is `[rank][micro_step]`; each rank's sequence may be lazy (`packing.LazyMicroBatches`), is read by
     index, possibly twice, and has the same length on all ranks. Its arrays must not change until the batch is acknowledged.
+    Ranks that need the same micro-batches may share one sequence; each of them acknowledges for itself.
     """
 
     step: int

@@ -1,7 +1,8 @@
 """Rollouts through files: one safetensors file a micro-batch, in a folder that both ends see.
 
 - The sender makes `rollouts/wire/<session>/`; the session is in its url, so batches of an earlier sender are never read.
-- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`, last.
+- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`, last. Ranks with the same micro-batches
+  have hard links to the same files.
   Each file is closed before the next is begun: whoever sees the marker sees the data, on a network file system too.
 - A receiver asks by writing `ask.rank_<r>.json`: the step it wants and the last that it has whole; the sender removes a
   batch that all ranks have. Files carry a hash of the run's token, never the token: asks that do not decode or carry another
@@ -94,8 +95,12 @@ class FilesSender:
         folder = self._folder / f"step_{batch.step}"
         folder.mkdir()
         for rank, of_rank in enumerate(batch.micro_batches):
+            first = next(other for other, same in enumerate(batch.micro_batches) if same is of_rank)
             for micro_step in range(len(of_rank)):
                 path = folder / f"rank_{rank}.micro_{micro_step}.safetensors"
+                if first < rank:
+                    os.link(folder / f"rank_{first}.micro_{micro_step}.safetensors", path)
+                    continue
                 try:
                     await asyncio.to_thread(safetensors_columns.write, path, of_rank[micro_step], {"step": batch.step}, False)
                 except ValueError as error:
