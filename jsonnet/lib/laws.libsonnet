@@ -13,6 +13,12 @@ local bytes = { float32: 4, bfloat16: 2 };
   local group = run.orchestrator.algorithm.group_size,
   local batch = run.orchestrator.rollouts_per_batch,
   local mla = run.model.mla,
+  // as many query heads on each rank, and key heads of its own or one that it shares
+  local ulysses_ranks = [
+    n
+    for n in std.range(1, run.model.num_heads)
+    if run.model.num_heads % n == 0 && (run.model.num_kv_heads % n == 0 || n % run.model.num_kv_heads == 0)
+  ],
   // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of every head
   local kv_layer_numbers =
     if mla == null then 2 * run.model.num_kv_heads * run.model.head_dim
@@ -51,8 +57,17 @@ local bytes = { float32: 4, bfloat16: 2 };
     mesh.dp_shard * mesh.cp,
     std.join(', ', ['%d' % n for n in std.range(1, mesh.dp_shard * mesh.cp) if (mesh.dp_shard * mesh.cp) % n == 0]),
   ],
+  assert run.model.moe != null || mesh.ep == 1 :
+         "trainer.mesh.ep: %d, but family '%s' has no experts to spread; set ep to 1" % [mesh.ep, run.model.family],
   assert run.model.moe == null || run.model.moe.num_experts % mesh.ep == 0 :
          'trainer.mesh.ep: %d does not divide model.moe.num_experts = %d' % [mesh.ep, run.model.moe.num_experts],
+  assert mesh.cp == 1 || mesh.cp_style != 'ulysses' || std.member(ulysses_ranks, mesh.cp) :
+         "trainer.mesh.cp: %d query heads and %d key heads do not divide among %d ranks; choose cp from %s, or cp_style 'ring'" % [
+    run.model.num_heads,
+    run.model.num_kv_heads,
+    mesh.cp,
+    std.join(', ', ['%d' % n for n in ulysses_ranks]),
+  ],
   assert run.model.num_heads % run.model.num_kv_heads == 0 :
          'model.num_kv_heads: %d does not divide num_heads = %d' % [run.model.num_kv_heads, run.model.num_heads],
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orrery.manifest.built import check_built
+from orrery.manifest.built import FAMILIES, check_built
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -54,13 +54,42 @@ def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(man
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json")))
-def test_every_checked_in_run_without_gpus_is_built(name):
+def test_every_checked_in_run_of_a_built_network_is_built(name):
     manifest = load(WORKSPACE.manifest_path(name))
-    if manifest.hardware.accelerator == "cpu":
+    if manifest.model.family in FAMILIES:
         check_built(manifest)
     else:
         with pytest.raises(OrreryError):
             check_built(manifest)
+
+
+MESHES = [
+    ("reverse_text", {"dp_shard": 4, "ep": 2}, "trainer.mesh.ep 2: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1"),
+    ("reverse_text_moe", {"dp_shard": 4, "ep": 3}, "trainer.mesh.ep 3 does not divide dp_shard·cp = 4; choose from [1, 2, 4]"),
+    ("reverse_text_moe", {"dp_shard": 6, "ep": 3}, "trainer.mesh.ep 3 does not divide 8 experts; choose from [1, 2]"),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 2, "ep": 2, "ep_backend": "deepep"},
+        "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; set trainer.mesh.ep_backend to 'torch'",
+    ),
+    (
+        "reverse_text",
+        {"cp": 3},
+        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; choose from [1, 2, 4, 8], "
+        "or set trainer.mesh.cp_style to 'ring'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "sentence"), MESHES)
+def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, mesh, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed(name, **{f"trainer__mesh__{axis}": size for axis, size in mesh.items()})
+    assert sentence in str(caught.value)
+
+
+def test_keys_travel_where_heads_do_not_divide():
+    assert changed("reverse_text", trainer__mesh__cp=3, trainer__mesh__cp_style="ring")
 
 
 def test_one_h200_node_of_a_built_network_is_built():

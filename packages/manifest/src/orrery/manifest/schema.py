@@ -209,6 +209,16 @@ class Mesh(Record):
         """Groups of ranks that have documents of their own."""
         return self.dp_replicate * self.dp_shard
 
+    def data_rank(self, rank: int) -> int:
+        """The group of trainer rank `rank`: the ranks of one cp group are neighbours."""
+        return rank // self.cp
+
+
+def _heads_divide_among(model: Model) -> list[int]:
+    """Numbers of ranks, each with as many query heads and with key heads of its own or one that it shares."""
+    heads, groups = model.num_heads, model.num_kv_heads
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+
 
 class Fsdp(Record):
     """FSDP2.
@@ -637,6 +647,32 @@ class Manifest(Record):
             raise ValueError(
                 f"trainer.memory.max_tokens_per_micro_batch {self.trainer.memory.max_tokens_per_micro_batch} cannot hold one rollout of "
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def mesh_fits_model(self) -> "Manifest":
+        mesh, model = self.trainer.mesh, self.model
+        sharded = mesh.dp_shard * mesh.cp
+        fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
+        if sharded % mesh.ep:
+            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {sharded}; choose from {fits}")
+        if model.moe is None and mesh.ep > 1:
+            raise ValueError(f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; set trainer.mesh.ep to 1")
+        if mesh.ep not in fits and model.moe is not None:
+            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts; choose from {fits}")
+        elsewhere = self.hardware.accelerator == "cpu" or self.trainer.compute_dtype != "bfloat16"
+        if mesh.ep > 1 and mesh.ep_backend == "deepep" and elsewhere:
+            raise ValueError(
+                "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
+                "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
+            )
+        if mesh.cp > 1 and model.family == "hugging_face":
+            raise ValueError(f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; set trainer.mesh.cp to 1")
+        if mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (fits := _heads_divide_among(model)):
+            raise ValueError(
+                f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
+                f"ranks; choose from {fits}, or set trainer.mesh.cp_style to 'ring'"
             )
         return self
 
