@@ -28,11 +28,6 @@ def changed(name: str, **fields) -> Manifest:
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 REFUSED = [
     (changed("glm5_run"), "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe"),
-    (changed("reverse_text", trainer__mesh__cp=2), "trainer.mesh.cp: context parallel is not built yet (2); set trainer.mesh.cp to 1"),
-    (
-        changed("reverse_text_smoke", trainer__mesh__ep=2),
-        "trainer.mesh.ep: expert parallel is not built yet (2); set trainer.mesh.ep to 1",
-    ),
     (
         changed("reverse_text", inference__devices_per_replica=2),
         "inference.devices_per_replica 2: an engine of several processes is not built yet on cpu; "

@@ -7,7 +7,6 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe")  # that orrery.models has networks of
-MESH_AXES = {"cp": "context", "ep": "expert"}  # that orrery.trainer cannot spread over yet
 PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 
@@ -17,9 +16,6 @@ def check_built(manifest: Manifest) -> None:
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if (family := manifest.model.family) not in FAMILIES:
         raise OrreryError(f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}")
-    for axis, what in MESH_AXES.items():
-        if (size := getattr(manifest.trainer.mesh, axis)) != 1:
-            raise OrreryError(f"trainer.mesh.{axis}: {what} parallel is not built yet ({size}); set trainer.mesh.{axis} to 1")
     if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
             f"inference.devices_per_replica {devices}: an engine of several processes is not built yet on {accelerator}; "

@@ -634,11 +634,6 @@ class Manifest(Record):
             used = mesh.world_size + self.inference.num_replicas * self.inference.devices_per_replica
             if used > devices:
                 raise ValueError(f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}")
-        if (mesh.dp_shard * mesh.cp) % mesh.ep:
-            fits = [n for n in range(1, mesh.dp_shard * mesh.cp + 1) if (mesh.dp_shard * mesh.cp) % n == 0]
-            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {mesh.dp_shard * mesh.cp}; choose from {fits}")
-        if model.moe is not None and model.moe.num_experts % mesh.ep:
-            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts")
         if self.inference.max_model_len_tokens > model.max_positions:
             raise ValueError(
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
