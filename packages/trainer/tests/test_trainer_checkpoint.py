@@ -2,18 +2,21 @@
 
 import json
 import multiprocessing
+import resource
 import shutil
 import signal
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from trainer_cases import make_learner, manifest, run_ranks, whole_weights, write_start_weights
+from safetensors.torch import load_file, save_file
+from trainer_cases import MEMORY, make_learner, manifest, run_ranks, whole_weights, write_start_weights
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.errors import RunFailed
-from orrery.trainer import checkpoint
+from orrery.trainer import checkpoint, safetensors_file
 from orrery.transport import checkpoints
 
 
@@ -23,10 +26,14 @@ def start(tmp_path):
 
 
 def state_of(learner) -> dict[str, torch.Tensor]:
-    state = {name: weight.detach() for name, weight in learner.weights.items()}
-    for name, weight in learner.weights.items():
-        state |= {f"{key}/{name}": value for key, value in learner.optimizer.state[weight].items()}
-    return state
+    """Copies of all that training changes, on one rank."""
+    return {name: held.local.clone() for name, held in checkpoint.state_of(learner).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_path):
@@ -39,9 +46,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_pat
     assert torch.equal(torch.rand(3), drawn)
     assert resumed.step == 2
     train(resumed, [3, 4])
-    expected = state_of(straight)
-    for name, value in state_of(resumed).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same(state_of(resumed), state_of(straight))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +92,38 @@ def test_two_ranks_read_what_one_wrote_and_write_the_same(two_ranks, name):
     one, again = (make_learner(manifest(), two_ranks / "start") for _ in range(2))
     checkpoint.load(one, two_ranks / "by_one")
     checkpoint.load(again, two_ranks / name)
-    expected = state_of(one)
-    for key, value in state_of(again).items():
-        assert torch.equal(value, expected[key]), key
+    assert_same(state_of(again), state_of(one))
+
+
+def test_every_mesh_reads_what_every_other_wrote(tmp_path):
+    """One rank's state goes from mesh to mesh of four ranks and back to one, to the bit."""
+    moe = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 20, "normalize_top_k": True}
+    moe |= {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}
+    model = {"family": "qwen3_moe", "moe": moe}
+    offload = {"memory": {**MEMORY, "optimizer_offload": True}}
+    alone = make_learner(manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "start"))
+    train(alone, [1, 2])
+    checkpoint.save(alone, tmp_path / "alone")
+    meshes = {
+        "shards": {"mesh": {"dp_shard": 4}},
+        "replicas_of_experts": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}},
+        "context": {"mesh": {"dp_shard": 2, "cp": 2, "ep": 4}},
+        "experts": {"mesh": {"dp_shard": 4, "ep": 2}, "trainer": offload},
+        "replicas": {"mesh": {"dp_replicate": 4}},
+    }
+    jobs, before = [], "alone"
+    for name, fields in meshes.items():
+        jobs.append(
+            {"name": name, "manifest": {"model": model, **fields}, "resume": tmp_path / before, "steps": [], "save": tmp_path / name}
+        )
+        before = name
+    run_ranks(4, tmp_path, jobs)
+    for name in meshes:
+        again = make_learner(manifest(model=model), tmp_path / "start")
+        checkpoint.load(again, tmp_path / name)
+        assert_same(state_of(again), state_of(alone))
+        stored = sum((tmp_path / name / f"rank_{rank}.safetensors").stat().st_size for rank in range(4))
+        assert stored < 1.3 * (tmp_path / "alone" / "rank_0.safetensors").stat().st_size, "nothing is there twice, headers aside"
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
@@ -142,3 +176,117 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     assert checkpoints.latest(tmp_path) == 3
     assert json.loads((checkpoints.checkpoint_dir(tmp_path, 3) / "trainer" / "state.json").read_text())["step"] == 3
     assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3).iterdir()) == ["COMPLETE", "files.json", "trainer"]
+
+
+class Gate:
+    """Holds back the thread that writes, until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.opened, self._write = threading.Event(), checkpoint.write
+        monkeypatch.setattr(checkpoint, "write", self)
+
+    def __call__(self, path, buffers, stop):
+        while not self.opened.wait(0.01):
+            if stop():
+                raise safetensors_file.Stopped(path)
+        return self._write(path, buffers, stop)
+
+
+def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(start, tmp_path, monkeypatch):
+    learner, again = (make_learner(manifest(), start) for _ in range(2))
+    gate, waits, completed = Gate(monkeypatch), [], []
+
+    @contextmanager
+    def waiting(what, seconds):
+        waits.append(what)
+        gate.opened.set()
+        yield
+
+    train(learner, [1, 2])
+    expected = state_of(learner)
+    with checkpoint.Saver(learner.world, waiting) as saver:
+        saver.reserve(learner)
+        assert saver.copy(learner, tmp_path / "step_2" / "trainer", {"more.json": b"{}"}) > 0
+        saver.write(lambda: completed.append(2))
+        train(learner, [3])
+        saver.check()
+        assert not completed and not (tmp_path / "step_2" / "trainer").exists()
+        saver.copy(learner, tmp_path / "step_3" / "trainer")
+        assert completed == [2], "one at a time"
+        assert "the checkpoint in step_2" in waits
+        saver.write(lambda: completed.append(3))
+    assert completed == [2, 3]
+    checkpoint.load(again, tmp_path / "step_2" / "trainer")
+    assert again.step == 2 and (tmp_path / "step_2" / "trainer" / "more.json").read_bytes() == b"{}"
+    assert_same(state_of(again), expected)
+    checkpoint.load(again, tmp_path / "step_3" / "trainer")
+    assert_same(state_of(again), state_of(learner))
+
+
+def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start, tmp_path):
+    learner, again = (make_learner(manifest(), start) for _ in range(2))
+    train(learner, [1, 2])
+    two, three = (checkpoints.checkpoint_dir(tmp_path, step) for step in (2, 3))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with checkpoint.Saver(learner.world) as saver:
+        saver.copy(learner, two / "trainer")
+        saver.write(lambda: checkpoints.complete(two, [f"trainer/{checkpoint.note(0)}"]))
+        train(learner, [3])
+        saver.copy(learner, three / "trainer")
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+            saver.write(lambda: checkpoints.complete(three))
+            with pytest.raises(RunFailed, match=r"rank_0\.safetensors: File too large; the run goes on from its newest whole checkpoint"):
+                while True:
+                    saver.check()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert checkpoints.latest(tmp_path) == 2
+        checkpoints.verify(two)
+        checkpoint.load(again, two / "trainer")
+        assert again.step == 2
+        saver.copy(learner, three / "trainer")  # what is left of the first attempt is not in the way
+        saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.note(0)}"]))
+    assert checkpoints.latest(tmp_path) == 3
+    checkpoints.verify(three)
+    assert not list(three.glob("*.partial"))
+
+
+def test_a_run_that_fails_does_not_wait_for_its_checkpoint(start, tmp_path, monkeypatch):
+    learner, _ = make_learner(manifest(), start), Gate(monkeypatch)
+    with pytest.raises(ZeroDivisionError), checkpoint.Saver(learner.world) as saver:
+        saver.copy(learner, tmp_path / "step_1" / "trainer")
+        saver.write()
+        _ = 1 / 0
+    assert not (tmp_path / "step_1" / "trainer").exists()
+    assert not [thread for thread in threading.enumerate() if "step_1" in thread.name]
+
+
+def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
+    (tmp_path / checkpoint.note(0)).touch()
+    with pytest.raises(RunFailed, match=r"nothing of rank 1 after 0 s; see logs/trainer\.1\.log"):
+        checkpoint._await_notes(tmp_path, 3, lambda: False)
+
+
+def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(safetensors_file, "SYNC_BYTES", 128)
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a": torch.randn(7).bfloat16(),
+        'ü "quoted"': torch.arange(5),
+        "scalar": torch.tensor(2.0),
+        "empty": torch.empty(0, 3),
+        "bytes": torch.arange(200, dtype=torch.uint8),
+        "flag": torch.tensor([True, False]),
+    }
+    for metadata in (None, {"format": "pt"}):
+        save_file(tensors, tmp_path / "one", metadata)
+        layout = safetensors_file.layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+        found = safetensors_file.write(
+            tmp_path / "other", [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)]
+        )
+        assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
+        checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
+        assert json.loads((tmp_path / "note").read_text()) == {"one": {"bytes": found[0], "sha256": found[1]}}

@@ -426,8 +426,8 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
 
 
 def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):
-    straight = start_run(tmp_path / "straight", sft_spec(30), ("sft",))
-    killed = start_run(tmp_path / "killed", sft_spec(30))
+    straight = start_run(tmp_path / "straight", sft_spec(20), ("sft",))
+    killed = start_run(tmp_path / "killed", sft_spec(20))
     stage = Stage(killed, "sft")
     try:
         await_checkpoint(killed, 4, "sft")
@@ -435,7 +435,7 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
         stage.kill()
     assert stage.ranks[0].returncode == -signal.SIGKILL
     reached = checkpoints.latest(killed, "sft")
-    assert 4 <= reached < 30
+    assert 4 <= reached < 20
     torn = checkpoints.checkpoint_dir(killed, reached + 2, "sft")  # as a kill in the middle of the next one leaves it
     torn.mkdir(exist_ok=True)
     [(code, error)] = Stage(killed, "sft", attempt=2).end()
@@ -444,9 +444,9 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     assert final_weights(killed, "sft") == final_weights(straight, "sft")
     rows = {row["step"]: row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
     expected = {row["step"]: row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
-    assert [rows[step]["loss"] for step in range(1, 31)] == [expected[step]["loss"] for step in range(1, 31)]
-    assert [step for step in rows if rows[step]["checkpoint_blocked_s"]] == list(range(2, 30, 2))
-    assert checkpoints.steps(killed, "sft") == [26, 28] and checkpoints.latest(killed) is None
+    assert [rows[step]["loss"] for step in range(1, 21)] == [expected[step]["loss"] for step in range(1, 21)]
+    assert [step for step in rows if rows[step]["checkpoint_blocked_s"]] == list(range(2, 20, 2))
+    assert checkpoints.steps(killed, "sft") == [16, 18] and checkpoints.latest(killed) is None
 
 
 def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
