@@ -234,9 +234,9 @@ def main() -> None:
         details={"num_weights": num_weights, **details, "offloaded_bits_equal": True, "muon_relative_difference_from_torch": off},
         rows=rows,
     )
+    copy_out(args.output)
     for each in rows:
         print({key: round(value, 5) if isinstance(value, float) else value for key, value in each.items()})
-    copy_out(args.output)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The optimizer: groups of weights, each with a rule, stepped bucket by bucket.
 
-- A group's weights lie end to end on a line; a bucket is a window of that line. A rule that works value by value gets windows of
-  BUCKET_BYTES of state wherever they fall; a rule that wants whole matrices gets whole weights, the same ones on every rank at a time.
+- A group's weights lie end to end on a line; a bucket is a window of that line. A rule that works value by value gets windows of even
+  size wherever they fall; a rule that wants whole matrices gets whole weights, the same ones on every rank at a time.
 - State exists from the start, so it can be counted, saved and loaded before any step: under each key a tensor like its weight, and
   `step`, a float32 scalar, for rules that count. Without offload a sharded weight's state is sharded like it.
 - With offload the lines of state lie in host memory, and their windows visit the device (`offload.py`). The arithmetic is the same.
@@ -19,7 +19,10 @@ from orrery.models.placement import Box, local_box
 from orrery.trainer.optim.gradient import local, sharding_axes
 from orrery.trainer.optim.offload import Offload
 
-BUCKET_BYTES = 128 << 20  # of state on this rank: long enough for the bus to be at full speed, three of them are 0.4 GB
+# Bytes of state on this rank in a bucket (of weights, where a rule has no state).
+OFFLOADED_BYTES = 128 << 20  # long enough for the bus to be at full speed; three of them are on the device
+RESIDENT_BYTES = 1 << 30  # nothing has to fit, so few calls; what a rule allocates is bounded all the same
+WHOLE_BYTES = 256 << 20  # enough matrices to share out evenly; offloaded or not, so that batches, and with them bits, are the same
 ALIGNMENT = 128  # values: windows, and the weights on a line, begin where vectorised kernels like it
 
 
@@ -122,14 +125,15 @@ class Line:
 class Optimizer:
     """`set_rate`, perhaps `prefetch`, and `step`, once a training step. `state` is read and filled in place between steps."""
 
-    def __init__(self, groups: list[Group], offload: bool, bucket_bytes: int = BUCKET_BYTES):
+    def __init__(self, groups: list[Group], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._buckets: list[Bucket] = []
         with torch.no_grad():
             for group in self.groups:
-                self._buckets += _buckets(group, bucket_bytes)
+                normal = WHOLE_BYTES if group.rule.whole else OFFLOADED_BYTES if offload else RESIDENT_BYTES
+                self._buckets += _buckets(group, bucket_bytes or normal)
             self._offload = Offload(self._buckets) if offload and self._buckets else None
             for group in self.groups:
                 self._make_state(group)
