@@ -131,6 +131,23 @@ def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
     asyncio.run(run())
 
 
+def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
+    """Of four ranks, each two have the same documents; a batch is gone when all four have it."""
+
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=4) as wire:
+            receivers = [wire.receiver(rank) for rank in range(4)]
+            for step in (1, 2):
+                of_pair = batch_of(step, num_ranks=2)
+                batch = Batch(step, [of_pair.micro_batches[rank // 2] for rank in range(4)], of_pair.totals, of_pair.info)
+                await wire.sender.send(batch)
+                for rank in (3, 1, 0, 2):
+                    check(*await taken(receivers[rank], step), batch, rank)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
 def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
     """Rank 0 asks for batch 2 while rank 1 has not taken batch 1: batch 1 stays, batch 2 waits for room."""
 
