@@ -89,8 +89,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, with `-dirty` when tracked files other than benchmark results differ from it."""
-    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown"
+    """The commit of the checkout, with `-dirty` when tracked files other than benchmark results differ from it.
+
+    `ORRERY_COMMIT` says it where the checkout is a copy without history.
+    """
+    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or os.environ.get("ORRERY_COMMIT", "unknown")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/**/*.json")
     return head + ("-dirty" if changed else "")
 

@@ -8,7 +8,6 @@
 - Without a GPU the operators of the host stand for kernels, each with the time that it spends outside of others.
 """
 
-import gzip
 import json
 import re
 from collections import defaultdict
@@ -66,9 +65,8 @@ class Piece:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """A Chrome trace's events, gzipped or not."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
+    """A Chrome trace's events."""
+    with path.open() as file:
         return json.load(file)["traceEvents"]
 
 
@@ -163,26 +161,20 @@ def _enclosing(ranges: list[dict[str, Any]], calls: list[dict[str, Any]]) -> Ite
 def _host_pieces(host: list[dict[str, Any]]) -> Iterator[Piece]:
     """The stretches in which each operator was the innermost one."""
     for ranges in _by_thread(host).values():
-        stack: list[tuple[float, dict[str, Any]]] = []
+        edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
+        edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
+        edges.sort(key=lambda edge: edge[:3])  # at one instant the inner ends first, then the outer begins first
+        open_ranges: list[dict[str, Any]] = []
         clock = 0.0
-
-        def piece(until: float, stack: list[tuple[float, dict[str, Any]]] = stack) -> Iterator[Piece]:
-            event = stack[-1][1]
-            if until > clock and event["cat"] == "cpu_op":
-                around = tuple(one["name"] for _, one in stack)
-                yield Piece(clock, until, kind_of(event["name"], around), event["name"], stage_of(around))
-
-        for event in ranges:
-            while stack and stack[-1][0] <= event["ts"]:
-                yield from piece(stack[-1][0])
-                clock = max(clock, stack.pop()[0])
-            if stack:
-                yield from piece(event["ts"])
-            clock = max(clock, event["ts"])
-            stack.append((event["ts"] + event["dur"], event))
-        while stack:
-            yield from piece(stack[-1][0])
-            clock = max(clock, stack.pop()[0])
+        for at, opens, _, event in edges:
+            if open_ranges and at > clock and open_ranges[-1]["cat"] == "cpu_op":
+                around = tuple(one["name"] for one in open_ranges)
+                yield Piece(clock, at, kind_of(around[-1], around), around[-1], stage_of(around))
+            clock = at
+            if opens:
+                open_ranges.append(event)
+            elif event in open_ranges:
+                open_ranges.remove(event)
 
 
 def _exclusive(found: list[Piece], begin: float, end: float) -> dict[str, float]:

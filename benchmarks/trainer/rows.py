@@ -1,0 +1,164 @@
+"""The trainer's speed in the shapes of Qwen3, a row a shape and job: `orrery bench trainer` on this machine, and torchtitan beside it.
+
+- A row's value is tokens/s a GPU with the experts that the router chooses; balanced routing is a second variant of a mixture's row.
+- With `--peer` torchtitan 0.2.2 runs first, on the same GPUs and as deep a model (`torchtitan_peer.py`); the ratio is a third variant.
+- With `--layers` the model is shallower on both sides, for hosts that the whole does not fit; then only the ratio has a goal.
+
+    python benchmarks/trainer/rows.py qwen3_30b_a3b_16k            # eight GPUs
+    python benchmarks/trainer/rows.py qwen3_30b_a3b_16k --devices 4 --layers 24 --peer
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
+import torchtitan_peer
+
+from record import record
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured, and what is to be reached on eight H200 (`devices` of them in the whole)."""
+
+    manifest: str
+    options: tuple[str, ...]
+    goal: float
+    ratio: float | None = None  # to torchtitan in the same run
+    devices: int = 8
+    routings: tuple[str, ...] = ("natural", "balanced")
+    peer: torchtitan_peer.Job | None = None
+
+
+def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:
+    return torchtitan_peer.Job("30B-A3B", seq_len, 1, "full", expert_parallel=experts, balanced=True)
+
+
+def _dense(flavor: str, seq_len: int, batch: int = 1) -> torchtitan_peer.Job:
+    return torchtitan_peer.Job(flavor, seq_len, batch, "selective")
+
+
+SFT, RL, ONE = ("--loss", "sft"), ("--loss", "rl"), ("natural",)
+ROWS = {
+    "qwen3_30b_a3b_16k": Row("qwen3_30b_a3b_16k", SFT, 9000, 1.5, peer=_moe(16384, 1)),
+    "qwen3_30b_a3b_16k_rl": Row("qwen3_30b_a3b_16k", RL, 8500),
+    "qwen3_30b_a3b_16k_offload": Row("qwen3_30b_a3b_16k_offload", (*RL, "--micro-batches", "8", "--steps", "3", "--warmup", "2"), 7500),
+    "qwen3_30b_a3b_32k": Row("qwen3_30b_a3b_32k", SFT, 6500, 1.4, peer=_moe(32768, 8)),
+    "qwen3_30b_a3b_64k": Row("qwen3_30b_a3b_64k", SFT, 4500, 1.4, peer=_moe(65536, 8)),
+    "qwen3_30b_a3b_64k_rl": Row("qwen3_30b_a3b_64k", RL, 4500),
+    "qwen3_30b_a3b_131k": Row("qwen3_30b_a3b_131k", RL, 2200),
+    "qwen3_30b_a3b_lora_16k": Row("qwen3_30b_a3b_lora_16k", RL, 11000),
+    "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", RL, 5500),
+    "qwen3_8b_8k": Row("qwen3_8b_8k", SFT, 10500, 1.15, routings=ONE, peer=_dense("8B", 8192, 2)),
+    "qwen3_4b_16k": Row("qwen3_4b_16k", SFT, 13700, 1.15, routings=ONE, peer=_dense("4B", 16384)),
+    "qwen3_0_6b_16k": Row("qwen3_0_6b_16k", SFT, 52000, 1.15, devices=1, routings=ONE, peer=_dense("0.6B", 16384)),
+}
+
+
+def main() -> None:
+    arguments, rest = parser().parse_known_args()  # what is left goes to the measurement: --warmup, --memory, --mesh …
+    row = ROWS[arguments.row]
+    devices = arguments.devices or row.devices
+    folder = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    theirs = None
+    if arguments.peer and row.peer is not None:
+        theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
+        (folder / f"torchtitan_{arguments.row}.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    found = {}
+    for routing in arguments.routing or row.routings:
+        options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
+        if arguments.layers is not None:
+            options += ["--layers", str(arguments.layers)]
+        found[routing] = bench(row.manifest, options, folder / "traces" / routing if arguments.profile else None)
+    write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
+
+
+def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, Any]:
+    """One measurement's JSON; its table goes to the screen."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        command = [
+            sys.executable,
+            "-m",
+            "orrery.trainer.bench",
+            str(ROOT / "manifests" / f"{manifest}.json"),
+            *options,
+            "--json",
+            str(path),
+        ]
+        if traces is not None:
+            command += ["--profile", str(traces)]
+        print("+ " + " ".join(command), flush=True)
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "COLUMNS": "160"})
+        return json.loads(path.read_text())
+
+
+def write(
+    name: str,
+    row: Row,
+    devices: int,
+    layers: int | None,
+    extra: list[str],
+    found: dict[str, dict[str, Any]],
+    theirs: dict[str, Any] | None,
+    folder: Path,
+) -> None:
+    """The row's record. A goal stands only beside what it was set for: the whole model."""
+    whole = layers is None
+    note = "" if whole else f", {layers} layers"
+    rows = [
+        {
+            "variant": f"{routing} routing on {devices} GPUs{note}",
+            "value": one["tokens_per_s_per_device"],
+            "unit": "tokens/s/GPU",
+            "goal": row.goal if whole else None,
+            "expected_step_s": (one["expected_s"] or {}).get("step"),
+            "bench": one,
+        }
+        for routing, one in found.items()
+    ]
+    if theirs is not None:
+        # torchtitan routes evenly by force, so the balanced variant is its like.
+        like = found.get("balanced") or next(iter(found.values()))
+        ratio = like["tokens_per_s_per_device"] / theirs["tokens_per_s_per_device"]
+        rows.append(
+            {"variant": f"ratio to torchtitan on {devices} GPUs{note}", "value": ratio, "unit": "×", "goal": row.ratio, "peer": theirs}
+        )
+    details = {"row": name, "devices": devices, "layers": layers, "extra_options": extra, "goal_is_for_devices": row.devices}
+    record(
+        folder / f"{name}.json",
+        figure=f"trainer: {name}",
+        value=rows[0]["value"],
+        unit="tokens/s/GPU",
+        goal=rows[0]["goal"],
+        better="higher",
+        details=details,
+        rows=rows,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    one.add_argument("row", choices=list(ROWS))
+    one.add_argument("--devices", type=int)
+    one.add_argument("--layers", type=int)
+    one.add_argument("--routing", action="append", choices=["natural", "balanced"])
+    one.add_argument("--peer", action="store_true", help="torchtitan beside it (.whl_titan installed)")
+    one.add_argument("--profile", action="store_true", help="keep the traces, in OUT/traces")
+    one.add_argument("--out", type=Path, default=HERE)
+    return one
+
+
+if __name__ == "__main__":
+    main()
