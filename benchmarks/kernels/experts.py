@@ -199,26 +199,26 @@ def main() -> None:
                 rows.append(
                     {
                         "variant": f"{step}, {form}, {tokens} tokens, {routing}",
-                        "value": forward_ms + backward_ms,
-                        "unit": "ms",
+                        "value": sum(best[step]) / (forward_ms + backward_ms),
+                        "goal": None,  # the best whole layer at 16,384 balanced tokens has one
                         "forward_ms": forward_ms,
                         "backward_ms": backward_ms,
                         "forward_bound_ms": best[step][0],
                         "backward_bound_ms": best[step][1],
-                        "share": sum(best[step]) / (forward_ms + backward_ms),
                     }
                 )
-                print(f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['share']:.0%} of the bound", flush=True)
+                print(f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['value']:.0%} of the bound", flush=True)
     if not smoke:
         path = Path(__file__).with_suffix(".json")
         chosen = max(
             (row for row in rows if row["variant"].startswith("layer") and row["variant"].endswith("16384 tokens, balanced")),
-            key=lambda row: row["share"],
+            key=lambda row: row["value"],
         )
+        chosen["goal"] = GOAL
         record(
             path,
             figure=f"Experts of a mixture forward and backward, share of the bound: {chosen['variant']}",
-            value=chosen["share"],
+            value=chosen["value"],
             unit="of the bound",
             goal=GOAL,
             better="higher",

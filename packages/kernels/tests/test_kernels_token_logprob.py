@@ -12,6 +12,7 @@ import torch
 from orrery.kernels.token_logprob import chunked, logits, reference_token_logprob, token_logprob
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
@@ -19,11 +20,10 @@ needs_triton = pytest.mark.skipif(
 
 
 def example(num_tokens=37, hidden=16, vocab=50, dtype=torch.float64, seed=0):
-    """Logits of order one: forward and backward may round a float32 logit differently, and a softmax is off by that much, relatively."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(num_tokens, hidden, generator=generator).to(dtype),
-        (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype),
+        torch.randn(vocab, hidden, generator=generator).to(dtype),
         torch.randint(0, vocab, (num_tokens,), generator=generator),
         0.5 + torch.rand(num_tokens, generator=generator),
         torch.randn(num_tokens, generator=generator).to(dtype),
@@ -91,8 +91,9 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
     assert logprob.shape == (0,) and weight_grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("form", ["plain", pytest.param("triton", marks=on_a_gpu)])  # Triton's interpreter makes copies of its own
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(64, 4), (64, 1000), (3, 4)])
-def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk):
+def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
     vocab, sizes = 1000, []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -101,9 +102,9 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk):
             sizes.extend(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor))
             return out
 
-    hidden, weight, target, temperature, *_ = example(num_tokens, hidden=2, vocab=vocab, dtype=torch.float32)
+    hidden, weight, target, temperature, *_ = (x.to(DEVICE) for x in example(num_tokens, hidden=2, vocab=vocab, dtype=torch.float32))
     with Watch():
-        logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk)
+        logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form)
         (logprob.sum() + entropy.sum()).backward()
     largest = max(sizes)
     assert largest <= min(chunk, num_tokens) * vocab and largest >= 0.9 * min(chunk, num_tokens) * vocab
@@ -146,34 +147,49 @@ def test_a_frozen_weight_costs_no_product_for_its_gradient():
         products.clear()
 
 
-def rows_of(num_rows, width, vocab, first_column=0, seed=3):
-    """Arguments of the two passes over a block of logits, and the numbers of whole rows that the second needs."""
+def softmax_of(absorb, block, target, temperature, edges=()):
+    """Log-prob, entropy and log-normalizer of whole rows, absorbed in parts that end at `edges`."""
+    state = logits.nothing_seen(block.shape[0], block.dtype, block.device)
+    for first, last in zip((0, *edges), (*edges, block.shape[1]), strict=True):
+        absorb(state, block[:, first:last].contiguous(), target, temperature, first)
+    return logits.finish(state)
+
+
+def rows_of(num_rows, vocab, seed=3):
+    """A block of logits as wide as the vocabulary; and target, temperature, log-normalizer, entropy and two gradients of its rows."""
     generator = torch.Generator().manual_seed(seed)
     block = 4 * torch.randn(num_rows, vocab, generator=generator)
     target = torch.randint(0, vocab, (num_rows,), generator=generator)
     temperature = 0.5 + torch.rand(num_rows, generator=generator)
-    logprob, entropy, log_normalizer = logits.statistics(block.double(), target, temperature)
+    _, entropy, log_normalizer = softmax_of(logits.absorb, block.double(), target, temperature)
     gradients = torch.randn(2, num_rows, generator=generator).unbind()
-    part = block[:, first_column : first_column + width].contiguous().to(DEVICE)
-    rows = (x.to(DEVICE) for x in (target, temperature, log_normalizer.float(), entropy.float(), *gradients))
-    return block.to(DEVICE), part, tuple(rows), (logprob, entropy, log_normalizer)
+    return block.to(DEVICE), tuple(x.to(DEVICE) for x in (target, temperature, log_normalizer.float(), entropy.float(), *gradients))
+
+
+@pytest.mark.parametrize("edges", [(), (1,), (3000, 8999), (4096,)])
+def test_a_softmax_may_be_absorbed_in_any_parts(edges):
+    block, (target, temperature, *_) = rows_of(5, 9000)
+    block = block.double()
+    block[0, 10], block[1, 8990] = 60, 60  # the maximum comes first in one row and late in another
+    expected = torch.log_softmax(block / temperature[:, None], dim=1)
+    logprob, entropy, _ = softmax_of(logits.absorb, block.clone(), target, temperature, edges)
+    torch.testing.assert_close(logprob, expected.gather(1, target[:, None]).squeeze(1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1), rtol=1e-12, atol=1e-12)
 
 
 @needs_triton
-@pytest.mark.parametrize("vocab", [7, 4096, 9000])  # within a block, exactly one, two and a part
-def test_the_one_pass_statistics_of_triton_equal_float64(vocab):
+@pytest.mark.parametrize(("vocab", "edges"), [(7, ()), (4096, ()), (9000, ()), (9000, (3000,)), (9000, (1, 4098))])
+def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
     from orrery.kernels.token_logprob import triton
 
-    block, _, (target, temperature, *_), expected = rows_of(5, vocab, vocab)
+    block, (target, temperature, *_) = rows_of(5, vocab)
     block[1] += 1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
-    actual = triton.statistics(block, target, temperature)
-    shift = torch.zeros(5, dtype=torch.float64)
-    shift[1] = 1000 / temperature[1].item()
-    for a, e, offset in zip(actual, expected, (0, 0, shift), strict=True):
-        a = a.cpu().double() - offset
-        rest = torch.tensor([0, 2, 3, 4])
-        torch.testing.assert_close(a[rest], e[rest], rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(a[1], e[1], rtol=0, atol=1e-3)
+    expected = softmax_of(logits.absorb, block.double(), target, temperature)
+    actual = softmax_of(triton.absorb, block, target, temperature, edges)
+    rest = torch.tensor([0, 2, 3, 4], device=DEVICE)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a[rest].double(), e[rest], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(a[1].double(), e[1], rtol=0, atol=1e-3)
 
 
 @needs_triton
@@ -181,7 +197,8 @@ def test_the_one_pass_statistics_of_triton_equal_float64(vocab):
 def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(vocab, first_column, width):
     from orrery.kernels.token_logprob import triton
 
-    _, part, rows, _ = rows_of(5, width, vocab, first_column)
+    block, rows = rows_of(5, vocab)
+    part = block[:, first_column : first_column + width].contiguous()
     # Rounding to bfloat16 costs at most 2⁻⁹; Triton's interpreter cuts off instead, which costs at most 2⁻⁷.
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7)):
         expected = logits.gradient(part.double(), *rows, first_column, torch.float64)
@@ -195,17 +212,28 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
     from orrery.kernels.token_logprob import triton
 
     for bad in (float("nan"), float("inf")):
-        block, _, (target, temperature, *_), _ = rows_of(3, 9000, 9000)
-        block[1, 5000] = bad
-        for values in triton.statistics(block, target, temperature)[:2]:
-            assert values.isnan().tolist() == [False, True, False]
+        for edges in ((), (3000,), (6000,)):
+            block, (target, temperature, *_) = rows_of(3, 9000)
+            block[1, 5000] = bad
+            for values in softmax_of(triton.absorb, block, target, temperature, edges)[:2]:
+                assert values.isnan().tolist() == [False, True, False]
 
 
 @needs_triton
-def test_the_whole_op_with_triton_equals_the_referee():
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
+def test_the_whole_op_with_triton_equals_the_referee(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
     inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
-    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, 8, "triton")], expected, 1e-6)
+    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, "triton")], expected, 1e-6)
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+@pytest.mark.parametrize(("num_tokens", "vocab", "chunk"), [(37, 50, 8), (37, 50, 1), (5, 300, 64), (1000, 50, 1), (16384, 151936, 10240)])
+def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, form):
+    found = chunked.tiles(num_tokens, vocab, chunk, form)
+    sizes = [(tokens.stop - tokens.start) * (words.stop - words.start) for tokens, words in found]
+    assert sum(sizes) == num_tokens * vocab and max(sizes) <= max(chunk * vocab, num_tokens)
+    assert len({(tokens.start, words.start) for tokens, words in found}) == len(found)
 
 
 def test_shapes_that_do_not_go_together_are_refused():

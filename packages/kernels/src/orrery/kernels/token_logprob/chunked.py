@@ -1,10 +1,13 @@
-"""Chunked LM head: at most `chunk_tokens` × V logits exist at any time, or one column [T] of them where that is more.
+"""Chunked LM head: at most `chunk_tokens` × V logits exist at any time (or one for each token, where that is more).
 
-- The forward goes over blocks of tokens and keeps hidden, weight, target, temperature and two numbers a token.
-- The backward makes the logits again, over blocks of the vocabulary with all tokens in each: a block's rows of the weight's gradient
-  are then one product, rounded once, and no float32 copy of that gradient exists. What is summed over blocks, in float32 inside the
-  products, is the gradient of the hidden states: T × D numbers, not V × D.
-- So the length of a chunk changes the order of that one sum, and nothing else but which blocking the products themselves choose.
+- Forward and backward go over the same tiles of all logits: the backward makes each again, by the same product of the same shapes, so
+  that its logits are the forward's to the last bit. The forward keeps hidden, weight, target, temperature and two numbers a token.
+- With Triton a tile is a part of the vocabulary for all tokens. The forward carries what a softmax needs from one to the next. A tile's
+  rows of the weight's gradient are one product, rounded once: no float32 copy of that gradient exists, nor a sum over chunks. What is
+  summed over tiles, in float32 inside the products, is the gradient of the hidden states: T × D numbers, not V × D.
+- In the plain form a tile is `chunk_tokens` tokens with the whole vocabulary, so that what else is in the batch does not change a token's
+  product; the weight's gradient is summed over tiles in float32 and rounded once.
+- So the length of a chunk changes the order of sums in float32, and nothing else.
 - Logits are float32 whatever the inputs are: bfloat16 operands are multiplied as they are and accumulated in float32 on a GPU, and
   converted first on a CPU. Float64 inputs stay float64 (for the referee's tests). Their gradient is rounded to the inputs' dtype.
 - Gradients flow through log-prob and entropy to hidden and weight, each made only where it is wanted; target and temperature are
@@ -71,11 +74,18 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
 
+def tiles(num_tokens: int, vocab_size: int, chunk_tokens: int, form: Form) -> list[tuple[slice, slice]]:
+    """(tokens, words) that cover all logits, each of at most `chunk_tokens` × V of them, one word for every token at least."""
+    if form == "plain":
+        return [(slice(i, min(i + chunk_tokens, num_tokens)), slice(0, vocab_size)) for i in range(0, num_tokens, chunk_tokens)]
+    tokens, words = slice(0, num_tokens), blocks(vocab_size, chunk_tokens * vocab_size // max(1, num_tokens))
+    return [(tokens, block) for block in words]
+
+
 def blocks(length: int, longest: int) -> list[slice]:
-    """As few slices as cover `length` at no more than `longest` (at least 1) each, of nearly one size, whole tiles where that fits."""
+    """As few slices as cover `length` at no more than `longest` (at least 1) each, of nearly one size, multiples of 128 where that fits."""
     longest = max(1, longest)
-    count = -(-length // longest)
-    size = -(-length // max(1, count))
+    size = -(-length // max(1, -(-length // longest)))
     aligned = -(-size // ALIGNMENT) * ALIGNMENT
     size = aligned if aligned <= longest else size
     return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
@@ -118,13 +128,18 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int, form: Form
     ) -> tuple[Tensor, Tensor]:
-        statistics = _triton().statistics if form == "triton" else logits.statistics
-        logprob_T, entropy_T, log_normalizer_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=_wide(hidden_TD)) for _ in range(3))
-        for chunk in blocks(hidden_TD.shape[0], chunk_tokens):
-            # No name for the logits: theirs would keep one chunk's alive while the next one's are made.
-            logprob_T[chunk], entropy_T[chunk], log_normalizer_T[chunk] = statistics(
-                _matmul(hidden_TD[chunk], weight_VD.T), target_T[chunk], temperature_T[chunk]
+        absorb = _triton().absorb if form == "triton" else logits.absorb
+        state_4T = logits.nothing_seen(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
+        for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
+            # No name for the logits: theirs would keep one tile's alive while the next one's are made.
+            absorb(
+                state_4T[:, tokens],
+                _matmul(hidden_TD[tokens], weight_VD[words].T),
+                target_T[tokens],
+                temperature_T[tokens],
+                words.start,
             )
+        logprob_T, entropy_T, log_normalizer_T = logits.finish(state_4T)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T)
         ctx.chunk_tokens, ctx.form = chunk_tokens, form
         return logprob_T, entropy_T
@@ -135,29 +150,23 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = ctx.saved_tensors
         gradient = _triton().gradient if ctx.form == "triton" else logits.gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
-        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=log_normalizer_T.dtype) if wants_hidden else None
-        grad_weight_VD = torch.empty_like(weight_VD) if wants_weight else None
-        for block in blocks(vocab_size, ctx.chunk_tokens * vocab_size // max(1, num_tokens)):
-            weight_BD = weight_VD[block]
-            grad_logits_TB = gradient(
-                _matmul(hidden_TD, weight_BD.T),
-                target_T,
-                temperature_T,
-                log_normalizer_T,
-                entropy_T,
-                grad_logprob_T,
-                grad_entropy_T,
-                block.start,
-                hidden_TD.dtype,
-            )
+        rows = (target_T, temperature_T, log_normalizer_T, entropy_T, grad_logprob_T, grad_entropy_T)
+        every = tiles(hidden_TD.shape[0], weight_VD.shape[0], ctx.chunk_tokens, ctx.form)
+        dtype, summed = log_normalizer_T.dtype, len({tokens.start for tokens, _ in every}) != 1
+        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype) if wants_hidden else None
+        grad_weight_VD = None
+        if wants_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if summed else torch.empty_like(weight_VD)
+        for tokens, words in every:
+            hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
+            grad_logits_CB = gradient(_matmul(hidden_CD, weight_BD.T), *(row[tokens] for row in rows), words.start, hidden_TD.dtype)
             if grad_hidden_TD is not None:
-                _add_matmul(grad_hidden_TD, grad_logits_TB, weight_BD)
+                _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
             if grad_weight_VD is not None:
-                _write_matmul(grad_weight_VD[block], grad_logits_TB.T, hidden_TD)
-            del grad_logits_TB
-        if grad_hidden_TD is not None:
-            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
+                (_add_matmul if summed else _write_matmul)(grad_weight_VD[words], grad_logits_CB.T, hidden_CD)
+            del grad_logits_CB
+        grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if grad_hidden_TD is not None else None
+        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None
         return grad_hidden_TD, grad_weight_VD, None, None, None, None
 
 

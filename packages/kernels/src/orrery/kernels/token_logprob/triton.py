@@ -1,9 +1,7 @@
-"""The same as `logits.py` in one pass over the logits each, as Triton kernels: float32 logits in, statistics or rounded gradients out.
+"""The passes of `logits.py`, each once over a block of logits, as Triton kernels: float32 logits in, a state or rounded gradients out.
 
-- `statistics`: one program a row, an online softmax over blocks of columns. With m the running maximum and d = z − m it carries
-  s = Σ exp d and w = Σ d exp d; when m rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s. Then
-  log-normalizer = m + log s and entropy = log s − w / s: differences to the maximum, so nothing large cancels.
-- `gradient`: one program a row and block of columns; `logits.py` holds the formula.
+- `absorb`: one program a row, over blocks of its columns; the state that it begins with is the one that came in.
+- `gradient`: one program a row and block of columns. `logits.py` holds both formulas.
 - NaN and infinite logits come out as NaN. Offsets are 64-bit: T·V passes 2³¹ at 15 thousand tokens.
 """
 
@@ -13,18 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STATISTICS_BLOCK = 4096
+ABSORB_BLOCK = 4096
 GRADIENT_BLOCK = 4096
 NUM_WARPS = 8
 
 
-def statistics(logits_CV: Tensor, target_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy and log-normalizer of whole rows; logits f32 [C, V] contiguous."""
-    num_rows, vocab_size = logits_CV.shape
-    out_3C = logits_CV.new_empty(3, num_rows)
-    block = min(STATISTICS_BLOCK, triton.next_power_of_2(vocab_size))
-    _statistics[(num_rows,)](logits_CV, target_C, temperature_C, out_3C, num_rows, vocab_size, BLOCK=block, num_warps=NUM_WARPS)
-    return out_3C[0], out_3C[1], out_3C[2]
+def absorb(state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int) -> None:
+    """Take the logits of columns `first_column` and on into the state, f32 [4, T]; logits f32 [T, B] contiguous."""
+    num_rows, width = logits_TB.shape
+    if logits_TB.numel():
+        block = min(ABSORB_BLOCK, triton.next_power_of_2(width))
+        rows = (logits_TB, target_T, temperature_T, state_4T)
+        _absorb[(num_rows,)](*rows, first_column, num_rows, width, BLOCK=block, num_warps=NUM_WARPS)
 
 
 def gradient(
@@ -50,32 +48,34 @@ def gradient(
 
 
 @triton.jit
-def _statistics(logits, target, temperature, out, num_rows, vocab_size, BLOCK: tl.constexpr):
+def _absorb(logits, target, temperature, state, first_column, num_rows, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperature + row).to(tl.float32)
-    logits += row * vocab_size
-    maximum = -1e38  # finite: the first block's rise must not make 0 · ∞
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
+    maximum = tl.load(state + row)
+    s = tl.load(state + num_rows + row)
+    w = tl.load(state + 2 * num_rows + row)
+    s_lanes = tl.zeros([BLOCK], tl.float32)  # summed across lanes once, at the end
+    w_lanes = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < vocab_size
-        z = tl.load(logits + column, mask=inside, other=-float("inf")) * scale
+        inside = column < width
+        z = tl.load(logits + row * width + column, mask=inside, other=-float("inf")) * scale
         risen = tl.maximum(maximum, tl.max(z, axis=0))
         fall = maximum - risen
         decay = tl.exp(fall)
         d = tl.where(inside, z - risen, 0.0)
         e = tl.where(inside, tl.exp(d), 0.0)
-        weighted = decay * (weighted + fall * total) + d * e
-        total = decay * total + e
+        w_lanes = decay * (w_lanes + fall * s_lanes) + d * e
+        s_lanes = decay * s_lanes + e
+        w = decay * (w + fall * s)
+        s = decay * s
         maximum = risen
-    s = tl.sum(total, axis=0)
-    log_s = tl.log(s)
-    log_normalizer = maximum + log_s
-    target_logit = tl.load(logits + tl.load(target + row)) * scale
-    tl.store(out + row, target_logit - log_normalizer)
-    tl.store(out + num_rows + row, log_s - tl.sum(weighted, axis=0) / s)
-    tl.store(out + 2 * num_rows + row, log_normalizer)
+    tl.store(state + row, maximum)
+    tl.store(state + num_rows + row, s + tl.sum(s_lanes, axis=0))
+    tl.store(state + 2 * num_rows + row, w + tl.sum(w_lanes, axis=0))
+    column = tl.load(target + row) - first_column
+    if (column >= 0) & (column < width):
+        tl.store(state + 3 * num_rows + row, tl.load(logits + row * width + column) * scale)
 
 
 @triton.jit
