@@ -1,7 +1,8 @@
 """The init stage: the weights and the tokenizer that the run starts from, as a Hugging Face folder `weights/init`.
 
 - The manifest's tasks are built and their prompts fitted first (`orrery.tasks.check`): a mistake in them must not cost a run.
-- `orrery.models.weights.initialize` draws them from the manifest's seed, or takes a pretrained folder's after checking its digest.
+- `orrery.models.weights.write_initial` draws them from the manifest's seed, or takes a pretrained folder's after checking its digest: one
+  file of tensors at a time, so a model larger than this host's memory is no trouble.
 - The folder appears whole; the same manifest gives the same bytes.
 """
 
@@ -9,7 +10,7 @@ import shutil
 
 import torch
 
-from orrery.models import build, weights
+from orrery.models import weights
 from orrery.observe.process import RoleProcess
 from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.check import check
@@ -25,9 +26,7 @@ def initialize(me: RoleProcess) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_tokenizer(model, partial)
-    network = build(model, getattr(torch, me.manifest.trainer.param_dtype))
-    weights.initialize(network, model)
-    weights.save(network, model, partial)
+    num_parameters = weights.write_initial(model, partial, getattr(torch, me.manifest.trainer.param_dtype))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    me.log.info("weights/init: %.2f M parameters, %s", sum(weight.numel() for weight in network.parameters()) / 1e6, model.init.kind)
+    me.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)
