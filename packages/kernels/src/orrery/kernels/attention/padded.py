@@ -49,11 +49,11 @@ def backward(
         tensors = (_batch(x, grids, grid, q_THD.shape[1]) for x in (q_THD, k_TGD, v_TGD, out_THD))
         lse_NHL = grids.gather(lse_HT.t(), grid).transpose(1, 2)
         found = getattr(torch.ops.aten, _BACKWARD)(dout_NLHD.transpose(1, 2), *tensors, lse_NHL, 0.0, True, scale=layout.scale)
-        for kept, gradient_NHLD in zip(gradients, found, strict=True):
-            kept.append(gradient_NHLD.transpose(1, 2).flatten(0, 1))
-    dq_THD, dk_THD, dv_THD = (grids.packed(x) for x in gradients)
-    dk_TGD, dv_TGD = (x.unflatten(1, (k_TGD.shape[1], -1)).sum(2) for x in (dk_THD, dv_THD))
-    return dq_THD.contiguous(), dk_TGD, dv_TGD
+        for kept, gradient_NHLD, x in zip(gradients, found, (q_THD, k_TGD, v_TGD), strict=True):
+            cells = gradient_NHLD.transpose(1, 2).flatten(0, 1)
+            kept.append(cells if x.shape[1] == cells.shape[1] else cells.unflatten(1, (x.shape[1], -1)).sum(2))
+    dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
+    return dq_THD, dk_TGD, dv_TGD
 
 
 def _batch(x: Tensor, grids: "Grids", grid: int, num_heads: int) -> Tensor:
