@@ -20,6 +20,18 @@ from orrery.models import build, fsdp_methods, fsdp_units, weights
 from orrery.models.placement import box_of
 
 WORLD_SIZE = 2
+GEMMA2 = {
+    "model_type": "gemma2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
 
 
 def score_and_gradients(module, pack):
@@ -73,7 +85,9 @@ def compute(rank: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "num_layers"), [("qwen3", True, 2), ("qwen3", False, 1), ("qwen3_moe", False, 2)], ids=["tied", "untied", "mixture"]
+    ("family", "tied", "num_layers"),
+    [("qwen3", True, 2), ("qwen3", False, 1), ("qwen3_moe", False, 2), ("hugging_face", True, 2)],
+    ids=["tied", "untied", "mixture", "hugging_face"],
 )
 def test_two_ranks_have_the_weights_scores_gradients_and_files_of_one(family, tied, num_layers, make_model, make_pack, tmp_path):
     # 61 words and 5 experts: neither divides by two ranks
@@ -89,7 +103,9 @@ def test_two_ranks_have_the_weights_scores_gradients_and_files_of_one(family, ti
             "routed_scale": 1.0,
         }
     }
-    model = make_model(family, tie_embeddings=tied, num_layers=num_layers, **(fields if family == "qwen3_moe" else {}))
+    if family == "hugging_face":
+        fields = {"hf_config": GEMMA2}
+    model = make_model(family, tie_embeddings=tied, num_layers=num_layers, **(fields if family != "qwen3" else {}))
     module, pack = build(model), make_pack([7, 9, 4])
     weights.initialize(module, model)
     weights.save(module, model, tmp_path / "whole")

@@ -6,7 +6,7 @@ Each table below names what runs today; whoever builds more adds it there and no
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe")  # that orrery.models has networks of
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 

@@ -1,0 +1,1 @@
+"""Any causal language model of transformers: `model.py` the network, `sharding.py` its placements, `weights.py` its names."""

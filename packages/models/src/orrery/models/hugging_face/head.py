@@ -1,0 +1,79 @@
+"""The LM head of a network of transformers, with whatever that network does to its logits (soft caps, scales, biases).
+
+T tokens · D hidden · V vocabulary
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from orrery.kernels.token_logprob import token_logprob
+
+
+class _Output:
+    """A body's output whose only content is its final hidden states."""
+
+    def __init__(self, hidden_NLD: Tensor) -> None:
+        self.last_hidden_state = hidden_NLD
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Passed(nn.Module):
+    """Stands in for the network's body: its final hidden states are what it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class Head(nn.Module):
+    """Hidden states to log-probs and entropies, chunk by chunk, under the interface of `LmHead`.
+
+    Logits as they are go through `orrery.kernels.token_logprob`. Others are made by transformers' own `forward`, around which a body and
+    a head stand that pass on what they get; such logits are whole for a chunk, and are made again in the backward pass.
+    """
+
+    def __init__(self, network: PreTrainedModel, body_name: str, head_name: str, embedding: nn.Module | None) -> None:
+        super().__init__()
+        head = network.get_submodule(head_name)
+        self._embedding = (embedding,)  # in a tuple, and so not a part: a tied head has no parameters of its own
+        self.weight = head.weight if embedding is None else None
+        self.bias = head.bias
+        shell = copy.copy(network)
+        shell._modules = {**network._modules, body_name: _Passed(), head_name: nn.Identity()}
+        self._shell = (shell,)
+        probe = torch.linspace(-300.0, 300.0, 8, device="cpu")
+        with torch.device("cpu"), torch.no_grad():
+            self.plain = self.bias is None and torch.equal(self._finished(probe[None]), probe[None])
+
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+        if self.plain:
+            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens)
+        rows = [x.split(chunk_tokens) for x in (hidden_TD, target_T, temperature_T)]
+        chunks = [checkpoint(self._chunk, *chunk, use_reentrant=False) for chunk in zip(*rows, strict=True)]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """[T, V] float32."""
+        return self._finished(F.linear(hidden_TD, self._weight(), self.bias)).float()
+
+    def _chunk(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
+        logprob_TV = (self.logits(hidden_TD) / temperature_T[:, None]).log_softmax(dim=-1)
+        return logprob_TV.gather(1, target_T[:, None])[:, 0], -(logprob_TV.exp() * logprob_TV).sum(dim=-1)
+
+    def _finished(self, logits_TV: Tensor) -> Tensor:
+        return self._shell[0](inputs_embeds=logits_TV[None], use_cache=False).logits[0]
+
+    def _weight(self) -> Tensor:
+        embedding = self._embedding[0]
+        return self.weight if embedding is None else embedding.weight

@@ -1,0 +1,168 @@
+"""Any causal language model of transformers behind the interface of our own networks.
+
+T tokens · D hidden · n documents · L longest document
+
+- A pack is taken apart into a padded batch [n, L] and put together again, which is right on every model that looks back only: padding
+  stands behind its document. It costs n · L tokens of compute and activations for the T that are there; documents of like lengths, or one
+  of our own families, cost less.
+- Attention is whatever transformers chooses; context and expert parallelism, router replay and our kernels but the LM head's are not here.
+- Names in files are transformers' own. Architectures whose modules are not their files tensor by tensor (stacked experts) are refused.
+- Buffers that no file holds, such as rotary frequencies, are computed by transformers' own initialisation (`compute_buffers`).
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from orrery.kernels.attention import Documents
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Model
+from orrery.models.causal_lm import CausalLm
+from orrery.models.hugging_face.head import Head
+
+try:  # what transformers does to names when it saves; not documented as an interface
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:
+    revert_weight_conversion = None
+
+
+class HuggingFaceLm(CausalLm):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        content = dict(config.hf_config or {})
+        for told in ("dtype", "torch_dtype"):
+            content.pop(told, None)
+        if "model_type" not in content:
+            raise OrreryError("model.hf_config: no model_type; give the content of the model's config.json")
+        settings = AutoConfig.for_model(**content)
+        _check_equal(config, settings)
+        network = AutoModelForCausalLM.from_config(settings)
+        head_name = next(name for name, one in network.named_modules() if one is network.get_output_embeddings())
+        body_name = network.base_model_prefix
+        self.body = getattr(network, body_name)
+        self.lm_head = Head(network, body_name, head_name, self.body.get_input_embeddings() if config.tie_embeddings else None)
+        self.body.eval()
+        self._network = (network,)  # in a tuple, and so not a part: it initialises, and body and head are parts already
+        ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
+        ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
+        state = network.state_dict(keep_vars=True)
+        if config.tie_embeddings:
+            del state[f"{head_name}.weight"]
+        if odd := sorted(state.keys() - ours.keys()):
+            raise OrreryError(f"model.hf_config: {odd[0]} of this architecture is neither in its body nor in its head; it is not built")
+        self.names = {ours[name]: in_file for name, in_file in _names_in_files(network, state).items()}
+
+    def train(self, mode: bool = True) -> "HuggingFaceLm":
+        """Nothing is dropped in either mode: the trainer's log-probs must be the engine's."""
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    @property
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        blocks = [one for one in self.body.modules() if isinstance(one, nn.ModuleList) and len(one) == self.config.num_layers]
+        return blocks[0]
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        return self.lm_head._weight()
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor | None = None,
+        routed_experts_TLK: Tensor | None = None,
+        max_seqlen: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        if routed_experts_TLK is not None:
+            raise ValueError("a network of transformers cannot replay experts' choices")
+        if documents is None:
+            assert cu_seqlens is not None, "cu_seqlens or documents"
+            documents = Documents(cu_seqlens, max_seqlen)
+        # One document of one token where there is none: the blocks must run all the same, for their gradients and collectives.
+        num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
+        index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
+        row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
+        cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
+        token_ids_NL = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T).view(num_rows, longest)
+        # No mask and no positions: both are transformers' own for whole rows, which lets it take its fastest causal attention.
+        hidden_NLD = self.body(input_ids=token_ids_NL, use_cache=False).last_hidden_state
+        return hidden_NLD.flatten(0, 1).index_select(0, cell_T)
+
+    @torch.no_grad()
+    def compute_buffers(self) -> None:
+        network = self._network[0]
+        for name, owner in self.body.named_modules():
+            computed = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set if owner._buffers.get(key) is not None}
+            if not computed:
+                continue
+            double = _double(owner)
+            network._init_weights(double)
+            for key, buffer in computed.items():
+                if buffer.is_floating_point() and double._buffers[key].isnan().any():
+                    raise OrreryError(f"model.hf_config: transformers does not say how to compute {name}.{key}; it is not built")
+                buffer.copy_(double._buffers[key])
+
+    @torch.no_grad()
+    def drawn(self, parameter_name: str, seed: int, std: float) -> Tensor:
+        """As transformers initialises it, with the manifest's `std`."""
+        network = self._network[0]
+        owner_name, _, key = parameter_name.rpartition(".")
+        double = _double(_linear(self.lm_head) if owner_name == "lm_head" else self.get_submodule(owner_name))
+        before = getattr(network.config, "initializer_range", None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network.config.initializer_range = std
+            network._init_weights(double)
+            network.config.initializer_range = before
+        value = double._parameters[key] if key in double._parameters else double._buffers[key]
+        assert value is not None
+        if value.isnan().any():
+            raise OrreryError(f"model.init: transformers does not say how to initialise {parameter_name}; start from a pretrained folder")
+        return value.detach().float()
+
+
+def _check_equal(config: Model, settings: object) -> None:
+    fields = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "tie_embeddings": "tie_word_embeddings",
+    }
+    for ours, theirs in fields.items():
+        if (said := getattr(config, ours)) != (found := getattr(settings, theirs)):
+            raise OrreryError(f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}; write the same")
+
+
+def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, str]:
+    """The network's names to those that transformers writes; most are the same."""
+    if revert_weight_conversion is None:
+        return {name: name for name in state}
+    written = {id(tensor): name for name, tensor in revert_weight_conversion(network, dict(state)).items()}
+    if any(id(tensor) not in written for tensor in state.values()):
+        kind = network.config.model_type
+        raise OrreryError(f"model.hf_config: the files of a {kind!r} are not its modules tensor by tensor; choose one of our families")
+    return {name: written[id(tensor)] for name, tensor in state.items()}
+
+
+def _linear(head: Head) -> nn.Linear:
+    linear = nn.Linear(1, 1, bias=head.bias is not None, device="meta")
+    linear._parameters = {"weight": head.weight, "bias": head.bias}
+    return linear
+
+
+def _double(owner: nn.Module) -> nn.Module:
+    """The module with parameters and buffers of its own on the CPU, all NaN; its children are the same."""
+    double = copy.copy(owner)
+    double._parameters = {key: one if one is None else nn.Parameter(_nan(one), one.requires_grad) for key, one in owner._parameters.items()}
+    double._buffers = {key: one if one is None else _nan(one) for key, one in owner._buffers.items()}
+    return double
+
+
+def _nan(tensor: Tensor) -> Tensor:
+    dtype = tensor.dtype
+    return torch.full(tensor.shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device="cpu")

@@ -1,0 +1,124 @@
+"""Networks of transformers behind our interface, against transformers itself."""
+
+import pytest
+import torch
+
+from orrery.manifest.errors import OrreryError
+from orrery.models import build, fsdp_units, weights
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+TIED, UNTIED = {**SIZES, "tie_word_embeddings": True}, {**SIZES, "tie_word_embeddings": False}
+ARCHITECTURES = {
+    "gemma2: soft caps, a window": {"model_type": "gemma2", **TIED, "sliding_window": 6, "layer_types": LAYERS},
+    "gemma3: two rotations, scaled embeddings": {"model_type": "gemma3_text", **TIED, "sliding_window": 6, "layer_types": LAYERS},
+    "gpt_neox: biases, half of a head turns": {"model_type": "gpt_neox", **UNTIED, "rotary_pct": 0.5},
+    "olmo2: norms behind": {"model_type": "olmo2", **UNTIED},
+    "phi3: fused projections": {"model_type": "phi3", **UNTIED},
+    "gpt2: learned positions, dropout": {"model_type": "gpt2", **TIED, "n_positions": 64},
+    "phi: a head with a bias": {"model_type": "phi", **UNTIED},
+}
+architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=ARCHITECTURES)
+
+
+@pytest.fixture
+def make_network(make_model):
+    def make(content, dtype=torch.float32, device="cpu"):
+        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"])
+        return model, build(model, dtype, device)
+
+    return make
+
+
+def filled(model, module):
+    weights.initialize(module, model)
+    with torch.no_grad():  # norms of one and biases of zero would hide one that is not loaded
+        for index, parameter in enumerate(module.parameters()):
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    return module
+
+
+@architectures
+def test_log_probs_gradients_and_files_are_those_of_transformers(content, make_network, make_pack, tmp_path):
+    model, module = make_network(content, device="meta")
+    filled(model, module)
+    weights.save(module, model, tmp_path)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    lengths, temperature = [17, 1, 9], torch.linspace(0.5, 1.5, 27)
+    token_ids, positions, cu_seqlens = make_pack(lengths)
+    target = token_ids.roll(-1)
+    logprob, entropy = module.score(token_ids, positions, cu_seqlens, target, temperature, chunk_tokens=10)
+    logits = torch.cat([theirs(document[None]).logits[0] for document in token_ids.split(lengths)]) / temperature[:, None]
+    expected = logits.log_softmax(-1)
+    assert logits.std() > 0.05
+    torch.testing.assert_close(module.logits(token_ids, positions, cu_seqlens), logits * temperature[:, None], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logprob, expected.gather(1, target[:, None])[:, 0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-4)
+    logprob.mean().backward()
+    expected.gather(1, target[:, None]).mean().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in module.named_parameters():
+        reference = gradients[name.replace("body.", f"{theirs.base_model_prefix}.")]
+        assert (parameter.grad - reference).abs().max() <= 1e-4 * reference.abs().max() + 1e-7, name
+
+
+@architectures
+def test_a_network_of_transformers_is_read_from_its_folder(content, make_network, make_pack, tmp_path):
+    _, module = make_network(content)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content), dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    weights.load(module, tmp_path)
+    token_ids, positions, cu_seqlens = make_pack([30])
+    with torch.no_grad():
+        expected = theirs(token_ids[None]).logits[0]
+    torch.testing.assert_close(module.logits(token_ids, positions, cu_seqlens), expected, rtol=0, atol=1e-4)
+
+
+@architectures
+def test_a_pack_of_no_tokens_gives_zero_gradients(content, make_network):
+    model, module = make_network(content)
+    filled(model, module)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    logprob, entropy = module.score(nothing, nothing, torch.zeros(1, dtype=torch.int32), nothing, torch.zeros(0), chunk_tokens=8)
+    (logprob.sum() + entropy.sum()).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
+
+
+def test_initial_weights_follow_the_manifests_std_and_seed_and_transformers_rules(make_network):
+    model, module = make_network(ARCHITECTURES["gemma3: two rotations, scaled embeddings"])
+    weights.initialize(module, model)
+    layer = module.layers[0]
+    assert abs(layer.mlp.up_proj.weight.std() / model.init.std - 1) < 0.1
+    assert (layer.input_layernorm.weight == 0).all()  # which Gemma adds to one
+    _, again = make_network(ARCHITECTURES["gemma3: two rotations, scaled embeddings"])
+    weights.initialize(again, model)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert len(fsdp_units(module)) == 2
+
+
+def test_what_the_manifest_and_the_config_say_differently_is_refused(make_model):
+    content = ARCHITECTURES["olmo2: norms behind"]
+    with pytest.raises(OrreryError, match=r"model\.vocab_size 61: model\.hf_config\.vocab_size is 64; write the same"):
+        build(make_model("hugging_face", hf_config={**content, "vocab_size": 64}, tie_embeddings=False))
+    with pytest.raises(OrreryError, match=r"the files of a 'mixtral' are not its modules tensor by tensor"):
+        build(make_model("hugging_face", hf_config={**content, "model_type": "mixtral"}, tie_embeddings=False))
