@@ -27,7 +27,10 @@ def changed(name: str, **fields) -> Manifest:
 
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 REFUSED = [
-    (changed("glm5_run"), "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe, hugging_face"),
+    (
+        changed("glm5_run"),
+        "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe, hugging_face",
+    ),
     (
         changed("reverse_text", inference__devices_per_replica=2),
         "inference.devices_per_replica 2: an engine of several processes is not built yet on cpu; "
