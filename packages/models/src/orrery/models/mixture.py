@@ -9,11 +9,11 @@ T tokens · D hidden · E experts · K experts a token · M = T·K routed rows �
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan, swiglu_rows
 from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import MoE
 from orrery.models.feed_forward import FeedForward
 
@@ -44,8 +44,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, routed_experts_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """float32 scores [T, K] and expert ids i64 [T, K]; with `routed_experts_TK` given, own scores at those ids (router replay)."""
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        logit_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype))
+        logit_TE = wide_linear(x_TD, self.weight)
         probability_TE = logit_TE.softmax(dim=-1) if self.expert_bias is None else logit_TE.sigmoid()
         if routed_experts_TK is None:
             choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from orrery.kernels import attention, grouped_matmul  # noqa: F401  (they register the operators that are named below)
+from orrery.kernels import attention, grouped_matmul, wide_linear  # noqa: F401  (they register the operators that are named below)
 from orrery.manifest.schema import Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -44,7 +44,7 @@ def _operations(name: str) -> list[Any]:
         case "attention":
             return [orrery.varlen_attention_forward.default]
         case "projections":
-            return [aten.mm.default, aten.addmm.default, aten.linear.default]
+            return [aten.mm.default, aten.addmm.default, aten.linear.default, orrery.wide_linear.default]
         case "experts":
             return [orrery.grouped_matmul.default]
     raise AssertionError(f"the schema knows {name!r}, this file does not")

@@ -1,0 +1,58 @@
+"""`orrery::wide_linear`: tensor cores on the operands as they are, float32 out; one operator to compilers.
+
+The float32 gradient enters the backward's products as two half-precision parts, its rounding and what that left over: 16 bits of bfloat16's
+8 each, in one product twice as wide.
+"""
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.wide_linear import reference
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """y [T, N] = x · weightᵀ in float32 (float64 for float64). x [T, D] and weight [N, D] are of one floating dtype. Differentiable."""
+    if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
+        return torch.ops.orrery.wide_linear(x_TD, weight_ND)
+    return reference.wide_linear(x_TD, weight_ND)
+
+
+@torch.library.custom_op("orrery::wide_linear", mutates_args=())
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    return _wide_mm(x, weight.T)
+
+
+@_forward.register_fake
+def _(x, weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
+def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    rounded = grad.to(x.dtype)
+    parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
+    grad_x = torch.mm(parts, torch.cat((weight, weight)))
+    grad_weight = _wide_mm(parts.T, x)
+    return grad_x, (grad_weight[: weight.shape[0]] + grad_weight[weight.shape[0] :]).to(weight.dtype)
+
+
+@_backward.register_fake
+def _(grad, x, weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, grad):  # type: ignore[no-untyped-def]
+    return torch.ops.orrery.wide_linear_backward(grad, *ctx.saved_tensors)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
