@@ -48,7 +48,7 @@ class MuonRule:
             return {}
         gradients, momenta = [piece.gradient for piece in pieces], [piece.state["momentum"] for piece in pieces]
         if divisor is not None:
-            torch._foreach_div_(gradients, divisor.to(gradients[0].device))
+            torch._foreach_div_(gradients, divisor)
         torch._foreach_lerp_(momenta, gradients, 1.0 - self.spec.momentum)
         if self.spec.nesterov:
             torch._foreach_lerp_(gradients, momenta, self.spec.momentum)

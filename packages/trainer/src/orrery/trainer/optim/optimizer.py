@@ -157,10 +157,15 @@ class Optimizer:
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
         """Move all weights that have a gradient, after dividing gradients by `divisor` (a float32 scalar, see `clip`)."""
+        divisors: dict[torch.device, Tensor | None] = {}
         for bucket, windows in self._visits():
+            group = bucket.group
             pieces = [self._piece(bucket, cut, windows) for cut in bucket.cuts if cut.weight.grad is not None]
             if pieces:
-                bucket.group.rule.update(pieces, bucket.group.lr * self._rate, bucket.group.weight_decay, divisor)
+                device = pieces[0].weight.device
+                if device not in divisors:  # here, and waiting: the fused kernels copy to a CPU without waiting for the value
+                    divisors[device] = None if divisor is None else divisor.to(device)
+                group.rule.update(pieces, group.lr * self._rate, group.weight_decay, divisors[device])
         counters = [self._state[w]["step"] for g in self.groups if g.rule.counts for w in g.weights if w.grad is not None]
         if counters:
             torch._foreach_add_(counters, 1)
