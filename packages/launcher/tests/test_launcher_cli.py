@@ -50,7 +50,23 @@ def orrery(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_all_commands_are_there(capsys):
     _, out, _ = orrery(capsys, "--help")
-    for command in ["render", "check", "show", "diff", "explain", "plan", "run", "status", "logs", "stop", "report", "bench", "doctor"]:
+    commands = [
+        "render",
+        "check",
+        "show",
+        "diff",
+        "explain",
+        "plan",
+        "run",
+        "status",
+        "logs",
+        "stop",
+        "report",
+        "export",
+        "bench",
+        "doctor",
+    ]
+    for command in commands:
         assert f" {command} " in out
 
 
@@ -85,6 +101,7 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
         (("logs", "reverse_text", "trainer"), "the processes with a log are none yet"),
         (("report", "reverse_text"), "not started"),
         (("report", "--summary", "reverse_text"), "it has no report yet"),
+        (("export", "reverse_text"), "not started"),
         (("bench",), "say what"),
         (("bench", "a/b"), "there is no such script"),
     ],

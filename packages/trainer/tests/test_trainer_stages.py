@@ -28,6 +28,7 @@ from orrery.observe.metrics import rows as rows_of
 from orrery.observe.process import parse_role
 from orrery.tasks.chat import Renderer
 from orrery.trainer.assemble import assemble_rl, assemble_world
+from orrery.trainer.export import export_checkpoint
 from orrery.trainer.initialize import initialize
 from orrery.trainer.learner import count_totals
 from orrery.trainer.loop import rl
@@ -246,6 +247,9 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     assert checkpoints.steps(straight) == [4, 5]  # keep 2
     checkpoints.verify(checkpoints.checkpoint_dir(straight, 5))
     assert Renderer(straight / "weights" / "rl").stop_token_ids
+    export_checkpoint(straight, to=tmp_path / "exported")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (straight / "weights" / "rl").iterdir()}
 
     killed = start_run(tmp_path / "killed", spec)
     in_shared_memory(killed, 1)

@@ -6,6 +6,7 @@
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -162,6 +163,27 @@ def report(
     if code:
         raise typer.Exit(code)
     print(found.path / "report" / "index.html")
+
+
+@app.command()
+def export(
+    word: RunWord,
+    step: Annotated[int | None, typer.Option("--step", help="The step of a complete checkpoint; the newest without it.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="The folder to write; weights/step_<n> of the run without it.")] = None,
+    stage: Annotated[str, typer.Option("--stage", help="rl or sft: whose checkpoint.")] = "rl",
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, of a run that goes on or has ended, and print its path."""
+    import subprocess
+
+    from orrery.launcher.runs import find, resume_command
+
+    found = find(word)
+    if not (found.path / "manifest.json").exists():
+        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+    argv = [sys.executable, "-m", "orrery.trainer.export", str(found.path), "--stage", stage]
+    argv += [] if step is None else ["--step", str(step)]
+    argv += [] if to is None else ["--to", str(to)]
+    raise typer.Exit(subprocess.run(argv).returncode)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -107,18 +107,17 @@ class Held:
 def state_of(learner: Learner) -> dict[str, Held]:
     """All that training changes."""
     held = {}
-    trained = {name: weight for name, weight in learner.weights.items() if weight.requires_grad}
-    for name, weight in trained.items():
+    for name, weight in learner.weights.items():
         writes = _is_first_copy(weight, learner.world)
         held[f"weight/{name}"] = Held(tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes)
-    for key, name, local, box in named_state(learner.optimizer, trained):
+    for key, name, local, box in named_state(learner.optimizer, learner.weights):
         writes = held[f"weight/{name}"].writes if box else learner.world.is_first
         held[f"{key}/{name}"] = Held(held[f"weight/{name}"].shape if box else (), box, local, writes)
     return held
 
 
 def frozen_names(learner: Learner) -> frozenset[str]:
-    return frozenset(name for name, weight in learner.weights.items() if not weight.requires_grad)
+    return frozenset(name for name, weight in learner.policy.named_parameters() if not weight.requires_grad)
 
 
 def _is_first_copy(weight: torch.Tensor, world: World) -> bool:

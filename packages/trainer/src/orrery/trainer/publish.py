@@ -14,6 +14,7 @@ from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Model
+from orrery.models.hf_folder import INDEX_FILE
 from orrery.models.weights import named_hf_tensors, save
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -77,9 +78,14 @@ def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: 
     world.barrier()
     save(policy.network, model, partial)
     if world.is_first:
-        for file in tokenizer.iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and not (partial / file.name).exists():
-                shutil.copyfile(file, partial / file.name)
+        copy_tokenizer(tokenizer, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     world.barrier()
+
+
+def copy_tokenizer(start: Path, folder: Path) -> None:
+    """What the Hugging Face folder `start` holds beside weights goes to `folder` too, where there is nothing of that name."""
+    for file in start.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
