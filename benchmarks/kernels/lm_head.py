@@ -100,7 +100,7 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
     tokens, block = chunked.tiles(num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), form)[0]
     hidden, target, temperature, arriving = hidden[tokens], target[tokens], temperature[tokens], [x[tokens] for x in arriving]
     num_tokens = tokens.stop
-    passes = chunked._triton() if form == "triton" else chunked.logits
+    passes = chunked._passes(form)
     found: dict[str, Any] = {"tokens": num_tokens, "words": block.stop}
 
     def product(name: str, flops: float, call: Any) -> None:

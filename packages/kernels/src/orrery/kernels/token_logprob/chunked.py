@@ -128,7 +128,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int, form: Form
     ) -> tuple[Tensor, Tensor]:
-        absorb = _triton().absorb if form == "triton" else logits.absorb
+        absorb = _passes(form).absorb
         state_4T = logits.nothing_seen(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
             # No name for the logits: theirs would keep one tile's alive while the next one's are made.
@@ -148,7 +148,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = ctx.saved_tensors
-        gradient = _triton().gradient if ctx.form == "triton" else logits.gradient
+        gradient = _passes(ctx.form).gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = (target_T, temperature_T, log_normalizer_T, entropy_T, grad_logprob_T, grad_entropy_T)
         every = tiles(hidden_TD.shape[0], weight_VD.shape[0], ctx.chunk_tokens, ctx.form)
@@ -159,7 +159,8 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if summed else torch.empty_like(weight_VD)
         for tokens, words in every:
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
-            grad_logits_CB = gradient(_matmul(hidden_CD, weight_BD.T), *(row[tokens] for row in rows), words.start, hidden_TD.dtype)
+            rows_C = (row[tokens] for row in rows)
+            grad_logits_CB = gradient(_matmul(hidden_CD, weight_BD.T), *rows_C, words.start, hidden_TD.dtype)
             if grad_hidden_TD is not None:
                 _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
             if grad_weight_VD is not None:
@@ -170,7 +171,10 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, None, None, None, None
 
 
-def _triton() -> Any:
+def _passes(form: Form) -> Any:
+    """The module whose `absorb` and `gradient` pass over a tile's logits."""
+    if form == "plain":
+        return logits
     from orrery.kernels.token_logprob import triton
 
     return triton
