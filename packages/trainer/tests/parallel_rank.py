@@ -1,8 +1,9 @@
 """One of four ranks that train one step in many layouts: `parallel_rank.py FOLDER PORT RANK`; test_trainer_parallel.py starts them.
 
 FOLDER/cases.json is {name: keywords of `manifest`}. Layouts of four ranks run one after the other on all; of those of two ranks every
-other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3. Each case's gradients go to FOLDER/<name>.safetensors; the
-last line of stdout says, for each case that this rank took part in, what the step said.
+other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3. A case's name begins with that of its network, whose weights
+are the folder FOLDER/<network>. Each case's gradients go to FOLDER/<name>.safetensors; the last line of stdout says, for each case that
+this rank took part in, what the step said.
 """
 
 import json
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from trainer_cases import make_learner, manifest
 
 from orrery.manifest.schema import Manifest
+from orrery.models.placement import local_tensor
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport.columns import Columns
@@ -26,6 +28,10 @@ LENGTHS = (1, 2, 3, 21, 5, 8, 1, 13, 17, 2, 9, 30)  # documents: of one token, s
 def one_step(learner: Learner, spec: Manifest, columns: Columns) -> tuple[dict, dict[str, torch.Tensor]]:
     """Metrics of the step and the whole gradient before clipping; weights stay."""
     gradients = {}
+    with torch.no_grad():
+        for name, weight in learner.weights.items():
+            if name.endswith("lora.b"):  # zero at first, which would hide the gradients behind it
+                local_tensor(weight).fill_(0.05)
 
     def keep(*_: object) -> None:
         for name, weight in learner.weights.items():
@@ -43,8 +49,8 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     from test_trainer_parallel import documents
 
     spec = manifest(**fields)
-    learner = make_learner(spec, folder / spec.model.family, world_of(spec.trainer.mesh, world.rank, world.device))
-    metrics, gradients = one_step(learner, spec, documents(spec))
+    learner = make_learner(spec, folder / name.partition("_")[0], world_of(spec.trainer.mesh, world.rank, world.device))
+    metrics, gradients = one_step(learner, spec, documents(spec, name.startswith("replayed")))
     if world.is_first:
         save_file(gradients, folder / f"{name}.safetensors")
     return metrics
