@@ -25,12 +25,13 @@ _RULES = (
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # what the compiler fuses, whatever operators its name lists
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
     ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m"),
     ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
-    ("dense products", r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|aten::(add|b)?mm$|aten::addmm", None),
+    ("dense products", r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$", None),
     ("sharding copies", None, r"FSDP::"),
     ("sharding copies", r"split_with_sizes|chunk_cat", None),
 )

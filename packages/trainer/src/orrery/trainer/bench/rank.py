@@ -20,16 +20,17 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from orrery.manifest.errors import OrreryError
-from orrery.models import build
+from orrery.models import lora, weights
+from orrery.models.placement import local_tensor
 from orrery.trainer.bench import phases
 from orrery.trainer.bench.batches import micro_batches
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel import fsdp, parallelize
+from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form
-from orrery.trainer.policy import Policy
 
 STEP = "orrery.step"
+STD = 0.02
 
 
 def main() -> None:
@@ -72,8 +73,8 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
             "steps": steps,
             "memory_before_steps": memory_at_start,
             "memory": memory(device),
-            "weight_bytes": sum(local_bytes(weight) for weight in learner.weights.values()),
-            "num_parameters": sum(weight.numel() for weight in learner.weights.values()),
+            "num_parameters": sum(weight.numel() for weight in learner.policy.parameters()),
+            "num_trained_parameters": sum(weight.numel() for weight in learner.weights.values()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
         phased = profiled_step(learner, request, folder, world)
@@ -90,31 +91,19 @@ def store(request: Request) -> dist.Store:
 def make_learner(request: Request, world: World) -> Learner:
     """As `orrery.trainer.assemble` does, with weights drawn where they are."""
     trainer = request.trainer
-    device = "meta" if fsdp.is_needed(trainer) else world.device
-    policy = Policy(build(request.model, getattr(torch, trainer.param_dtype), device), trainer.memory.lm_head_chunk_tokens)
-    parallelize(policy, world, trainer)
-    draw(policy, world)
+    policy = build_policy(request.model, trainer, world)
+    weights.initialize_on_device(policy.network, STD, request.seed)
+    with torch.no_grad():
+        for _, adapter in lora.adapters(policy.network):
+            for weight in (adapter.a, adapter.b):  # neither is zero: products of zeros draw less power, and so run faster
+                local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
-
-
-@torch.no_grad()
-def draw(policy: Policy, world: World) -> None:
-    """Storage where there is none yet, matrices normal with a standard deviation of 0.02, gains one."""
-    if any(weight.is_meta for weight in policy.parameters()):
-        first = next(policy.parameters())
-        policy.to_empty(device="cpu" if first.device_mesh.device_type == "cpu" else world.device)  # type: ignore[attr-defined]
-    for weight in policy.parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
-        if weight.ndim < 2:
-            local.fill_(1.0)
-        else:
-            local.normal_(std=0.02)
 
 
 def timed_step(learner: Learner, request: Request, step: int) -> dict[str, Any]:
     """One step of the learner and how long it took here."""
     world = learner.world
-    batches = micro_batches(request, step, data_rank(world))
+    batches = micro_batches(request, step, world.data_rank)
     totals = count_totals(batches, world)
     wait_for(world.device)
     begin_s = time.perf_counter()
@@ -128,7 +117,7 @@ def timed_step(learner: Learner, request: Request, step: int) -> dict[str, Any]:
 def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any] | None:
     """One more step, under the profiler on the first rank: its time by kind of work. The trace stays as FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])
-    batches = micro_batches(request, request.warmup + request.steps, data_rank(world))
+    batches = micro_batches(request, request.warmup + request.steps, world.data_rank)
     totals = count_totals(batches, world)
     step = learner.optimizer.step
 
@@ -148,11 +137,6 @@ def profiled_step(learner: Learner, request: Request, folder: Path, world: World
     return asdict(phases.divide(phases.read(path), STEP))
 
 
-def data_rank(world: World) -> int:
-    """Which documents are this rank's."""
-    return getattr(world, "data_rank", world.rank)
-
-
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -168,11 +152,6 @@ def memory(device: torch.device) -> dict[str, int]:
         "allocated_bytes": torch.cuda.memory_allocated(device),
         "num_allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
-
-
-def local_bytes(weight: torch.Tensor) -> int:
-    local = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local.numel() * local.element_size()
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "num_allocation_retries": max(answer["memory"]["num_allocation_retries"] for answer in answers),
         "expandable_segments": EXPANDABLE in os.environ.get(ALLOCATOR, EXPANDABLE),
         "num_parameters": answers[0]["num_parameters"],
+        "num_trained_parameters": answers[0]["num_trained_parameters"],
         "expected_s": predicted,
         "phases": answers[0]["phases"],
         "metrics": answers[0]["steps"][-1]["metrics"],

@@ -1,0 +1,43 @@
+"""Operations of training, against the published counts."""
+
+import pytest
+
+from orrery.manifest.identity import load
+from orrery.manifest.workspace import find_workspace
+from orrery.models.flops import active_parameters, executed_work, true_work
+
+
+def _manifest(name):
+    return load(find_workspace().manifest_path(name))
+
+
+# GFLOP a token of this project's goals: products with the LM head; attention of one document of 16384 and 65536 tokens
+@pytest.mark.parametrize(("name", "length", "whole"), [("qwen3_30b_a3b_16k", 16384, 37.6), ("qwen3_30b_a3b_64k", 65536, 18.3 + 77.3)])
+def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, length, whole):
+    model = _manifest(name).model
+    work = true_work(model, [length])
+    block = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768  # queries and output, keys and values, router, experts
+    assert active_parameters(model).total == 48 * block + 151936 * 2048
+    assert work.total / length / 1e9 == pytest.approx(whole, abs=0.1)  # the sum of two numbers given to one decimal
+
+
+def test_short_documents_cost_less_attention_and_the_same_products():
+    model = _manifest("qwen3_8b_8k").model
+    one, two = true_work(model, [16384]), true_work(model, [8192, 8192])
+    assert two.attention == one.attention / 2 and two.projections == one.projections and two.lm_head == one.lm_head
+
+
+def test_only_what_is_computed_again_is_executed_more():
+    manifest = _manifest("qwen3_30b_a3b_16k")
+    model, memory = manifest.model, manifest.trainer.memory
+    true = true_work(model, [1024])
+    kept = executed_work(model, memory, [1024])
+    assert (kept.projections, kept.experts) == (true.projections, true.experts)
+    full = executed_work(model, memory.model_copy(update={"activation_checkpointing": type("Full", (), {"kind": "full"})()}), [1024])
+    assert full.projections == true.projections * 8 / 6 and full.experts == true.experts * 8 / 6
+    assert full.attention == true.attention * 4.5 / 3
+
+
+def test_frozen_weights_need_no_gradient():
+    model = _manifest("qwen3_0_6b_16k").model
+    assert true_work(model, [64], frozen=True).projections == true_work(model, [64]).projections * 4 / 6
