@@ -16,7 +16,7 @@ def _constant(schedule: ConstantSchedule, step: int, num_steps: int) -> float:
 
 
 def _linear(schedule: LinearSchedule, step: int, num_steps: int) -> float:
-    return 1.0 - (1.0 - schedule.final_fraction) * _progress(step, schedule.warmup_steps, num_steps)
+    return _fall(schedule.final_fraction, _progress(step, schedule.warmup_steps, num_steps))
 
 
 def _cosine(schedule: CosineSchedule, step: int, num_steps: int) -> float:
@@ -26,7 +26,12 @@ def _cosine(schedule: CosineSchedule, step: int, num_steps: int) -> float:
 
 def _wsd(schedule: WsdSchedule, step: int, num_steps: int) -> float:
     decay_start = max(num_steps - schedule.decay_steps, schedule.warmup_steps)
-    return 1.0 - (1.0 - schedule.final_fraction) * _progress(step, decay_start, num_steps)
+    return _fall(schedule.final_fraction, _progress(step, decay_start, num_steps))
+
+
+def _fall(final_fraction: float, progress: float) -> float:
+    """A straight line from 1 to `final_fraction`, written so that both ends are exact."""
+    return final_fraction + (1.0 - final_fraction) * (1.0 - progress)
 
 
 def _progress(step: int, start: int, end: int) -> float:
