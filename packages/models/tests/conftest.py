@@ -6,7 +6,7 @@ from orrery.manifest.schema import Model
 torch.set_num_threads(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model():
     """A tiny manifest model of any family; keywords replace fields."""
 
@@ -22,6 +22,7 @@ def make_model():
             "routed_scale": 1.0,
         }
         glm = {"num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.5}
+        moe["num_experts"] = fields.pop("num_experts", moe["num_experts"])
         moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}}.get(family)
         return Model.model_validate(
             {
@@ -53,7 +54,7 @@ def make_model():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_pack():
     """(token_ids, positions, cu_seqlens) of documents of the given lengths."""
 

@@ -1,9 +1,10 @@
-"""Sharded over two processes (FSDP2 on gloo), a model is the model that one process has.
+"""Sharded over four processes (FSDP2 on gloo), a model is the model that one process has.
 
-Each test starts this file as two ranks: `python test_models_sharded.py <rank> <directory>`, which `main` below is.
+One run of this file as four ranks, `python test_models_sharded.py <rank> <directory>`, works through all `CASES`; `main` below is a rank.
 """
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
 
 from orrery.manifest.schema import Model
-from orrery.models import build, fsdp_methods, fsdp_units, weights
+from orrery.models import build, expert_modules, fsdp_methods, fsdp_units, hf_folder, weights
 from orrery.models.placement import box_of
 
-WORLD_SIZE = 2
+WORLD_SIZE = 4
 GEMMA2 = {
     "model_type": "gemma2",
     "vocab_size": 61,
@@ -32,6 +35,18 @@ GEMMA2 = {
     "sliding_window": 6,
     "tie_word_embeddings": True,
 }
+# 61 words and 5 experts: neither divides by four ranks. The third: on which dimension FSDP cuts experts that are spread over a mesh axis.
+CASES = {
+    "tied": ("qwen3", {}, None),
+    "untied": ("qwen3", {"tie_embeddings": False, "num_layers": 1}, None),
+    "mixture": ("qwen3_moe", {"tie_embeddings": False, "num_experts": 5}, None),
+    "glm": ("glm4_moe", {"tie_embeddings": False}, None),
+    "hugging_face": ("hugging_face", {"hf_config": GEMMA2}, None),
+    "spread, each rank two experts": ("qwen3_moe", {"tie_embeddings": False, "num_experts": 8}, 0),
+    "spread, each expert in two parts": ("glm4_moe", {"tie_embeddings": False, "num_experts": 2}, 1),
+}
+cases = pytest.mark.parametrize("case", CASES)
+computing = pytest.mark.parametrize("case", [case for case, (_, _, cut) in CASES.items() if cut is None])
 
 
 def score_and_gradients(module, pack):
@@ -48,73 +63,75 @@ def gradients(module):
     }
 
 
+# A rank ------------------------------------------------------------------------------------------------------------------
+
+
 def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
-    compute(rank, directory)
+    for case, (_, _, cut) in CASES.items():
+        compute(rank, directory / case, cut)
     gc.collect()  # the modules hold the process group, whose threads must not outlive the interpreter
     dist.destroy_process_group()
 
 
-def compute(rank: int, directory: Path) -> None:
-    mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("dp_shard",))
+def sharded(model: Model, cut: int | None) -> nn.Module:
+    mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
+    module = build(model, torch.float32, "meta")
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if cut is not None:
+        expert_mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_fsdp", "ep"))
+        for experts in expert_modules(module):
+            for name, parameter in list(experts.named_parameters()):
+                local = parameter.chunk(2)[0].detach()
+                experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, expert_mesh["ep"], [Shard(0)], run_check=False)))
+            fully_shard(experts, mesh=expert_mesh["expert_fsdp"], mp_policy=policy, shard_placement_fn=lambda _: Shard(cut))
+    for unit in fsdp_units(module):
+        fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for method in fsdp_methods(module):
+        register_fsdp_forward_method(module, method)
+    return module
+
+
+def compute(rank: int, directory: Path, cut: int | None) -> None:
     model = Model.model_validate_json((directory / "model.json").read_text())
-    tensors = load_file(directory / "pack.safetensors")
-
-    def sharded():
-        module = build(model, torch.float32, "meta")
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for unit in fsdp_units(module):
-            fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        for method in fsdp_methods(module):
-            register_fsdp_forward_method(module, method)
-        return module
-
-    drawn, loaded = sharded(), sharded()
+    drawn, loaded = sharded(model, cut), sharded(model, cut)
     weights.initialize(drawn, model)
     weights.load(loaded, directory / "whole")
     for (name, a), (_, b) in zip(drawn.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
+    written, write_file = [], hf_folder.write_file
+    hf_folder.write_file = lambda path, tensors: (written.append(path.name), write_file(path, tensors))
     weights.save(loaded, model, directory / "from_ranks", max_file_bytes=20_000)
-    logprob, entropy = score_and_gradients(loaded, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
-    outcome = {"logprob": logprob, "entropy": entropy, **gradients(loaded)}
-    slices = {f"{hf.name}@{','.join(f'{a}:{b}' for a, b in box)}": t.contiguous() for hf, box, t in weights.named_hf_slices(loaded)}
+    hf_folder.write_file = write_file
+    (directory / f"written_{rank}.json").write_text(json.dumps(written))
+    slices = {f"{hf.name}@{','.join(f'{a}:{b}' for a, b in box)}": t.clone() for hf, box, t in weights.named_hf_slices(loaded)}
     save_file(slices, directory / f"slices_{rank}.safetensors")
-    save_file(outcome, directory / f"outcome_{rank}.safetensors")
+    if cut is None:
+        tensors = load_file(directory / "pack.safetensors")
+        logprob, entropy = score_and_gradients(loaded, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
+        save_file({"logprob": logprob, "entropy": entropy, **gradients(loaded)}, directory / f"outcome_{rank}.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "num_layers"),
-    [("qwen3", True, 2), ("qwen3", False, 1), ("qwen3_moe", False, 2), ("hugging_face", True, 2)],
-    ids=["tied", "untied", "mixture", "hugging_face"],
-)
-def test_two_ranks_have_the_weights_scores_gradients_and_files_of_one(family, tied, num_layers, make_model, make_pack, tmp_path):
-    # 61 words and 5 experts: neither divides by two ranks
-    fields = {
-        "moe": {
-            "num_experts": 5,
-            "num_experts_per_token": 2,
-            "expert_intermediate_size": 12,
-            "normalize_top_k": True,
-            "num_dense_layers": 0,
-            "num_shared_experts": 0,
-            "score": "softmax",
-            "routed_scale": 1.0,
-        }
-    }
-    if family == "hugging_face":
-        fields = {"hf_config": GEMMA2}
-    model = make_model(family, tie_embeddings=tied, num_layers=num_layers, **(fields if family != "qwen3" else {}))
-    module, pack = build(model), make_pack([7, 9, 4])
-    weights.initialize(module, model)
-    weights.save(module, model, tmp_path / "whole")
-    (tmp_path / "model.json").write_text(model.model_dump_json())
-    save_file(dict(zip(("token_ids", "positions", "cu_seqlens"), pack, strict=True)), tmp_path / "pack.safetensors")
+# The test that starts them -----------------------------------------------------------------------------------------------
 
-    ranks = [
+
+@pytest.fixture(scope="module")
+def ranks(make_model, make_pack, tmp_path_factory):
+    """(folder of a case, its model, the whole module), after four ranks have been through all cases."""
+    root, wholes, pack = tmp_path_factory.mktemp("ranks"), {}, make_pack([7, 9, 4])
+    for case, (family, fields, _) in CASES.items():
+        model = make_model(family, **{"tie_embeddings": True, **fields})
+        module = build(model)
+        weights.initialize(module, model)
+        weights.save(module, model, root / case / "whole")
+        (root / case / "model.json").write_text(model.model_dump_json())
+        save_file(dict(zip(("token_ids", "positions", "cu_seqlens"), pack, strict=True)), root / case / "pack.safetensors")
+        wholes[case] = root / case, model, module
+    processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)],
+            [sys.executable, __file__, str(rank), str(root)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -123,35 +140,52 @@ def test_two_ranks_have_the_weights_scores_gradients_and_files_of_one(family, ti
         for rank in range(WORLD_SIZE)
     ]
     try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=100)
-            assert rank.returncode == 0, output
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
+    return wholes
 
-    logprob, entropy = score_and_gradients(module, pack)
+
+@computing
+def test_ranks_have_the_scores_and_gradients_of_one(case, ranks, make_pack):
+    directory, _, module = ranks[case]
+    logprob, entropy = score_and_gradients(module, make_pack([7, 9, 4]))
     expected = {"logprob": logprob, "entropy": entropy, **gradients(module)}
     for rank in range(WORLD_SIZE):
-        actual = load_file(tmp_path / f"outcome_{rank}.safetensors")
+        actual = load_file(directory / f"outcome_{rank}.safetensors")
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
+
+@cases
+def test_ranks_write_the_weights_of_one_each_rank_its_share_of_the_files(case, ranks):
+    directory, model, module = ranks[case]
     again = build(model)
-    weights.load(again, tmp_path / "from_ranks")
+    weights.load(again, directory / "from_ranks")
     for (name, before), (_, after) in zip(module.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(before, after), name
+    written = [json.loads((directory / f"written_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    assert sorted(sum(written, [])) == sorted(path.name for path in (directory / "from_ranks").glob("*.safetensors"))
+    assert max(map(len, written)) - min(map(len, written)) <= 1 and len(written[1]) >= 1
 
-    whole = dict(weights.named_hf_tensors(module))
+
+@cases
+def test_the_slices_of_all_ranks_are_every_tensor_once(case, ranks):
+    directory, _, module = ranks[case]
+    whole, buffers = dict(weights.named_hf_tensors(module)), dict(module.named_buffers())
     covered = {name: torch.zeros(tensor.shape, dtype=torch.int8) for name, tensor in whole.items()}
     for rank in range(WORLD_SIZE):
-        for key, tensor in load_file(tmp_path / f"slices_{rank}.safetensors").items():
+        for key, tensor in load_file(directory / f"slices_{rank}.safetensors").items():
             name, _, box = key.partition("@")
             where = tuple(slice(*map(int, side.split(":"))) for side in box.split(","))
             assert torch.equal(whole[name][where], tensor), key
             covered[name][where] += 1
-    assert all((count == 1).all() for count in covered.values())
+    whole_on_each = {hf.name for hf in weights.hf_tensors(module) if hf.parameter_name in buffers}
+    assert all((count == (WORLD_SIZE if name in whole_on_each else 1)).all() for name, count in covered.items())
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 13])
