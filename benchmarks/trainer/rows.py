@@ -10,7 +10,6 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -74,15 +73,20 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     theirs = None
     if arguments.peer and row.peer is not None:
-        theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
-        (folder / f"torchtitan_{arguments.row}.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        try:
+            theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
+        except RuntimeError as error:
+            print(error, flush=True)  # ours is measured all the same
+        else:
+            (folder / f"torchtitan_{arguments.row}.json").write_text(json.dumps(theirs, indent=2) + "\n")
     found = {}
     for routing in arguments.routing or row.routings:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
         if arguments.layers is not None:
             options += ["--layers", str(arguments.layers)]
         found[routing] = bench(row.manifest, options, folder / "traces" / routing if arguments.profile else None)
-    write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
+        # after each, so that a session which ends early keeps what it has
+        write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
 
 
 def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, Any]:
@@ -101,7 +105,9 @@ def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, A
         if traces is not None:
             command += ["--profile", str(traces)]
         print("+ " + " ".join(command), flush=True)
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "COLUMNS": "160"})
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code:
+            raise SystemExit(code)  # it has said why
         return json.loads(path.read_text())
 
 

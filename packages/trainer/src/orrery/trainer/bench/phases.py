@@ -39,7 +39,9 @@ KINDS = (
     "dense products", "grouped products", "attention", "lm head", "expert rows", "elementwise", "sharding copies", "optimizer", COPIES,
     COMMUNICATION, IDLE,
 )  # fmt: skip
-_RULES_COMPILED = tuple((kind, name and re.compile(name), around and re.compile(around)) for kind, name, around in _RULES)
+_PATTERNS = tuple(
+    (kind, None if name is None else re.compile(name), None if around is None else re.compile(around)) for kind, name, around in _RULES
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def divide(events: list[dict[str, Any]], step: str) -> Phases:
 def kind_of(name: str, around: Iterable[str]) -> str:
     """The kind of a kernel by its own name and the names of the host ranges that were open at its launch."""
     around = tuple(around)
-    for kind, own, outer in _RULES_COMPILED:
+    for kind, own, outer in _PATTERNS:
         if (own is None or own.search(name)) and (outer is None or any(outer.search(one) for one in around)):
             return kind
     return "elementwise"
