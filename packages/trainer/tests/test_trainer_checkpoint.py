@@ -290,3 +290,21 @@ def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypat
         assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
         checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
         assert json.loads((tmp_path / "note").read_text()) == {"one": {"bytes": found[0], "sha256": found[1]}}
+
+
+def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
+    lora = {"rank": 2, "alpha": 4.0, "targets": ["attention", "feed_forward"], "seed": 1}
+    adapted = manifest(trainer={"lora": lora})
+    straight, stopped, resumed = (make_learner(adapted, write_start_weights(adapted, tmp_path / "start")) for _ in range(3))
+    train(straight, [1, 2, 3])
+    train(stopped, [1, 2])
+    checkpoint.save(stopped, tmp_path / "trainer")
+    checkpoint.load(resumed, tmp_path / "trainer")
+    train(resumed, [3])
+    assert_same(state_of(resumed), state_of(straight))
+    stored = json.loads((tmp_path / "trainer" / "rank_0.json").read_text())
+    assert stored and all(".lora." in name for name in stored)
+    assert "network.layers.0.self_attn.q_proj.weight" in json.loads((tmp_path / "trainer" / "state.json").read_text())["frozen"]
+    plain = make_learner(manifest(), tmp_path / "start")
+    with pytest.raises(RunFailed, match="is only in the"):
+        checkpoint.load(plain, tmp_path / "trainer")

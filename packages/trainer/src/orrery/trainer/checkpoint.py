@@ -204,9 +204,14 @@ class Saver:
         assert copied is not None, "copy first"
         self._work = _Work(lambda stop: self._write(copied, then, stop), f"the checkpoint in {copied.folder.parent.name}")
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._work is None or self._work.is_done
+
     def check(self) -> None:
         """Raises what has failed since; waits for nothing."""
-        if self._work is not None and self._work.is_done:
+        if self.is_idle:
             self.wait()
 
     def wait(self) -> None:
