@@ -121,7 +121,8 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
     """
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
     me = parse_role("orchestrator", argv)
-    ranks = spec.trainer.mesh.world_size
+    mesh = spec.trainer.mesh
+    ranks = mesh.world_size
     sender = make_sender(spec.transport.rollouts, run_dir, me.host, me.port, ranks)
     rendezvous.publish(me, sender.url)
     try:
@@ -133,9 +134,9 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
                 change(step, columns, digests)
             if step % spec.trainer.checkpoint.interval_steps == 0 or step == spec.stages.rl.num_steps:
                 write_half(run_dir, step)
-            plan = pack(columns.lengths, ranks, spec.trainer.memory.max_tokens_per_micro_batch)
+            plan = pack(columns.lengths, mesh.num_data_ranks, spec.trainer.memory.max_tokens_per_micro_batch)
             totals = count_totals([columns], World(0, 1, torch.device("cpu"), None))
-            parts = [[[columns.select(samples)] for samples in of_rank] for of_rank in plan]
+            parts = [[[columns.select(samples)] for samples in plan[mesh.data_rank(rank)]] for rank in range(ranks)]
             await asyncio.wait_for(sender.send(Batch(step, parts, totals, {"compare": step > last, "digests": digests})), DEADLINE_S)
         if winds_down:
             if steps:
