@@ -140,6 +140,16 @@ def test_kill_9_of_any_role_ends_the_stage_soon_and_names_it(run_dir, victim):
     assert not any(map(alive, pids.values()))
 
 
+def test_where_one_of_several_is_killed_the_others_say_what_they_were_doing(run_dir):
+    launcher = launch(run_dir, *[("trainer", ["ready", "serve"])] * 2)
+    pids = ready(run_dir, "trainer.0", "trainer.1")
+    os.kill(pids["trainer.0"], signal.SIGKILL)
+    code, stderr = end(launcher)
+    assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
+    assert f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; type `make demo`" in stderr
+    assert "be_a_role" in (run_dir / "logs/trainer.1.log").read_text()
+
+
 def test_a_role_that_ignores_sigterm_is_killed(run_dir):
     code, _ = end(launch(run_dir, ("inference", ["ignore SIGTERM", "child", "ready", "wait"]), ("trainer", ["fail"])))
     assert code == 1

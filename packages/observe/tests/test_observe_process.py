@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orrery.observe import shared_memory, watchdog
-from orrery.observe.health import HealthFile, health_dir, read_health
+from orrery.observe.health import HealthFile, Pulse, health_dir, read_health
 from orrery.observe.lifeline import LAUNCHER_PID, TOKEN
 from orrery.observe.process import parse_role
 
@@ -164,3 +165,42 @@ def test_health_files_that_nobody_of_ours_wrote_are_passed_over(tmp_path):
     for name, text in (("a", "{"), ("b", "{}"), ("c", "[]"), ("d", '{"waits": [[]]}')):
         (health_dir(tmp_path, "rl") / f"{name}.json").write_text(text)
     assert list(read_health(tmp_path, "rl")) == ["trainer.0"]
+
+
+def test_a_pulse_changes_nothing_that_is_said_and_a_deed_ends_how_long_the_one_before_might_stand_still(tmp_path):
+    health = HealthFile(tmp_path, "rl", "trainer", 0, 1)
+    health.doing("training", step=2, still_s=40.0)
+    before = read_health(tmp_path, "rl")["trainer.0"]
+    for beats in (1, 2):
+        health.beat(5, 4, 1)
+        assert read_health(tmp_path, "rl")["trainer.0"] == replace(before, pulse=Pulse(beats, 5, 4, 1))
+    health.doing("publishing version 2")
+    assert read_health(tmp_path, "rl")["trainer.0"].still_s is None
+
+
+def test_a_process_that_is_stuck_in_a_library_still_answers_with_stacks_and_more(tmp_path):
+    code = """
+import ctypes
+from orrery.observe.asked import call_on_signal
+call_on_signal(lambda: (me.run_dir / 'answered').touch())
+mutex = ctypes.create_string_buffer(64)
+me.health.doing('stuck in a library')
+for _ in range(2):  # the second never comes back, also not for a signal
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+    process = role(tmp_path, code)
+    try:
+        limit_s = time.monotonic() + 20
+        while "trainer.1" not in (now := read_health(tmp_path, "rl")) or now["trainer.1"].doing != "stuck in a library":
+            assert time.monotonic() < limit_s
+            time.sleep(0.02)
+        for _ in range(2):
+            process.send_signal(signal.SIGUSR1)
+            while not (tmp_path / "answered").exists():
+                assert time.monotonic() < limit_s
+                time.sleep(0.02)
+            (tmp_path / "answered").unlink()
+    finally:
+        process.kill()
+    _, stderr = process.communicate(timeout=20)
+    assert stderr.count("most recent call first") >= 4, "twice the stacks of the main thread and of others"

@@ -1,0 +1,46 @@
+"""Trainer ranks as the launcher starts them, one of which may stop for ever inside a step; and a launcher over them, as a real process.
+
+`python launcher_ranks.py RUN_DIR STAGE NUM_RANKS DEADLINE_SCALE` is the launcher; `python -m launcher_ranks --run-dir …` a rank.
+STUCK="1 3": rank 1 never gets out of step 3.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from orrery.launcher.site import Roles, Site
+from orrery.launcher.stage import Job, run_stage
+from orrery.manifest.identity import load
+from orrery.manifest.plan import ProcessPlan, StagePlan
+from orrery.manifest.workspace import Workspace
+
+
+def be_a_rank() -> None:
+    from orrery.trainer.__main__ import main
+    from orrery.trainer.learner import Learner
+
+    learn = Learner.learn
+
+    def learn_or_stop(self: Learner, *args, **options):
+        if os.environ.get("STUCK") == f"{self.world.rank} {self.step + 1}":
+            time.sleep(3600)
+        return learn(self, *args, **options)
+
+    Learner.learn = learn_or_stop
+    main()
+
+
+def launch(run_dir: Path, stage: str, num_ranks: int, deadline_scale: float) -> int:
+    plan = StagePlan(stage, (), tuple(ProcessPlan("trainer", index, "launcher_ranks", 1, "itself") for index in range(num_ranks)))
+    site = Site(roles=Roles(deadline_scale=deadline_scale))
+    num_devices = None if load(run_dir / "manifest.json").hardware.accelerator == "cpu" else num_ranks
+    outcome = run_stage(Job(run_dir, plan, (stage,), num_devices, None, "make demo", site, Workspace(run_dir)))
+    print(outcome.message, file=sys.stderr)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    if "--run-dir" not in sys.argv:
+        raise SystemExit(launch(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+    be_a_rank()

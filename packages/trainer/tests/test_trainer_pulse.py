@@ -1,0 +1,76 @@
+"""The pulse of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
+
+import pickle
+
+import pytest
+import torch
+
+from orrery.observe.stillness import STILL_S
+from orrery.trainer import pulse
+
+CPU = torch.device("cpu")
+
+
+def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_waits_for_it(monkeypatch):
+    assert [pulse.still_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [STILL_S, pulse.ALONE_S, pulse.ALONE_S]
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "3")
+    assert pulse.still_s(False, 2) == 3 * STILL_S
+
+
+def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it_gets_there():
+    class Event:
+        reached = False
+
+        def query(self):
+            return self.reached
+
+    marks, events = pulse._Marks(), [Event(), Event()]
+    marks.add(CPU)
+    marks._ahead.extend(events)
+    assert marks.count() == 1
+    events[0].reached = True
+    assert marks.count() == 2
+    events[1].reached = True
+    assert marks.count() == marks.count() == 3
+
+
+def test_what_torch_recorded_is_kept_as_it_writes_it_itself(tmp_path):
+    pulse.keep_flight_recorder(tmp_path / "rank_0", CPU)
+    assert {"entries", "pg_config", "pg_status", "version"} <= pickle.loads((tmp_path / "rank_0").read_bytes()).keys()
+
+
+@pytest.mark.parametrize(("device", "kind"), [(CPU, "fr"), (torch.device("cuda"), "nccl")])
+def test_a_torch_without_a_recorder_counts_nothing_and_keeps_nothing(tmp_path, monkeypatch, device, kind):
+    for name in (f"_dump_{kind}_trace", f"_dump_{kind}_trace_json"):
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    assert pulse.collectives(device) == (0, 0)
+    pulse.keep_flight_recorder(tmp_path / "rank_0", device)
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiling_is_a_wait_of_its_own():
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    said = []
+
+    @contextmanager
+    def waiting(what, deadline_s):
+        said.append(what)
+        yield
+        said.append("goes on")
+
+    before = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+    pulse._say_when_compiling(SimpleNamespace(health=SimpleNamespace(waiting=waiting)))
+    try:
+        for _ in range(2):
+            with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
+                assert said[-1] == "the compiler"
+                with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
+                    assert said[-1] == "the compiler"
+            assert said[-1] == "goes on"
+        assert len(said) == 4
+    finally:
+        callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = before
