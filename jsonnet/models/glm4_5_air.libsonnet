@@ -1,0 +1,32 @@
+// GLM-4.5-Air's shape, weights drawn: 106 B parameters, 12 B active, 128 experts of which 8 and a shared one serve a token.
+{
+  model+: {
+    family: 'glm4_moe',
+    init+: { std: 0.02 },
+    tokenizer: { kind: 'characters', alphabet: import 'lib/alphabet.libsonnet' },
+    vocab_size: 151552,
+    hidden_size: 4096,
+    intermediate_size: 10944,
+    num_layers: 46,
+    num_heads: 96,
+    num_kv_heads: 8,
+    head_dim: 128,
+    max_positions: 131072,
+    rope_theta: 1000000,
+    rotary_fraction: 0.5,
+    rms_norm_eps: 1e-5,
+    attention_bias: true,
+    qk_norm: false,
+    tie_embeddings: false,
+    moe: {
+      num_experts: 128,
+      num_experts_per_token: 8,
+      expert_intermediate_size: 1408,
+      normalize_top_k: true,
+      num_dense_layers: 1,
+      num_shared_experts: 1,
+      score: 'sigmoid',
+      routed_scale: 1.0,
+    },
+  },
+}

