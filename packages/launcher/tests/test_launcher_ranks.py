@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from orrery.launcher import status
 from orrery.manifest.identity import canonical_json
@@ -24,6 +23,7 @@ from orrery.observe.health import Health, read_health
 from orrery.observe.process import parse_role
 from orrery.observe.stillness import STILL_S
 
+torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.initialize").initialize
 HERE = Path(__file__).parent
 SCALE = 0.1  # of every deadline of the code, so that nobody here waits for 40 s

@@ -74,7 +74,7 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
     call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{me.index}", device))
-    if me.manifest.trainer.compile:
+    if me.manifest.trainer.compile or device.type == "cuda":  # on GPUs a library may compile something of its own
         _say_when_compiling(me)
     end = threading.Event()
 
@@ -93,7 +93,7 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
 
 def _say_when_compiling(me: RoleProcess) -> None:
     """A block that is compiled once more, for lengths it has not seen, takes its time in any step."""
-    from torch._dynamo import on_compile_end, on_compile_start  # here: to import it takes a while, and few runs on CPUs compile
+    from torch._dynamo import on_compile_end, on_compile_start  # here: to import it takes a while, and runs on CPUs hardly ever need it
 
     compiling = ExitStack()
     on_compile_start(lambda _: compiling.enter_context(me.health.waiting("the compiler", deadline_s=scaled(ALONE_S))))
