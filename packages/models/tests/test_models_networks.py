@@ -186,3 +186,17 @@ def test_a_pack_of_no_tokens_gives_zero_gradients(family, fields, make_model):
     (logprob.sum() + entropy.sum()).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_blocks_compile_as_one_graph_each_and_compute_the_same(family, make_model, make_pack):
+    model = make_model(family)
+    module, compiled, pack = initialized(model), initialized(model), make_pack([9, 12])
+    for block in compiled.layers:
+        block.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    expected, hidden = module(*pack), compiled(*pack)
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+    expected.square().mean().backward()
+    hidden.square().mean().backward()
+    for (name, one), (_, other) in zip(module.named_parameters(), compiled.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
