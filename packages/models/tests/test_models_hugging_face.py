@@ -80,6 +80,15 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(content, make_n
         assert (parameter.grad - reference).abs().max() <= 1e-4 * reference.abs().max() + 1e-7, name
 
 
+def test_the_length_of_a_chunk_changes_no_log_prob_of_a_capped_head(make_network, make_pack):
+    model, module = make_network(ARCHITECTURES["gemma2: soft caps, a window"])
+    filled(model, module)
+    pack, temperature = make_pack([7, 9]), torch.ones(16)
+    scores = [module.score(*pack, pack[0].roll(-1), temperature, chunk_tokens) for chunk_tokens in (3, 16, "auto")]
+    for other in scores[1:]:
+        torch.testing.assert_close(other, scores[0], rtol=0, atol=1e-5)
+
+
 @architectures
 def test_a_network_of_transformers_is_read_from_its_folder(content, make_network, make_pack, tmp_path):
     _, module = make_network(content)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import token_logprob
+from orrery.kernels.token_logprob.chunked import ChunkTokens
 from orrery.manifest.schema import Model
 from orrery.models.attention import rotary_angles
 from orrery.models.norm import RmsNorm
@@ -29,7 +30,7 @@ class LmHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(Tensor(vocab_size, hidden_size))
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens) -> tuple[Tensor, Tensor]:
         return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class CausalLm(nn.Module):
         cu_seqlens: Tensor,
         target_T: Tensor,
         temperature_T: Tensor,
-        chunk_tokens: int,
+        chunk_tokens: ChunkTokens,
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> tuple[Tensor, Tensor]:

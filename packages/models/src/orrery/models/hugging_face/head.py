@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from orrery.kernels.token_logprob import token_logprob
+from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens
 
 
 class _Output:
@@ -55,9 +56,11 @@ class Head(nn.Module):
         with torch.device("cpu"), torch.no_grad():
             self.plain = self.bias is None and torch.equal(self._finished(probe[None]), probe[None])
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens) -> tuple[Tensor, Tensor]:
         if self.plain:
             return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens)
+        if chunk_tokens == "auto":
+            chunk_tokens = auto_chunk_tokens(hidden_TD.device, self._weight().shape[0])
         rows = [x.split(chunk_tokens) for x in (hidden_TD, target_T, temperature_T)]
         chunks = [checkpoint(self._chunk, *chunk, use_reentrant=False) for chunk in zip(*rows, strict=True)]
         logprobs, entropies = zip(*chunks, strict=True)
