@@ -369,8 +369,9 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared
         orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
         with pytest.raises(RunFailed, match="killed"):
             await asyncio.to_thread(train)
-        orchestrator.cancel()
-        await asyncio.gather(orchestrator, return_exceptions=True)
+        while not orchestrator.done():  # more than once: `wait_for` loses a cancellation that comes with its result
+            orchestrator.cancel()
+            await asyncio.wait({orchestrator}, timeout=0.1)
 
     asyncio.run(both())
     assert found == [1, 2]

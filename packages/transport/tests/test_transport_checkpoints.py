@@ -28,10 +28,26 @@ def written(run_dir, step, whole=True):
     return folder
 
 
-def test_a_checkpoint_is_due_at_every_interval_and_after_the_last_step():
+def test_a_checkpoint_is_due_at_every_interval_and_after_the_last_step_of_rl():
     checkpoint, rl = SimpleNamespace(interval_steps=3), SimpleNamespace(num_steps=7)
     spec = SimpleNamespace(trainer=SimpleNamespace(checkpoint=checkpoint), stages=SimpleNamespace(rl=rl))
     assert [step for step in range(1, 8) if checkpoints.is_due(step, spec)] == [3, 6, 7]
+    spec.stages.sft = SimpleNamespace(num_steps=6)
+    assert [step for step in range(1, 8) if checkpoints.is_due(step, spec, "sft")] == [3]
+
+
+def test_the_stages_checkpoints_do_not_meet(tmp_path):
+    for stage, step in (("rl", 2), ("sft", 4), ("sft", 6), ("rl", 8)):
+        folder = checkpoints.checkpoint_dir(tmp_path, step, stage)
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+        if step != 8:
+            checkpoints.complete(folder)
+    assert (checkpoints.steps(tmp_path), checkpoints.steps(tmp_path, "sft")) == ([2], [4, 6])
+    assert checkpoints.discard_incomplete(tmp_path, "sft") == [] and checkpoints.discard_incomplete(tmp_path) == [8]
+    assert checkpoints.prune(tmp_path, 1, "sft") == [4] and checkpoints.prune(tmp_path, 1) == []
+    assert (checkpoints.latest(tmp_path), checkpoints.latest(tmp_path, "sft")) == (2, 6)
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 6, "sft"))
 
 
 def test_only_complete_checkpoints_count(tmp_path):

@@ -24,6 +24,7 @@ from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.pulse import still_s
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.transport import checkpoints
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack, quadratic_cost
 
@@ -43,8 +44,7 @@ def sft(learner: Learner, examples: Columns, me: RoleProcess) -> None:
             plan = pack(examples.lengths[chosen], learner.world.num_data_ranks, limit, quadratic)
             mine = [examples.select(chosen[samples]) for samples in plan[learner.world.data_rank]]
             outcome = learner.learn(mine, len(mine), count_totals(mine, learner.world), factor(spec.schedule, step, spec.num_steps))
-            # After the last step comes the export, which is all that anybody goes on from.
-            is_due = step % manifest.trainer.checkpoint.interval_steps == 0 and step < spec.num_steps
+            is_due = checkpoints.is_due(step, manifest, "sft")
             blocked_s = saving.copy() if is_due else 0.0
             if learner.world.is_first:
                 step_s = time.time() - begin_s

@@ -30,7 +30,10 @@ class StageCheckpoints:
         self._saver = Saver(learner.world, lambda what, seconds: me.health.waiting(what, deadline_s=seconds))
 
     def __enter__(self) -> Self:
-        self._saver.__enter__().reserve(self._learner)
+        self._saver.__enter__()
+        num_steps = self._me.manifest.stages.sft.num_steps if self._stage == "sft" else self._me.manifest.stages.rl.num_steps
+        if any(checkpoints.is_due(step, self._me.manifest, self._stage) for step in range(self._learner.step + 1, num_steps + 1)):
+            self._saver.reserve(self._learner)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

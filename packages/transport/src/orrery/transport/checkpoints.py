@@ -47,9 +47,15 @@ def checkpoint_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
     return folder_of(run_dir, stage) / f"step_{step}"
 
 
-def is_due(step: int, manifest: Manifest) -> bool:
-    """Whether the RL stage leaves a checkpoint after `step`: trainer and orchestrator each write a half of it."""
-    return step % manifest.trainer.checkpoint.interval_steps == 0 or step == manifest.stages.rl.num_steps
+def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
+    """Whether the stage leaves a checkpoint after `step`. Of RL's, trainer and orchestrator each write a half.
+
+    RL leaves one after its last step; SFT does not, since its last weights are exported at once, and nobody needs more of it.
+    """
+    at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
+    if stage == "sft":
+        return at_interval and step < manifest.stages.sft.num_steps
+    return at_interval or step == manifest.stages.rl.num_steps
 
 
 def steps(run_dir: Path, stage: str = "rl") -> list[int]:
