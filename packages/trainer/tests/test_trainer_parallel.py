@@ -11,11 +11,16 @@ import pytest
 import torch
 from parallel_rank import LENGTHS, one_step
 from safetensors.torch import load_file
+from test_trainer_stages import run_rl, start_run
+from torch.utils.checkpoint import checkpoint
 from trainer_cases import HERE, MEMORY, make_learner, manifest, write_start_weights
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.metrics import read
+from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.transport.columns import Columns
+from orrery.transport.weight_wire import remove_weight_dir
 
 # ‖a − b‖ / ‖b‖ of each gradient in float32. Layouts differ in the order of sums: over tokens, over partial softmaxes, over ranks. One
 # rounding is 6e-8; a gradient is a few hundred of them deep, with random signs. Measured: at most 1e-6. A token lost or counted twice
@@ -39,7 +44,7 @@ GLM = {**HEADS, "family": "glm4_moe", "num_layers": 3, "rotary_fraction": 0.5, "
 GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 2.5}
 NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "adapted": MIXTURE}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
-RECOMPUTE = {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}}
+KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 
 MESHES = {
     "fsdp2": {"dp_shard": 2},
@@ -67,8 +72,14 @@ CASES = {
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
 }
 AGAIN = {
-    f"{name}_again": {**CASES[name], "trainer": RECOMPUTE}
-    for name in ("mixture_ep2", "mixture_fsdp2_ep2", "dense_ulysses2", "dense_ring4", "mixture_ep2_ring2")
+    **{
+        f"{name}_again": {**CASES[name], "trainer": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}}}
+        for name in ("mixture_ep2", "mixture_fsdp2_ep2", "dense_ulysses2", "dense_ring4", "mixture_ep2_ring2")
+    },
+    **{
+        f"{name}_again": {**CASES[name], "trainer": {"memory": {**MEMORY, "activation_checkpointing": KEEPING}}}
+        for name in ("mixture_ep4", "mixture_ring2", "mixture_ep4_ring2", "mixture_ep2_ulysses2")
+    },
 }
 
 
@@ -166,3 +177,45 @@ def test_an_exchange_whose_library_is_absent_says_what_to_do():
         OrreryError, match=r"the package deep_ep is not installed here; install it or set trainer.mesh.ep_backend to 'torch'"
     ):
         make_exchange("deepep", None, 8)
+
+
+def test_a_recomputation_recalls_what_the_forward_pass_kept():
+    asked = []
+
+    def answer(number):
+        if (known := recomputation.recall()) is not None:
+            return known
+        asked.append(number)
+        return recomputation.keep(number)
+
+    def block(x):
+        return (x * answer(2.0)).sin() * answer(3.0)
+
+    x, again = (torch.tensor([0.5, 0.7], requires_grad=True) for _ in range(2))
+    block(x).sum().backward()
+    assert asked == [2.0, 3.0] and recomputation.recall() is None
+    first, second = (checkpoint(block, again, use_reentrant=False, context_fn=recomputation.contexts) for _ in range(2))
+    (first.sum() + second.sum()).backward()
+    assert asked == [2.0, 3.0] * 3
+    assert torch.equal(again.grad, 2 * x.grad)
+
+
+def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_trains(tmp_path):
+    def trained(name, mesh):
+        fields = {"model": MIXTURE, "stages": {"sft": None, "rl": {"num_steps": 2}}, "transport": {"rollouts": "files", "weights": "files"}}
+        spec = manifest(mesh=mesh, **fields)
+        run_dir = start_run(tmp_path / name, spec)
+        try:
+            ends = run_rl(run_dir, spec, range(1, 3))
+        finally:
+            remove_weight_dir(run_dir, 1)
+        assert [code for code, _ in ends] == [0] * spec.trainer.mesh.world_size, ends[0][1]
+        rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+        return rows, load_file(run_dir / "weights" / "rl" / "model.safetensors")
+
+    expected_rows, expected = trained("alone", {})
+    rows, weights = trained("shared", {"cp": 2, "ep": 2, "cp_style": "ring"})
+    for row, other in zip(rows, expected_rows, strict=True):
+        assert row["num_trained_tokens"] == other["num_trained_tokens"] and row.get("num_tokens") == other.get("num_tokens")
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)  # summation order; test_trainer_learner.py says more

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from orrery.kernels import attention, grouped_matmul, wide_linear  # noqa: F401  (they register the operators that are named below)
 from orrery.manifest.schema import Trainer
+from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -22,15 +23,18 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     spec = trainer.memory.activation_checkpointing
     if spec.kind == "none":
         return
-    options = {} if spec.kind == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, keeping(spec.keep))}
+    kept = frozenset(operation for name in getattr(spec, "keep", ()) for operation in _operations(name))
+    if trainer.mesh.ep > 1:  # the block is a graph of autograd alone, with the hooks of its experts' FSDP unit inside
+        options = {"context_fn": partial(recomputation.contexts, kept)}
+    else:
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))} if kept else {}
     for block in policy.network.layers:
         # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def keeping(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """The policy that keeps the results of the operations called `names` (`SelectiveCheckpointing.keep`) and recomputes the rest."""
-    operations = frozenset(operation for name in names for operation in _operations(name))
+def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
+    """The policy that keeps the results of `operations` and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE

@@ -121,7 +121,8 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, block.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, block.queries), k, v, *block.offsets)
             if step == 0:
-                total_THK, lse_TH = part.to(part_lse.dtype), part_lse.clone()
+                # Copies, since both are written to: selective checkpointing may keep what the operator gave.
+                total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
                 before, before_lse = _pick(total_THK, block.queries), _pick(lse_TH, block.queries)
                 joined_lse = torch.logaddexp(before_lse, part_lse)
