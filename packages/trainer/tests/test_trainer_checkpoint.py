@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -199,7 +199,8 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(sta
     @contextmanager
     def waiting(what, seconds):
         waits.append(what)
-        gate.opened.set()
+        if "step_2" in what:
+            gate.opened.set()
         yield
 
     train(learner, [1, 2])
@@ -213,7 +214,7 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(sta
         assert not completed and not (tmp_path / "step_2" / "trainer").exists()
         saver.copy(learner, tmp_path / "step_3" / "trainer")
         assert completed == [2], "one at a time"
-        assert "the checkpoint in step_2" in waits
+        assert waits[-1] == "the checkpoint in step_2"
         saver.write(lambda: completed.append(3))
     assert completed == [2, 3]
     checkpoint.load(again, tmp_path / "step_2" / "trainer")
@@ -252,14 +253,21 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
     assert not list(three.glob("*.partial"))
 
 
-def test_a_run_that_fails_does_not_wait_for_its_checkpoint(start, tmp_path, monkeypatch):
+def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(start, tmp_path, monkeypatch):
     learner, _ = make_learner(manifest(), start), Gate(monkeypatch)
-    with pytest.raises(ZeroDivisionError), checkpoint.Saver(learner.world) as saver:
-        saver.copy(learner, tmp_path / "step_1" / "trainer")
-        saver.write()
-        _ = 1 / 0
-    assert not (tmp_path / "step_1" / "trainer").exists()
-    assert not [thread for thread in threading.enumerate() if "step_1" in thread.name]
+
+    def ended(what, seconds):
+        if "step_1" in what:
+            raise SystemExit(143)  # as SIGTERM does
+        return nullcontext()
+
+    for error, work in [(ZeroDivisionError, lambda saver: 1 / 0), (SystemExit, checkpoint.Saver.wait)]:
+        with pytest.raises(error), checkpoint.Saver(learner.world, ended) as saver:
+            saver.copy(learner, tmp_path / "step_1" / "trainer")
+            saver.write()
+            work(saver)
+        assert not (tmp_path / "step_1" / "trainer").exists()
+        assert not [thread for thread in threading.enumerate() if "step_1" in thread.name]
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):

@@ -216,10 +216,12 @@ class Saver:
 
     def wait(self) -> None:
         """Until this rank has no more to do for the last checkpoint: on the first rank, until it is whole. Raises what failed."""
-        work, self._work = self._work, None
-        if work is not None:
+        if (work := self._work) is not None:
             with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S)):
-                work.result(scaled(WRITE_DEADLINE_S))
+                work.join(scaled(WRITE_DEADLINE_S))
+            self._work = None  # only now: whoever is interrupted while it waits gives it up
+            if work.error is not None:
+                raise work.error
 
     def finish(self) -> None:
         """Until the last checkpoint is whole, for every rank. A collective."""
@@ -268,7 +270,7 @@ class _Work:
     def __init__(self, work: Callable[[Stop], object], what: str):
         self.what = what
         self._work, self._stop = work, threading.Event()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=what, daemon=True)  # never keeps a process that fails from ending
         self._thread.start()
 
@@ -276,22 +278,19 @@ class _Work:
         try:
             self._work(self._stop.is_set)
         except OSError as error:
-            self._error = RunFailed(f"{explain(error)}; the run goes on from its newest whole checkpoint")
-            self._error.__cause__ = error
+            self.error = RunFailed(f"{explain(error)}; the run goes on from its newest whole checkpoint")
+            self.error.__cause__ = error
         except Exception as error:  # raised where somebody waits
-            self._error = error
+            self.error = error
 
     @property
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self, deadline_s: float) -> None:
+    def join(self, deadline_s: float) -> None:
         self._thread.join(deadline_s)
         if not self.is_done:
-            self._stop.set()
             raise RunFailed(f"{self.what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?")
-        if self._error is not None:
-            raise self._error
 
     def abandon(self) -> None:
         self._stop.set()
