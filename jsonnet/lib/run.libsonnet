@@ -48,6 +48,7 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
     memory: {
       activation_checkpointing: error 'trainer.memory: no memory axis; add (import "memory/plain.libsonnet")',
       activation_offload: false,
+      lm_head_keeps_logits: false,
       optimizer_offload: false,
     },
     checkpoint: { interval_steps: error 'trainer.checkpoint.interval_steps: say it in the run file', keep: 2 },

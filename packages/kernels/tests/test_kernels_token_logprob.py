@@ -267,3 +267,16 @@ def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * chunk * 8192 * 4
     logprob.sum().backward()
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * chunk * 8192 * 6
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 100])
+def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens):
+    hidden, weight = torch.randn(10, 8), torch.randn(12, 8)
+    target, temperature = torch.randint(0, 12, (10,)), torch.rand(10) + 0.5
+    found = []
+    for keep in (False, True):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep)
+        (logprob + 0.3 * entropy).sum().backward()
+        found.append((logprob, entropy, *(leaf.grad for leaf in leaves)))
+    assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))

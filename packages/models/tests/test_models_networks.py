@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from orrery.kernels.token_logprob import reference_token_logprob
+from orrery.manifest.errors import OrreryError
 from orrery.models import build, hf_config, weights
 
 UNNORMALIZED = {
@@ -200,3 +201,11 @@ def test_blocks_compile_as_one_graph_each_and_compute_the_same(family, make_mode
     hidden.square().mean().backward()
     for (name, one), (_, other) in zip(module.named_parameters(), compiled.named_parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_glm_that_engines_would_read_differently_is_refused(make_model):
+    moe = make_model("glm4_moe").moe.model_dump()
+    with pytest.raises(OrreryError, match=r"model\.moe\.score 'softmax': GLM-4\.5 scores by sigmoids only"):
+        build(make_model("glm4_moe", moe={**moe, "score": "softmax"}))
+    with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts 0"):
+        build(make_model("glm4_moe", moe={**moe, "num_shared_experts": 0}))

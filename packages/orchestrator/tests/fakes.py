@@ -51,7 +51,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "reduce_dtype": "float32", "compile": False,
             "memory": {
                 "activation_checkpointing": {"kind": "none"}, "activation_offload": False, "optimizer_offload": False,
-                "lm_head_chunk_tokens": 64, "max_tokens_per_micro_batch": 256,
+                "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False, "max_tokens_per_micro_batch": 256,
             },
             "optimizer": adamw, "schedule": schedule, "max_grad_norm": 1.0,
             "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 0.001},

@@ -46,6 +46,12 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
         assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "selective", "keep": keep}), plain)
 
 
+def test_logits_that_stay_are_those_that_are_made_again(tmp_path):
+    for chunk in (5, 1000):
+        again, kept = (steps_with(tmp_path, {}, lm_head_chunk_tokens=chunk, lm_head_keeps_logits=keeps) for keeps in (False, True))
+        assert_same(kept, again)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, kind, monkeypatch):

@@ -26,6 +26,7 @@ MEMORY = {
     "activation_offload": False,
     "optimizer_offload": False,
     "lm_head_chunk_tokens": 16,
+    "lm_head_keeps_logits": False,
     "max_tokens_per_micro_batch": 64,
 }
 HERE = Path(__file__).resolve().parent

@@ -339,13 +339,15 @@ class Memory(Record):
 
     - `activation_offload`: what blocks keep for the backward pass waits in pinned host memory.
     - `optimizer_offload`: optimizer state lives in pinned host memory and visits the device during the step.
-    - `lm_head_chunk_tokens`: rows of logits that exist at a time; "auto" follows vocabulary and device.
+    - `lm_head_chunk_tokens`: rows of logits that exist at a time; "auto" follows vocabulary and device. `lm_head_keeps_logits`: float32
+      logits of a whole micro-batch stay for the backward pass, which else makes them again.
     """
 
     activation_checkpointing: Annotated[NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")]
     activation_offload: bool
     optimizer_offload: bool
     lm_head_chunk_tokens: PositiveInt | Literal["auto"]
+    lm_head_keeps_logits: bool
     max_tokens_per_micro_batch: PositiveInt
 
 

@@ -30,8 +30,10 @@ class LmHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(Tensor(vocab_size, hidden_size))
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens) -> tuple[Tensor, Tensor]:
-        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens)
+    def forward(
+        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD.float(), self.weight.float())

@@ -49,6 +49,7 @@ class Router(nn.Module):
         if routed_experts_TK is None:
             choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias
             routed_experts_TK = choice_TE.topk(self.num_experts_per_token, dim=-1).indices
+        routed_experts_TK = routed_experts_TK.long()
         score_TK = probability_TE.gather(1, routed_experts_TK)
         if self.normalize_top_k:
             score_TK = score_TK / (score_TK.sum(dim=-1, keepdim=True) + (0.0 if self.expert_bias is None else 1e-20))

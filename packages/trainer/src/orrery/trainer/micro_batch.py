@@ -31,7 +31,7 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
     target: torch.Tensor  # i64 [M], the scored tokens themselves
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # i64 [T, L, K], the experts that the engine chose; None: the router chooses
+    routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; None: the router chooses
     loss: Targets  # [M]
     num_samples: int
     num_tokens: int
@@ -97,7 +97,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
         row=_tensor(np.maximum(scored - 1, 0)),
         target=_tensor(token["token_id"][scored].astype(np.int64)),
         temperature=_tensor(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
-        routed_experts=_tensor(token["routed_experts"].astype(np.int64)) if "routed_experts" in token else None,
+        routed_experts=_tensor(_signed(token["routed_experts"])) if "routed_experts" in token else None,
         loss=targets,
         num_samples=columns.num_samples,
         num_tokens=columns.num_tokens,
@@ -111,6 +111,11 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
     fresh = np.bincount(sample_of[other], minlength=columns.num_samples) == 0
     return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
+
+
+def _signed(routes: np.ndarray) -> np.ndarray:
+    """Few operations of torch take unsigned integers of more than one byte."""
+    return routes if routes.dtype == np.uint8 else routes.astype(np.int32)
 
 
 def _dummy() -> MicroBatch:

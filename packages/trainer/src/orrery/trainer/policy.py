@@ -15,11 +15,14 @@ from orrery.trainer.micro_batch import MicroBatch
 
 
 class Policy(nn.Module):
-    """`network` maps tokens to hidden states (orrery.models); at most `chunk_tokens` rows of logits exist at a time."""
+    """`network` maps tokens to hidden states (orrery.models).
 
-    def __init__(self, network: CausalLm, chunk_tokens: int | Literal["auto"]):
+    At most `chunk_tokens` rows of logits exist at a time; or all of them, from the forward to the backward pass (`keep_logits`).
+    """
+
+    def __init__(self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False):
         super().__init__()
-        self.network, self.chunk_tokens = network, chunk_tokens
+        self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature.
@@ -30,8 +33,8 @@ class Policy(nn.Module):
         hidden_TD = network(batch.token_id, batch.position, batch.cu_seqlens, batch.routed_experts, max_seqlen=batch.max_seqlen)
         hidden_MD = _Rows.apply(hidden_TD, batch.row)
         if network.lm_head is None:
-            return token_logprob(hidden_MD, network.lm_head_weight, batch.target, batch.temperature, self.chunk_tokens)
-        return network.lm_head(hidden_MD, batch.target, batch.temperature, self.chunk_tokens)
+            return token_logprob(hidden_MD, network.lm_head_weight, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
+        return network.lm_head(hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
 
 
 class _Rows(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Chunked LM head: at most `chunk_tokens` × V logits exist at any time (or one for each token, where that is more).
 
 - Forward and backward go over the same tiles of all logits: the backward makes each again, by the same product of the same shapes, so
-  that its logits are the forward's to the last bit. The forward keeps hidden, weight, target, temperature and two numbers a token.
+  that its logits are the forward's to the last bit. The forward keeps hidden, weight, target, temperature and two numbers a token; or
+  the logits as well, where memory is plenty (`keep_logits`).
 - With Triton a tile is a part of the vocabulary for all tokens. The forward carries what a softmax needs from one to the next. A tile's
   rows of the weight's gradient are one product, rounded once: no float32 copy of that gradient exists, nor a sum over chunks. What is
   summed over tiles, in float32 inside the products, is the gradient of the hidden states: T × D numbers, not V × D.
@@ -42,6 +43,7 @@ def token_logprob(
     target_T: Tensor,
     temperature_T: Tensor,
     chunk_tokens: ChunkTokens,
+    keep_logits: bool = False,
     form: Form | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and that distribution's entropy: float32 [T] each.
@@ -49,6 +51,7 @@ def token_logprob(
     hidden [T, D] and weight [V, D] of one floating dtype; target i64 [T] in [0, V); temperature f32 [T] > 0. T may be 0.
     `chunk_tokens` "auto": on a GPU as many as a sixteenth of its total memory holds at 6 bytes a logit, in multiples of 128; on a CPU
     256. Total, not free memory: the same on every rank of one kind, so that ranks make the same blocks.
+    `keep_logits`: the forward's logits stay, 4 · T · V bytes, and the backward makes a quarter fewer products of the same bits.
     `form` is Triton's on a GPU where it is installed, and plain otherwise; naming one is for tests and measurements.
     """
     num_tokens = hidden_TD.shape[0]
@@ -63,7 +66,7 @@ def token_logprob(
     if form is None:
         form = "triton" if _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 else "plain"
     chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0]) if chunk_tokens == "auto" else chunk_tokens
-    return _ChunkedTokenLogprob.apply(hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form)
+    return _ChunkedTokenLogprob.apply(hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form, keep_logits)
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -126,19 +129,24 @@ def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
 class _ChunkedTokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: int, form: Form
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        chunk_tokens: int,
+        form: Form,
+        keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         absorb = _passes(form).absorb
+        ctx.logits = []
         state_4T = logits.nothing_seen(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
-            # No name for the logits: theirs would keep one tile's alive while the next one's are made.
-            absorb(
-                state_4T[:, tokens],
-                _matmul(hidden_TD[tokens], weight_VD[words].T),
-                target_T[tokens],
-                temperature_T[tokens],
-                words.start,
-            )
+            logits_CB = _matmul(hidden_TD[tokens], weight_VD[words].T)
+            if keep_logits:
+                ctx.logits.append(logits_CB.clone() if form == "plain" else logits_CB)  # the plain passes write over what they read
+            absorb(state_4T[:, tokens], logits_CB, target_T[tokens], temperature_T[tokens], words.start)
+            del logits_CB  # a name would keep one tile's alive while the next one's are made
         logprob_T, entropy_T, log_normalizer_T = logits.finish(state_4T)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T)
         ctx.chunk_tokens, ctx.form = chunk_tokens, form
@@ -160,7 +168,9 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         for tokens, words in every:
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
             rows_C = (row[tokens] for row in rows)
-            grad_logits_CB = gradient(_matmul(hidden_CD, weight_BD.T), *rows_C, words.start, hidden_TD.dtype)
+            logits_CB = ctx.logits.pop(0) if ctx.logits else _matmul(hidden_CD, weight_BD.T)
+            grad_logits_CB = gradient(logits_CB, *rows_C, words.start, hidden_TD.dtype)
+            del logits_CB
             if grad_hidden_TD is not None:
                 _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
             if grad_weight_VD is not None:
@@ -168,7 +178,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             del grad_logits_CB
         grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if grad_hidden_TD is not None else None
         grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
 
 
 def _passes(form: Form) -> Any:

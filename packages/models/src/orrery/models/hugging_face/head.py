@@ -56,9 +56,13 @@ class Head(nn.Module):
         with torch.device("cpu"), torch.no_grad():
             self.plain = self.bias is None and torch.equal(self._finished(probe[None]), probe[None])
 
-    def forward(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if self.plain:
-            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens)
+            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens, keep_logits)
+        if keep_logits:
+            return self._chunk(hidden_TD, target_T, temperature_T)
         if chunk_tokens == "auto":
             chunk_tokens = auto_chunk_tokens(hidden_TD.device, self._weight().shape[0])
         rows = [x.split(chunk_tokens) for x in (hidden_TD, target_T, temperature_T)]

@@ -60,8 +60,8 @@ def _columns(request: Request, lengths: np.ndarray, rng: np.random.Generator) ->
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """uint16 [T, L, K]: token t takes the K experts after those of token t − 1, around and around."""
+    """Integers [T, L, K], of one byte where that suffices: token t takes the K experts after those of token t − 1, around and around."""
     assert model.moe is not None
     top_k, num_experts = model.moe.num_experts_per_token, model.moe.num_experts
     turn = (np.arange(num_tokens * top_k) % num_experts).reshape(num_tokens, 1, top_k)
-    return np.broadcast_to(turn, (num_tokens, model.num_layers, top_k)).astype(np.uint16)
+    return np.broadcast_to(turn, (num_tokens, model.num_layers, top_k)).astype(np.uint8 if num_experts <= 256 else np.uint16)

@@ -30,7 +30,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
     network = build(model, param_dtype if trainer.lora is None else compute_dtype, device)
     if trainer.lora is not None:
         lora.adapt(network, trainer.lora, param_dtype)
-    policy = Policy(network, trainer.memory.lm_head_chunk_tokens)
+    policy = Policy(network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits)
     parallelize(policy, world, trainer)
     return policy
 
