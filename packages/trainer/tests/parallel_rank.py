@@ -10,14 +10,17 @@ import json
 import sys
 from pathlib import Path
 
+import deep_ep_fake
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from trainer_cases import make_learner, manifest
 
 from orrery.manifest.schema import Manifest
+from orrery.models.mixture import Experts
 from orrery.models.placement import local_tensor
 from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack
@@ -56,6 +59,28 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     return metrics
 
 
+def exchanges(world: World) -> dict[str, list]:
+    """What each kind of exchange makes of the same tokens of this rank: output, and gradients of tokens, scores and expert weights."""
+    deep_ep_fake.install()
+    generator = torch.Generator().manual_seed(world.rank)
+    num_tokens, num_experts, group = (5, 0, 11, 1)[world.rank], 8, dist.group.WORLD
+    x, seen = torch.randn(num_tokens, 6, generator=generator), {}
+    scores, choice = (
+        torch.rand(num_tokens, 3, generator=generator),
+        torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :3],
+    )
+    for kind in KINDS:
+        experts = Experts(num_experts // world.size, 6, 4)
+        with torch.no_grad():
+            for weight in experts.parameters():
+                weight.normal_(generator=torch.Generator().manual_seed(100 + world.rank))
+        inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+        out = make_exchange(kind, group, num_experts)(*inputs, choice, experts)
+        (out * torch.arange(1.0, 7.0)).sum().backward()
+        seen[kind] = [tensor.tolist() for tensor in (out, *(leaf.grad for leaf in (*inputs, *experts.parameters())))]
+    return seen
+
+
 def main() -> None:
     folder, port, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     cases = json.loads((folder / "cases.json").read_text())
@@ -68,6 +93,8 @@ def main() -> None:
             world = form(manifest(**cases[mine[0]]).trainer.mesh, place, torch.device("cpu"), own)
             for name in mine:
                 answers[name] = do(name, cases[name], folder, world)
+            if size == 4:
+                answers["exchanges"] = exchanges(world)
             dissolve(world)
     print(json.dumps(answers))
 

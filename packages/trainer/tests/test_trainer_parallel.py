@@ -132,7 +132,7 @@ def ran(tmp_path_factory):
     for rank, (_, stderr) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, "\n".join(stderr[-3000:] for _, stderr in outputs)
     answers = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
-    return folder, {name: [answer[name] for answer in answers if name in answer] for name in {**CASES, **AGAIN}}
+    return folder, {name: [answer[name] for answer in answers if name in answer] for name in (*CASES, *AGAIN, "exchanges")}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,17 @@ def test_a_recomputed_layout_has_the_same_bits(ran, name):
     expected = load_file(folder / f"{plain}.safetensors")
     for each, gradient in load_file(folder / f"{name}.safetensors").items():
         assert torch.equal(gradient, expected[each]), each
+
+
+def test_every_kind_of_exchange_makes_the_same_of_the_same_tokens(ran):
+    for of_rank in ran[1]["exchanges"]:
+        for kind, tensors in of_rank.items():
+            for found, expected in zip(tensors, of_rank["torch"], strict=True):
+                # Sums of at most three rows, in another order.
+                torch.testing.assert_close(
+                    torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-5, msg=lambda m, k=kind: f"{k}: {m}"
+                )
+    assert len(ran[1]["exchanges"]) == 4
 
 
 def test_an_exchange_whose_library_is_absent_says_what_to_do():
