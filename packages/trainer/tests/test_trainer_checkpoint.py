@@ -16,7 +16,7 @@ from trainer_cases import MEMORY, make_learner, manifest, run_ranks, whole_weigh
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.errors import RunFailed
-from orrery.trainer import checkpoint, safetensors_file
+from orrery.trainer import checkpoint, host_copy, safetensors_file
 from orrery.transport import checkpoints
 
 
@@ -268,6 +268,18 @@ def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(start, 
             work(saver)
         assert not (tmp_path / "step_1" / "trainer").exists()
         assert not [thread for thread in threading.enumerate() if "step_1" in thread.name]
+
+
+def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start, monkeypatch):
+    learner = make_learner(manifest(), start)
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: 1000)
+    with (
+        pytest.raises(RunFailed, match=r"takes 0\.0 GB of host memory, of which 0\.0 GB are left"),
+        checkpoint.Saver(learner.world) as saver,
+    ):
+        saver.reserve(learner)
+        while True:
+            saver.check()
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):

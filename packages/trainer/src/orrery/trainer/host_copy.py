@@ -6,7 +6,9 @@
 """
 
 import logging
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -29,13 +31,13 @@ class HostCopy:
         if self._buffer.numel() >= num_bytes:
             return
         self._release()
-        try:
-            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)  # touched now, so that the copy finds every page
-        except RuntimeError as error:
+        available = available_bytes()
+        if num_bytes > available:  # asked first: a host that runs out of memory kills, and says nothing
             raise RunFailed(
-                f"trainer.checkpoint: no {num_bytes / 1e9:.1f} GB of host memory for this rank's copy of weights and optimizer state; "
-                f"use more ranks, or hosts with more memory"
-            ) from error
+                f"trainer.checkpoint: this rank's copy of weights and optimizer state takes {num_bytes / 1e9:.1f} GB of host memory, "
+                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
+            )
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()  # touched now, so that the copy finds every page
         if self._device.type == "cuda" and num_bytes:
             torch.cuda.set_device(self._device)  # a thread begins with the first device
             code = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
@@ -61,3 +63,11 @@ class HostCopy:
         if self._device.type == "cuda" and self._buffer.numel():
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, as the kernel sees it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return sys.maxsize
