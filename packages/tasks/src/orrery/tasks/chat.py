@@ -3,8 +3,8 @@
 - In: a folder with `tokenizer.json`, `tokenizer_config.json` and a chat template (in the config or in `chat_template.jinja`).
 - `prompt` is the whole chat up to where the assistant speaks. What it then samples stays verbatim for ever: `next_turn` gives only the
   tokens that follow, found by rendering the new messages behind a placeholder assistant turn. No token is ever decoded and encoded again.
-- `example` composes the same parts, so SFT sees exactly the tokens that RL produces; only the assistant's tokens, with its end-of-turn
-  token, are trained.
+- `example` composes the same parts, so SFT sees exactly the tokens that RL produces. Which of them are trained is said by role; where a
+  message stands in what the template writes is found by writing it once more with other content there.
 - The character format (written by `write_tokenizer`): `<|user|>abc<|end|><|assistant|>cba<|end|>`; a call is
   `<|call|>name input<|end_call|>` inside an assistant turn, a result is a `<|tool|>` turn. Tools are not announced in the prompt.
 - Calls in pretrained formats: the Hermes / Qwen syntax, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
@@ -29,7 +29,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
-from orrery.tasks.task import Message, Tool, ToolCall
+from orrery.tasks.task import Message, Role, Tool, ToolCall
 
 # The character format -------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,9 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
 # Any format -----------------------------------------------------------------------------------------------------------
 
 PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
+CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
+BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
 
 
 class Renderer:
@@ -151,22 +153,46 @@ class Renderer:
         said = whole[len(opened) :]
         return self.encode(said[: said.rindex(self._end) + len(self._end)])
 
-    def example(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """A finished chat as (token ids i32 [T], trained bool [T]); trained are the assistant's tokens with their end of turn.
+    def example(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), trained_roles: Sequence[Role] = ("assistant",)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A finished chat as (token ids i32 [T], trained bool [T]); trained are the messages whose role is in `trained_roles`:
 
-        Raises OrreryError unless the chat's last message is the assistant's.
+        - the assistant's: all that it would sample, its calls and the end-of-turn token too;
+        - of others: the content, and what follows it up to the end-of-turn token, that token too; the content alone where the template
+          writes no end of turn before the next message, as between the results of several calls.
+
+        Never trained are headers (`<|im_start|>user`), what stands between turns, what a template adds of its own, the chat's first token.
+        A token that lies partly in trained text is trained.
+
+        Raises OrreryError where the chat begins with the assistant, ends with a message that is neither the assistant's nor trained, or has
+        nothing to train; and where the template does not write a message of a trained role as a text of its own.
         """
-        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        if not turns or turns[-1] != len(messages) - 1 or turns[0] == 0:
-            roles = [message.role for message in messages]
-            raise OrreryError(f"chat of roles {roles}: an example ends with an assistant message and does not begin with one")
-        ids = self.prompt(messages[: turns[0]], tools)
-        trained = [False] * len(ids)
-        for turn, after in zip(turns, [*turns[1:], None], strict=True):
-            said = self.completion(messages[turn])
-            opens = self.next_turn(messages[turn + 1 : after]) if after is not None else []
-            ids += said + opens
-            trained += [True] * len(said) + [False] * len(opens)
+        roles = [message.role for message in messages]
+        turns = [i for i, role in enumerate(roles) if role == "assistant"]
+        last = ["assistant", *(role for role in trained_roles if role != "assistant")]
+        if not roles or roles[0] == "assistant" or roles[-1] not in last:
+            raise OrreryError(
+                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message and does not begin with an assistant's"
+            )
+        ids: list[int] = []
+        trained: list[bool] = []
+        ends = [*turns, None]  # of what is heard before each turn; the last may have no turn after it
+        for turn, end in zip([None, *turns], ends, strict=True):
+            if turn is not None:
+                said = self.completion(messages[turn])
+                ids += said
+                trained += [roles[turn] in trained_roles] * len(said)
+            start = 0 if turn is None else turn + 1
+            if start < len(messages):
+                heard, mask = self._heard(messages[start:end], start, end is not None, tools, trained_roles)
+                ids += heard
+                trained += mask
+        trained[0] = False  # nothing stands before it to predict it from
+        if not any(trained):
+            raise OrreryError(
+                f"chat of roles {roles}: nothing of it is trained with trained_roles {list(trained_roles)}; leave the chat out"
+            )
         return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
 
     def parse(self, token_ids: Sequence[int]) -> Message:
@@ -195,11 +221,58 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if self._known is not None and self._unknown_id in ids:
+        return self._encode(text).ids
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._known is not None and self._unknown_id in encoding.ids:
             strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
             raise OrreryError(f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet")
-        return ids
+        return encoding
+
+    # Which tokens of what is heard are trained
+
+    def _heard(
+        self, messages: Sequence[Message], first: int, is_answered: bool, tools: Sequence[Tool], trained_roles: Sequence[Role]
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens of messages between two turns of the assistant, and which of them are trained; `first` is the number of the first.
+
+        The chat's beginning is rendered with its tools, later messages behind a placeholder turn. `is_answered`: the assistant speaks next.
+        """
+        before = [] if first == 0 else BEHIND
+        chat = [*before, *(_hugging_face(message) for message in messages)]
+        whole = self._render(chat, tools if first == 0 else (), is_answered)
+        begin = self._begin(whole) if before else 0
+        encoding = self._encode(whole[begin:])
+        trained = np.zeros(len(encoding.ids), dtype=bool)
+        if any(message.role in trained_roles for message in messages):
+            starts_ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
+            found = [
+                self._content_in(whole, chat, len(before) + i, first + i, tools if first == 0 else (), is_answered)
+                for i in range(len(messages))
+            ]
+            following = [start for start, _ in found[1:]] + [len(whole)]
+            for message, (start, end), until in zip(messages, found, following, strict=True):
+                if message.role in trained_roles:
+                    at = whole.find(self._end, end, until)
+                    end = end if at < 0 else at + len(self._end)
+                    trained |= (starts_ends[:, 0] < end) & (starts_ends[:, 1] > start)
+        return encoding.ids, trained.tolist()
+
+    def _content_in(
+        self, whole: str, chat: list[dict[str, Any]], at: int, number: int, tools: Sequence[Tool], is_answered: bool
+    ) -> tuple[int, int]:
+        """Where the content of message `at` of `chat`, number `number` of the example, stands in `whole`."""
+        marked = self._render([*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]], tools, is_answered)
+        before, _, after = marked.partition(CONTENT)
+        is_alone = marked.count(CONTENT) == 1 and len(before) + len(after) <= len(whole)
+        if not is_alone or not whole.startswith(before) or not whole.endswith(after):
+            role = chat[at]["role"]
+            raise OrreryError(
+                f"tokenizer: its chat template does not write message {number} ({role}) as a text of its own, so its tokens cannot be told "
+                f"from the others; leave {role!r} out of stages.sft.trained_roles"
+            )
+        return len(before), len(whole) - len(after)
 
     # Finding out what the folder's format is
 
@@ -215,12 +288,15 @@ class Renderer:
             raise OrreryError(f"tokenizer: its chat template refuses the roles {[m['role'] for m in messages]}: {error}") from error
 
     def _after_turn(self, messages: list[dict[str, Any]]) -> str:
-        whole = self._render([ASK, {"role": "assistant", "content": PLACEHOLDER}, *messages], add_generation_prompt=True)
-        after = whole.rpartition(PLACEHOLDER)[2]
-        return after[after.index(self._end) + len(self._end) :]
+        whole = self._render([*BEHIND, *messages], add_generation_prompt=True)
+        return whole[self._begin(whole) :]
+
+    def _begin(self, whole: str) -> int:
+        """Where the placeholder's turn has ended."""
+        return whole.index(self._end, whole.rindex(PLACEHOLDER) + len(PLACEHOLDER)) + len(self._end)
 
     def _end_of_turn(self) -> str:
-        whole = self._render([ASK, {"role": "assistant", "content": PLACEHOLDER}])
+        whole = self._render(BEHIND)
         if PLACEHOLDER not in whole:
             raise OrreryError("tokenizer: its chat template drops what the assistant said; use another model")
         after = whole.rpartition(PLACEHOLDER)[2]

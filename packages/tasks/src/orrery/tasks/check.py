@@ -5,14 +5,14 @@
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
-from orrery.tasks.task import Message, ToolCall
+from orrery.tasks.task import Message, Role, ToolCall
 
 NUM_PROBLEMS = 16
 
@@ -22,8 +22,11 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
     for side in ("train", "evaluation"):
         for i, use in enumerate(getattr(manifest.tasks, side)):
             yield f"tasks.{side}[{i}]", use
-    if manifest.stages.sft is not None and manifest.stages.sft.data.kind == "demonstrations":
-        yield "stages.sft.data.task", manifest.stages.sft.data.task
+    if (sft := manifest.stages.sft) is not None:
+        if sft.data.kind == "demonstrations":
+            yield "stages.sft.data.task", sft.data.task
+        if sft.validation is not None and sft.validation.data.kind == "demonstrations":
+            yield "stages.sft.validation.data.task", sft.validation.data.task
 
 
 def check(manifest: Manifest) -> list[str]:
@@ -31,10 +34,10 @@ def check(manifest: Manifest) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(manifest.model, Path(folder))
         renderer = Renderer(Path(folder))
-    lines = []
+    lines, sft = [], manifest.stages.sft
     for path, use in task_uses(manifest):
         try:
-            longest = _longest_prompt_tokens(use, renderer, demonstrated=path.startswith("stages.sft"))
+            longest = _longest_prompt_tokens(use, renderer, sft.trained_roles if path.startswith("stages.sft") else ())
         except OrreryError as error:
             raise OrreryError(f"{path}: {error}") from error
         context, turn = manifest.inference.max_model_len_tokens, manifest.orchestrator.sampling.max_tokens_per_turn
@@ -51,7 +54,8 @@ def check(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, demonstrated: bool) -> int:
+def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, trained_roles: Sequence[Role]) -> int:
+    """`trained_roles`: of the demonstrations, where the task gives them."""
     task, longest = make(use), 0
     for index in range(NUM_PROBLEMS):
         problem = task.problem(index)
@@ -61,10 +65,10 @@ def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, demonstrated: bool)
             replies = task.reply(problem, [*problem.messages, nonsense])
             if isinstance(replies, list):
                 renderer.next_turn(replies)
-        if demonstrated:
+        if trained_roles:
             if not hasattr(task, "demonstration"):
                 raise OrreryError(
                     f"task {use.name!r}: kind {use.kind} has no demonstrations; use stages.sft.data of kind chat_file or sft: null"
                 )
-            renderer.example(task.demonstration(index), problem.tools)
+            renderer.example(task.demonstration(index), problem.tools, trained_roles)
     return longest
