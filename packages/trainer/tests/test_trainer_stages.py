@@ -36,7 +36,7 @@ from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Publisher
-from orrery.trainer.sft import endless_order, load_examples
+from orrery.trainer.sft_data import endless_order, load_examples
 from orrery.transport import checkpoints, rendezvous
 from orrery.transport.packing import pack
 from orrery.transport.rollout_wire import Batch, make_sender
@@ -421,7 +421,7 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     # The written weights have the loss that was trained to, so what was exported is what was learned.
     network = build(spec.model)
     weights.load(network, runs[0] / "weights" / "sft")
-    examples = load_examples(spec, runs[0] / "weights" / "sft")
+    examples = load_examples(spec, runs[0] / "weights" / "sft").columns(range(64))
     tokens = torch.from_numpy(examples.token["token_id"].astype(np.int64))
     positions = torch.from_numpy(np.arange(len(tokens)) - np.repeat(examples.offsets[:-1], examples.lengths))
     logits = network.logits(tokens, positions, torch.from_numpy(examples.offsets.astype(np.int32)))
@@ -466,7 +466,8 @@ def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
 def test_examples_train_the_assistants_tokens_by_cross_entropy_only(tmp_path):
     spec = manifest()
     run_dir = start_run(tmp_path / "run", spec)
-    examples = load_examples(spec, run_dir / "weights" / "init")
+    loaded = load_examples(spec, run_dir / "weights" / "init")
+    examples = loaded.columns(range(len(loaded)))
     assert examples.num_samples == 64
     renderer = Renderer(run_dir / "weights" / "init")
     first = examples.select([0])
@@ -483,6 +484,8 @@ def test_the_order_of_examples_is_every_example_once_an_epoch_and_another_order_
     assert epochs[0] != epochs[1] != epochs[2]
     again = endless_order(10, seed=3)
     assert [next(again) for _ in range(10)] == epochs[0]
+    later = endless_order(10, seed=3, start=17)
+    assert [next(later) for _ in range(13)] == [*epochs[1][7:], *epochs[2]]
 
 
 def chat_spec(path: Path, content: str, digest: str | None = None):
@@ -496,7 +499,7 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
     asked, answered = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
     chat = json.dumps({"messages": [asked, answered]})
     good = load_examples(chat_spec(tmp_path / "good.jsonl", f"{chat}\n\n{chat}\n"), tokenizer)
-    assert good.num_samples == 2
+    assert len(good) == 2
     cases = {
         "not json": "broken.jsonl:2: not a chat",
         json.dumps({"messages": [asked]}): "broken.jsonl:2: chat of roles",
@@ -507,7 +510,7 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
         with pytest.raises(OrreryError, match=sentence):
             load_examples(chat_spec(tmp_path / "broken.jsonl", f"{chat}\n{line}\n"), tokenizer)
     note = json.dumps({"messages": [asked, answered], "note": "one\u2028line"}, ensure_ascii=False)
-    assert load_examples(chat_spec(tmp_path / "lines.jsonl", f"{note}\r\n{chat}\n"), tokenizer).num_samples == 2
+    assert len(load_examples(chat_spec(tmp_path / "lines.jsonl", f"{note}\r\n{chat}\n"), tokenizer)) == 2
     (tmp_path / "latin.jsonl").write_bytes(latin := chat.encode() + b'\n{"messages": "\xe9"}\n')
     data = {"kind": "chat_file", "path": str(tmp_path / "latin.jsonl"), "sha256": hashlib.sha256(latin).hexdigest()}
     with pytest.raises(OrreryError, match=r"latin\.jsonl:2: not a chat"):

@@ -26,8 +26,10 @@ def main() -> None:
 def run_sft(me: RoleProcess) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
     from orrery.trainer.publish import export
-    from orrery.trainer.sft import load_examples, sft
+    from orrery.trainer.sft import sft
+    from orrery.trainer.sft_data import load_examples
     from orrery.trainer.stage_checkpoints import resume
+    from orrery.trainer.validation import load_validation
 
     spec = me.manifest.stages.sft
     if spec is None:
@@ -36,7 +38,9 @@ def run_sft(me: RoleProcess) -> None:
     with assemble_world(me) as world:
         learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
         resume(me, learner, "sft")
-        sft(learner, load_examples(me.manifest, start), me)
+        me.health.doing("reading chats")
+        examples = load_examples(me.manifest, start, share=(world.rank, world.size))
+        sft(learner, examples, load_validation(me.manifest, start, examples.chats, world), me)
         me.health.doing("exporting weights")
         export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")
 

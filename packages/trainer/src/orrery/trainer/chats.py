@@ -1,0 +1,179 @@
+"""Chats to train on, one by its number, wherever they are held: a task's demonstrations, a JSONL file, a dataset on disk.
+
+- Held in memory is only where a chat begins: lines of a file by their offsets, rows of Arrow files that are mapped, not read.
+- What is not the file or the dataset that the manifest names (sha256, fingerprint) is refused before a chat of it is read.
+- A chat that is none is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`.
+"""
+
+import hashlib
+import json
+import mmap
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import ChatDataset, ChatFile, Demonstrations, SftData
+from orrery.tasks import Message, Tool, ToolCall, make
+from orrery.tasks.task import Role
+
+MESSAGES = '[{"role", "content"}]'
+
+
+@dataclass(frozen=True)
+class Chat:
+    where: str  # for sentences about it
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+
+
+class Chats(Protocol):
+    """A sequence. Reading a chat raises OrreryError where it is none."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Chat: ...
+
+
+def open_chats(data: SftData, field: str) -> Chats:
+    """What `data`, the manifest's `field`, holds. Raises OrreryError where that is not there, is something else, or is nothing."""
+    chats = KINDS[data.kind](data, field)
+    if not len(chats):
+        raise OrreryError(f"{field}: there is not one chat to train on")
+    return chats
+
+
+class DemonstratedChats:
+    """The first problems of a task, as it solves them."""
+
+    def __init__(self, data: Demonstrations, field: str):
+        self._task, self._name, self._num_problems = make(data.task), data.task.name, data.num_problems
+        self._demonstrate: Callable[[int], list[Message]] | None = getattr(self._task, "demonstration", None)
+        if self._demonstrate is None:
+            raise OrreryError(f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, or set stages.sft to null")
+
+    def __len__(self) -> int:
+        return self._num_problems
+
+    def __getitem__(self, index: int) -> Chat:
+        tools = tuple(self._task.problem(index).tools)
+        return Chat(f"demonstration {index} of {self._name}", self._demonstrate(index), tools)
+
+
+class FileChats:
+    """JSONL: one `{"messages": [...]}` a line."""
+
+    def __init__(self, data: ChatFile, field: str):
+        self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
+        digest, at = hashlib.sha256(), 0
+        try:
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file, 1):  # bytes end a line at \n alone: JSON strings may hold U+2028 and its like
+                    digest.update(line)
+                    if not line.isspace():
+                        self._begins.append(at)
+                        self._numbers.append(number)
+                    at += len(line)
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
+        except OSError as error:
+            raise OrreryError(f"{field}.path: {error}") from error
+        if (found := digest.hexdigest()) != data.sha256:
+            raise OrreryError(f"{field}.sha256: {self._path} has {found}, the manifest says {data.sha256}")
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> Chat:
+        where, begin = f"{self._path}:{self._numbers[index]}", self._begins[index]
+        end = self._content.find(b"\n", begin)
+        line = self._content[begin : len(self._content) if end < 0 else end]
+        return Chat(where, _messages(where, lambda: json.loads(line.decode())["messages"], f'{{"messages": {MESSAGES}}}'))
+
+
+class DatasetChats:
+    """A column of a Hugging Face dataset that `save_to_disk` wrote: Arrow streams, and `state.json`, which says their names.
+
+    Its files are read as they are; the library that wrote them is not needed.
+    """
+
+    def __init__(self, data: ChatDataset, field: str):
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise OrreryError(
+                f"{field}.kind: datasets are read with pyarrow, which is not installed here; type `make setup`, "
+                f"or `pip install pyarrow` where the environment is not of this checkout"
+            ) from error
+        self._folder = _split_folder(data, field)
+        state = {"_data_files": [], "_fingerprint": None, **_json(self._folder / "state.json", field)}
+        if (found := state["_fingerprint"]) != data.fingerprint:
+            raise OrreryError(f"{field}.fingerprint: {self._folder} has {found}, the manifest says {data.fingerprint}")
+        self._parts = []
+        for path in (self._folder / file["filename"] for file in state["_data_files"]):
+            try:
+                table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            except (OSError, pa.ArrowInvalid) as error:
+                raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
+            if data.column not in table.column_names:
+                raise OrreryError(f"{field}.column: {path} has no {data.column!r}; choose from {', '.join(sorted(table.column_names))}")
+            self._parts += table.column(data.column).chunks
+        self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Chat:
+        where = f"{self._folder}: row {index}"
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        row = self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+        return Chat(where, _messages(where, row.as_py, MESSAGES))
+
+
+def _split_folder(data: ChatDataset, field: str) -> Path:
+    """The folder of the one dataset that is meant."""
+    folder = Path(data.path)
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json", field)["splits"]
+        if data.split not in splits:
+            raise OrreryError(f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}")
+        return folder / data.split
+    if data.split is not None:
+        raise OrreryError(f"{field}.split: {folder} is not a dataset of several splits, so there is no {data.split!r}; set it to null")
+    return folder
+
+
+def _json(path: Path, field: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise OrreryError(f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote") from error
+
+
+def _messages(where: str, read: Callable[[], list[dict[str, Any]]], form: str) -> list[Message]:
+    try:
+        return [_message(entry) for entry in read()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OrreryError(f"{where}: not a chat of the form {form} ({type(error).__name__}: {error})") from error
+
+
+def _message(entry: dict[str, Any]) -> Message:
+    """In Arrow a field that any message has stands in all, so null means absent."""
+    role, content = entry["role"], entry.get("content")
+    if role not in get_args(Role):
+        raise ValueError(f"role {role!r} is none of {', '.join(get_args(Role))}")
+    if not isinstance(content, str | None):
+        raise TypeError(f"the content of a message is text, not {type(content).__name__}")
+    return Message(role, content or "", tuple(_call(call["function"]) for call in entry.get("tool_calls") or ()), entry.get("name"))
+
+
+def _call(function: dict[str, Any]) -> ToolCall:
+    given = function["arguments"]
+    arguments = json.loads(given) if isinstance(given, str) else {name: value for name, value in given.items() if value is not None}
+    return ToolCall(function["name"], arguments)
+
+
+KINDS: dict[str, Callable[[Any, str], Chats]] = {"demonstrations": DemonstratedChats, "chat_file": FileChats, "dataset": DatasetChats}
