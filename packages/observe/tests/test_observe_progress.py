@@ -54,6 +54,13 @@ def test_the_live_view_shows_stages_processes_and_use(progress):
         assert part in text
 
 
+def test_the_validation_loss_stands_beside_the_loss_and_is_no_step():
+    sft = Progress("reverse_text-0123456789ab", "sft", 1, ("init", "sft"), ("init",), 40, 1000.0)
+    sft.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 3, "loss": 0.5})
+    sft.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 4, "event": "validation", "validation_loss": 0.75})
+    assert "sft 3/40 · loss 0.5 · validation loss 0.75" in line(sft, {}, 1060.0)
+
+
 def test_a_sparkline_spans_zero_to_one():
     assert sparkline([-0.5, 0.0, 0.5, 1.0, 2.0]) == "▁▁▅██"
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from orrery.observe.duration import duration
 from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
+from orrery.observe.report.figures import warm_start
 from orrery.observe.report.page import render, summary
 
 MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
@@ -87,6 +88,19 @@ def test_the_page_holds_every_figure_and_needs_nothing_from_outside(run_dir):
     assert len(re.findall(r'id="figure-\d+"', html)) == 10
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="', html)
     assert "0.31 → 0.87" in html and "&lt;abc&gt;" in html and "zero_advantage" in html
+
+
+def test_the_validation_loss_is_drawn_beside_the_loss_and_counts_as_no_step(run_dir):
+    assert [line.name for line in warm_start(RunData.load(run_dir)).data] == ["trained examples"]
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    stamp = {"attempt": 1, "stage": "sft", "event": "validation"}
+    write_rows(path, rows + [{**stamp, "time_s": 9.5 + n, "step": n, "validation_loss": 4.0 / (n + 1)} for n in (0, 3)])
+    data = RunData.load(run_dir)
+    assert [row["step"] for row in data.sft] == [1, 2, 3]
+    trained, validated = warm_start(data).data
+    assert (trained.x, trained.y) == ((1, 2, 3), (3.0, 1.5, 1.0))
+    assert (validated.name, validated.x, validated.y) == ("validation", (0, 3), (4.0, 1.0))
 
 
 def test_an_unfinished_run_gives_a_shorter_page(tmp_path):

@@ -49,6 +49,8 @@ class Progress:
                 self.rewards.append(row["reward_mean"])
         elif event == "evaluation":
             self._take(row, reward_mean="held-out reward")
+        elif event == "validation":
+            self._take(row, validation_loss="validation loss")
         elif event == "update":
             self._take(row, version="version")
         elif role == "trainer" and process.endswith(".0") and row.get("step") is not None:

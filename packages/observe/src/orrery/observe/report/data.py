@@ -37,6 +37,7 @@ class RunData:
     stages: dict[str, Row]  # stage -> its DONE marker
     rl: list[Row]  # trainer rows of the RL stage, by step
     sft: list[Row]
+    validation: list[Row]  # losses on examples that SFT never trains
     compared: list[Row]  # log-probs of the last version, trainer against engine
     batches: list[Row]
     evaluations: list[Row]
@@ -63,7 +64,8 @@ class RunData:
             manifest=manifest,
             stages={stage: json.loads((run_dir / "stages" / stage / "DONE").read_text()) for stage in stages},
             rl=[row for row in trainer if row.get("stage") == "rl" and row.get("step") is not None],
-            sft=[row for row in trainer if row.get("stage") == "sft" and row.get("step") is not None],
+            sft=[row for row in trainer if row.get("stage") == "sft" and row.get("step") is not None and row.get("event") is None],
+            validation=[row for row in trainer if row.get("event") == "validation"],
             compared=[row for row in trainer if row.get("event") == "compare"],
             batches=event("batch"),
             evaluations=event("evaluation"),

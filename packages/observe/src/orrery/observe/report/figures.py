@@ -68,11 +68,13 @@ def reward(run: RunData) -> go.Figure | None:
 
 
 def warm_start(run: RunData) -> go.Figure | None:
-    """Cross-entropy of the demonstrations during SFT."""
-    if not run.sft:
+    """Cross-entropy during SFT: of the examples as they are trained, and of those that never are."""
+    if not run.sft and not run.validation:
         return None
     figure = _figure("SFT step", "nats a token", yaxis_rangemode="tozero")
-    _line(figure, run.sft, "loss", "cross-entropy", TRAINER)
+    _line(figure, run.sft, "loss", "trained examples", TRAINER)
+    if run.validation:
+        _line(figure, run.validation, "validation_loss", "validation", ORCHESTRATOR)
     return figure
 
 
