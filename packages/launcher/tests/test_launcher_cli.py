@@ -20,6 +20,7 @@ from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 from orrery.observe.health import HealthFile
+from orrery.observe.metrics import MetricsFile
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
@@ -215,6 +216,19 @@ def test_what_the_system_refuses_is_one_line(checkout, capsys):
     (checkout / "runs").touch()
     code, out, err = orrery(capsys, "run", "reverse_text", "rl")
     assert code == 1 and out == "" and err.startswith(f"error: {checkout}/runs") and err.count("\n") == 1
+
+
+def test_status_of_sft_says_its_loss_and_the_newest_of_its_validation(checkout, capsys):
+    made = job("reverse_text", "sft")
+    Status("sft", 1, "stopped", "", 1, HOST, None, 100.0, 130.0).write(made.run_dir)
+    assert "loss" not in orrery(capsys, "status", "reverse_text")[1]
+    metrics = MetricsFile(made.run_dir, "sft", "trainer", 0, 1)
+    for step in range(6):
+        metrics.write(step, event="validation", validation_loss=3.0 / (step + 1))
+        metrics.write(step + 1, loss=2.5 / (step + 1))
+    metrics.close()
+    expected = "loss 0.4167 (step 6) · validation loss 1.0000 (step 2) → 0.7500 (step 3) → 0.6000 (step 4) → 0.5000 (step 5)"
+    assert expected in orrery(capsys, "status", "reverse_text")[1]
 
 
 def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, capsys):

@@ -11,8 +11,10 @@ from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.observe.duration import duration
 from orrery.observe.health import read_health
+from orrery.observe.metrics import read
 
 FOLLOW_S = 0.3
+NUM_LOSSES = 4
 
 
 def overview(path: Path) -> str:
@@ -59,6 +61,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
             does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
         where = f"pid {role.pid:<8}" if role.pid else f"{role.node:<12}"
         lines.append(f"  {role.name:<16} {where} {step:<9} {does}")
+    if status.stage == "sft":
+        lines += _losses(run.path)
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
     if any(job.name == f"{run.path.name}.{status.stage}" and job.state == "waiting" for job in jobs):
@@ -71,6 +75,16 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         if status.state == "done" and len(finished) < len(run.stages):
             lines.append(f"  type `{_resume(run, status, run.stages[len(finished)])}` to go on")
     return lines
+
+
+def _losses(run_dir: Path) -> list[str]:
+    """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
+    rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
+    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in rows if "loss" in row][-1:]
+    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in rows if row.get("event") == "validation"]
+    if validated:
+        said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
+    return ["  " + " · ".join(said)] if said else []
 
 
 def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
