@@ -35,10 +35,11 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
         """What is added to the projection of x [M, in]; of stacked experts, rows `ends[e − 1]:ends[e]` are expert e's."""
-        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+        # The scale goes onto the small matrix: on the result it would be another pass over all rows.
+        a, b = self.a.to(x.dtype), (self.b * self.scale).to(x.dtype)
         if ends_E is None:
-            return self.scale * F.linear(F.linear(x, a), b)
-        return self.scale * grouped_matmul(grouped_matmul(x, a, ends_E), b, ends_E)
+            return F.linear(F.linear(x, a), b)
+        return grouped_matmul(grouped_matmul(x, a, ends_E), b, ends_E)
 
 
 class AdaptedLinear(nn.Linear):

@@ -9,12 +9,12 @@ import torch
 
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Model, Optimizer, Trainer
-from orrery.models import build, weights
+from orrery.models import lora, weights
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
-from orrery.trainer.parallel import fsdp, parallelize
+from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Publisher
@@ -63,11 +63,11 @@ def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Opti
 
 
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
-    """Built without storage where it will be sharded: a rank never holds the whole model."""
-    device = "meta" if fsdp.is_needed(trainer) else world.device
-    policy = Policy(build(model, getattr(torch, trainer.param_dtype), device), trainer.memory.lm_head_chunk_tokens)
-    parallelize(policy, world, trainer)
+    """The policy with the weights of the folder `start`, and fresh adapters where the manifest has some."""
+    policy = build_policy(model, trainer, world)
     weights.load(policy.network, start)
+    if trainer.lora is not None:
+        lora.initialize(policy.network, trainer.lora.seed)
     return policy
 
 

@@ -46,7 +46,7 @@ class Learner:
         self.cut = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
-        self.weights = dict(policy.named_parameters())
+        self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
         self.step = 0
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:

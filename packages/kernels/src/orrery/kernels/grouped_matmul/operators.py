@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orrery.kernels.grouped_matmul.multiprocessors import leaving
+
 # Public since torch 2.10, private before; None where this torch has neither.
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _HAS_TRITON = find_spec("triton") is not None
@@ -42,7 +44,8 @@ def _fuses(a: Tensor, *widths: int) -> bool:
 @torch.library.custom_op("orrery::grouped_matmul", mutates_args=())
 def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
     if x_MK.shape[0] and _fuses(x_MK, *weight_ENK.shape[1:]):
-        out_MN = _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
+        with leaving():
+            out_MN = _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
         if zero_rest:
             _clear_rest(out_MN, ends_E)
         return out_MN
@@ -65,7 +68,8 @@ def _weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
     """[E, N, K]: grad[rows of group e]ᵀ @ x[rows of group e], zero for an empty group."""
     num_groups, n, k = ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1]
     if x_MK.shape[0] and _fuses(x_MK, n, k):
-        return _grouped_mm(grad_MN.contiguous().T, x_MK.contiguous(), offs=ends_E)
+        with leaving():
+            return _grouped_mm(grad_MN.contiguous().T, x_MK.contiguous(), offs=ends_E)
     out_ENK = x_MK.new_zeros(num_groups, n, k)
     start = 0
     for e, end in enumerate(ends_E.tolist()):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from orrery.kernels.grouped_matmul import leave_multiprocessors
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
 from orrery.observe.deadline import scaled
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_DEADLINE_S = 600.0
 JOIN_DEADLINE_S = 120.0
-COLLECTIVE_BLOCKS = 16  # multiprocessors that a collective of NCCL may hold
+COLLECTIVE_BLOCKS = 16  # multiprocessors that a collective of NCCL may hold; with 8 collectives are what a step waits for
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
         return World(rank, 1, device, None)
     name_interface()
     if device.type == "cuda":
-        _divide_processors()
+        _divide_multiprocessors()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -148,15 +149,9 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
     return world_of(mesh, rank, device)
 
 
-def _divide_processors() -> None:
-    """Keep collectives to few multiprocessors, and matrix products off those.
-
-    A grouped product has one long-lived block a multiprocessor. Blocks whose multiprocessor a collective holds run after all others, and the
-    product takes twice as long: 1.74 ms for 0.89 ms beside 24 blocks of NCCL, on an H200. NCCL_MAX_CTAS, where it is set, stays as it is.
-    """
-    blocks = int(os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS)))
-    if (leave := getattr(torch._C, "_set_sm_carveout_experimental", None)) is not None:
-        leave(blocks)
+def _divide_multiprocessors() -> None:
+    """Collectives keep to few multiprocessors, and grouped products leave those. NCCL_MAX_CTAS, where it is set, stays as it is."""
+    leave_multiprocessors(int(os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))))
 
 
 def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
