@@ -190,9 +190,9 @@ class Counted(Renderer):
 
     seen: list[str]
 
-    def example(self, messages, tools=(), trained_roles=("assistant",)):
-        self.seen.append(messages[0].content)
-        return super().example(messages, tools, trained_roles)
+    def examples(self, chats, trained_roles):
+        self.seen += [messages[0].content for _, messages, _ in chats]
+        return super().examples(chats, trained_roles)
 
 
 def counted_examples(tokenizer: Path) -> Examples:
@@ -217,11 +217,12 @@ def test_only_what_a_step_needs_is_tokenised_and_only_so_much_is_kept(tokenizer,
 
 def test_the_look_at_start_stops_at_its_number_of_tokens(tokenizer, monkeypatch):
     examples = counted_examples(tokenizer)
-    monkeypatch.setattr(sft_data, "CHECKED_TOKENS", 25)
+    monkeypatch.setattr(sft_data, "CHECKED_TOKENS", 100)
+    monkeypatch.setattr(sft_data, "CHECKED_AT_ONCE", 3)
     examples.check(range(len(examples)))
     seen = len(examples._renderer.seen)
-    assert examples.columns(range(seen)).num_tokens >= 25
-    assert examples.columns(range(seen - 1)).num_tokens < 25
+    assert seen < len(examples) and examples.columns(range(seen)).num_tokens >= 100
+    assert examples.columns(range(seen - 3)).num_tokens < 100
 
 
 def test_batches_follow_the_order_from_any_step_on(tokenizer):

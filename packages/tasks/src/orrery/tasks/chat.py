@@ -15,9 +15,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -109,6 +111,15 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
+EVERYTHING = (0, -1)  # of a text: tokens without characters too
+Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
+
+
+class _Part(NamedTuple):
+    """A text that is tokenised by itself, and the characters of it, from … to, whose tokens are trained."""
+
+    text: str
+    trained: list[tuple[int, int]]
 
 
 class Renderer:
@@ -146,16 +157,17 @@ class Renderer:
 
     def completion(self, message: Message) -> list[int]:
         """Tokens that the assistant would have sampled to say `message`, with the end-of-turn token."""
+        return self.encode(self._said(message))
+
+    def _said(self, message: Message) -> str:
         opened = self._render([ASK], add_generation_prompt=True)
         whole = self._render([ASK, _hugging_face(message)])
         if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
             raise OrreryError("tokenizer: the chat template does not continue its own generation prompt, so turns cannot be told apart")
         said = whole[len(opened) :]
-        return self.encode(said[: said.rindex(self._end) + len(self._end)])
+        return said[: said.rindex(self._end) + len(self._end)]
 
-    def example(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), trained_roles: Sequence[Role] = ("assistant",)
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def example(self, messages: Sequence[Message], tools: Sequence[Tool] = (), trained_roles: Sequence[Role] = ("assistant",)) -> Example:
         """A finished chat as (token ids i32 [T], trained bool [T]); trained are the messages whose role is in `trained_roles`:
 
         - the assistant's: all that it would sample, its calls and the end-of-turn token too;
@@ -168,32 +180,24 @@ class Renderer:
         Raises OrreryError where the chat begins with the assistant, ends with a message that is neither the assistant's nor trained, or has
         nothing to train; and where the template does not write a message of a trained role as a text of its own.
         """
-        roles = [message.role for message in messages]
-        turns = [i for i, role in enumerate(roles) if role == "assistant"]
-        last = ["assistant", *(role for role in trained_roles if role != "assistant")]
-        if not roles or roles[0] == "assistant" or roles[-1] not in last:
-            raise OrreryError(
-                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message and does not begin with an assistant's"
-            )
-        ids: list[int] = []
-        trained: list[bool] = []
-        ends = [*turns, None]  # of what is heard before each turn; the last may have no turn after it
-        for turn, end in zip([None, *turns], ends, strict=True):
-            if turn is not None:
-                said = self.completion(messages[turn])
-                ids += said
-                trained += [roles[turn] in trained_roles] * len(said)
-            start = 0 if turn is None else turn + 1
-            if start < len(messages):
-                heard, mask = self._heard(messages[start:end], start, end is not None, tools, trained_roles)
-                ids += heard
-                trained += mask
-        trained[0] = False  # nothing stands before it to predict it from
-        if not any(trained):
-            raise OrreryError(
-                f"chat of roles {roles}: nothing of it is trained with trained_roles {list(trained_roles)}; leave the chat out"
-            )
-        return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
+        parts = self._parts(messages, tools, trained_roles)
+        return self._joined(parts, self.tokenizer.encode_batch([part.text for part in parts], add_special_tokens=False))
+
+    def examples(self, chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]], trained_roles: Sequence[Role]) -> list[Example]:
+        """`example` of each (where it stands, messages, tools), at once: with all cores, and other threads of Python go on meanwhile.
+
+        An OrreryError begins with where the chat stands.
+        """
+        parts = []
+        for where, messages, tools in chats:
+            with _naming(where):
+                parts.append(self._parts(messages, tools, trained_roles))
+        encodings = iter(self.tokenizer.encode_batch([part.text for one in parts for part in one], add_special_tokens=False))
+        made = []
+        for (where, _, _), one in zip(chats, parts, strict=True):
+            with _naming(where):
+                made.append(self._joined(one, list(islice(encodings, len(one)))))
+        return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that was sampled. A malformed call is text; so are special tokens out of place."""
@@ -221,43 +225,74 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know."""
-        return self._encode(text).ids
+        return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _encode(self, text: str) -> tokenizers.Encoding:
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        if self._known is not None and self._unknown_id in encoding.ids:
+    def _known_ids(self, text: str, encoding: tokenizers.Encoding) -> list[int]:
+        ids = encoding.ids
+        if self._known is not None and self._unknown_id in ids:
             strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
             raise OrreryError(f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet")
-        return encoding
+        return ids
 
-    # Which tokens of what is heard are trained
+    # Examples: a chat as texts that are tokenised each by itself, as RL does, and what of them is trained
+
+    def _parts(self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]) -> list[_Part]:
+        """What is heard before the first turn, the turn, what is heard after it, …"""
+        roles = [message.role for message in messages]
+        turns = [i for i, role in enumerate(roles) if role == "assistant"]
+        last = ["assistant", *(role for role in trained_roles if role != "assistant")]
+        if not roles or roles[0] == "assistant" or roles[-1] not in last:
+            raise OrreryError(
+                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message and does not begin with an assistant's"
+            )
+        parts = [self._heard(messages[: turns[0] if turns else None], 0, bool(turns), tools, trained_roles)]
+        for turn, following in zip(turns, [*turns[1:], None][: len(turns)], strict=True):
+            parts.append(_Part(self._said(messages[turn]), [EVERYTHING] if "assistant" in trained_roles else []))
+            if turn + 1 < len(messages):
+                parts.append(self._heard(messages[turn + 1 : following], turn + 1, following is not None, (), trained_roles))
+        if not any(part.trained for part in parts):
+            raise OrreryError(
+                f"chat of roles {roles}: nothing of it is trained with trained_roles {list(trained_roles)}; leave the chat out"
+            )
+        return parts
+
+    def _joined(self, parts: Sequence[_Part], encodings: Sequence[tokenizers.Encoding]) -> Example:
+        ids: list[int] = []
+        masks = []
+        for part, encoding in zip(parts, encodings, strict=True):
+            ids += self._known_ids(part.text, encoding)
+            mask = np.zeros(len(encoding.ids), dtype=bool)
+            if part.trained == [EVERYTHING]:
+                mask[:] = True
+            elif part.trained:
+                starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+                for begin, end in part.trained:
+                    mask |= (starts < end) & (ends > begin)
+            masks.append(mask)
+        trained = np.concatenate(masks)
+        trained[:1] = False  # nothing stands before it to predict it from
+        return np.array(ids, dtype=np.int32), trained
 
     def _heard(
         self, messages: Sequence[Message], first: int, is_answered: bool, tools: Sequence[Tool], trained_roles: Sequence[Role]
-    ) -> tuple[list[int], list[bool]]:
-        """Tokens of messages between two turns of the assistant, and which of them are trained; `first` is the number of the first.
+    ) -> _Part:
+        """Messages between two turns of the assistant; `first` is the number of the first. `is_answered`: the assistant speaks next.
 
-        The chat's beginning is rendered with its tools, later messages behind a placeholder turn. `is_answered`: the assistant speaks next.
+        The chat's beginning is rendered by itself, later messages behind a placeholder turn.
         """
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
-        whole = self._render(chat, tools if first == 0 else (), is_answered)
+        whole = self._render(chat, tools, is_answered)
         begin = self._begin(whole) if before else 0
-        encoding = self._encode(whole[begin:])
-        trained = np.zeros(len(encoding.ids), dtype=bool)
+        trained = []
         if any(message.role in trained_roles for message in messages):
-            starts_ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
-            found = [
-                self._content_in(whole, chat, len(before) + i, first + i, tools if first == 0 else (), is_answered)
-                for i in range(len(messages))
-            ]
+            found = [self._content_in(whole, chat, len(before) + i, first + i, tools, is_answered) for i in range(len(messages))]
             following = [start for start, _ in found[1:]] + [len(whole)]
             for message, (start, end), until in zip(messages, found, following, strict=True):
                 if message.role in trained_roles:
                     at = whole.find(self._end, end, until)
-                    end = end if at < 0 else at + len(self._end)
-                    trained |= (starts_ends[:, 0] < end) & (starts_ends[:, 1] > start)
-        return encoding.ids, trained.tolist()
+                    trained.append((start - begin, (end if at < 0 else at + len(self._end)) - begin))
+        return _Part(whole[begin:], trained)
 
     def _content_in(
         self, whole: str, chat: list[dict[str, Any]], at: int, number: int, tools: Sequence[Tool], is_answered: bool
@@ -346,6 +381,14 @@ def _hugging_face(message: Message) -> dict[str, Any]:
     if message.name is not None:
         entry["name"] = message.name
     return entry
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OrreryError as error:
+        raise OrreryError(f"{where}: {error}") from error
 
 
 def _content(token: Any) -> str:

@@ -18,12 +18,13 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, SftData
-from orrery.tasks.chat import Renderer
+from orrery.tasks.chat import Example, Renderer
 from orrery.tasks.task import Role
 from orrery.trainer.chats import Chats, open_chats
 from orrery.transport.columns import Columns
 
 CHECKED_TOKENS = 2_000_000
+CHECKED_AT_ONCE = 64
 KEPT_TOKENS = 32_000_000  # of 5 bytes
 
 
@@ -32,23 +33,25 @@ class Examples:
 
     def __init__(self, chats: Chats, renderer: Renderer, trained_roles: Sequence[Role], max_tokens: int):
         self.chats, self._renderer, self._trained_roles, self._max_tokens = chats, renderer, trained_roles, max_tokens
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._kept: dict[int, Example] = {}
         self._num_kept_tokens = 0
 
     def __len__(self) -> int:
         return len(self.chats)
 
-    def check(self, indices: Iterable[int]) -> None:
+    def check(self, indices: Sequence[int]) -> None:
         """Tokenise some, up to CHECKED_TOKENS. Raises OrreryError for one that cannot be trained on."""
         num_tokens = 0
-        for index in indices:
-            num_tokens += len(self._tokens(index)[0])
+        for begin in range(0, len(indices), CHECKED_AT_ONCE):
+            num_tokens += self.columns(indices[begin : begin + CHECKED_AT_ONCE]).num_tokens
             if num_tokens >= CHECKED_TOKENS:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
         """These examples, in this order. Raises OrreryError for a chat that cannot be trained on, naming it."""
-        tokens = [self._tokens(index) for index in indices]
+        indices = list(indices)
+        made = self._tokenise([index for index in dict.fromkeys(indices) if index not in self._kept])
+        tokens = [made[index] if index in made else self._kept[index] for index in indices]
         offsets = np.cumsum([0, *(len(ids) for ids, _ in tokens)], dtype=np.int64)
         token = {
             "token_id": np.concatenate([ids for ids, _ in tokens]),
@@ -58,23 +61,20 @@ class Examples:
         }
         return Columns(offsets, token)
 
-    def _tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        if index in self._kept:
-            return self._kept[index]
-        chat = self.chats[index]
-        try:
-            ids, trained = self._renderer.example(chat.messages, chat.tools, self._trained_roles)
-        except OrreryError as error:
-            raise OrreryError(f"{chat.where}: {error}") from error
-        if len(ids) > self._max_tokens:
-            raise OrreryError(
-                f"{chat.where}: {len(ids)} tokens do not fit trainer.memory.max_tokens_per_micro_batch {self._max_tokens}; "
-                f"raise it or leave the chat out"
-            )
-        if self._num_kept_tokens + len(ids) <= KEPT_TOKENS:
-            self._kept[index] = ids, trained
-            self._num_kept_tokens += len(ids)
-        return ids, trained
+    def _tokenise(self, indices: list[int]) -> dict[int, Example]:
+        chats = [self.chats[index] for index in indices]
+        made = self._renderer.examples([(chat.where, chat.messages, chat.tools) for chat in chats], self._trained_roles)
+        for index, chat, example in zip(indices, chats, made, strict=True):
+            num_tokens = len(example[0])
+            if num_tokens > self._max_tokens:
+                raise OrreryError(
+                    f"{chat.where}: {num_tokens} tokens do not fit trainer.memory.max_tokens_per_micro_batch {self._max_tokens}; "
+                    f"raise it or leave the chat out"
+                )
+            if self._num_kept_tokens + num_tokens <= KEPT_TOKENS:
+                self._kept[index] = example
+                self._num_kept_tokens += num_tokens
+        return dict(zip(indices, made, strict=True))
 
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
