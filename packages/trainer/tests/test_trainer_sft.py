@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_cases import make_learner, manifest
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
 from orrery.observe.metrics import read
@@ -26,12 +27,13 @@ from orrery.observe.process import parse_role
 from orrery.tasks import Message, ToolCall
 from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.trainer import __main__ as trainer_main
-from orrery.trainer import sft_data
+from orrery.trainer import sft, sft_data
 from orrery.trainer.chats import open_chats
 from orrery.trainer.initialize import initialize
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft_data import Examples, ahead, batches, load_examples
 from orrery.trainer.validation import Validation, load_validation
+from orrery.transport import checkpoints
 from orrery.transport.columns import Columns
 
 pa = pytest.importorskip("pyarrow")
@@ -309,6 +311,41 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_validation(tmp_path, star
         assert [row["num_validation_tokens"] for row in rows if row.get("event") == "validation"] == [num_tokens] * 3
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert all(row["wait_s"] < row["step_time_s"] for row in rows if "loss" in row)
+
+
+def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_makes_the_same_bits(tmp_path, start, monkeypatch):
+    spec = sft_spec(num_steps=7, validation=validated())
+    rows, expected = run_here(tmp_path / "straight", spec, start)
+    run_dir, right = start_run(tmp_path / "died", spec, start), sft.factor
+
+    def die(schedule, step, num_steps):
+        while step == 6 and checkpoints.latest(run_dir, "sft") != 4:  # it becomes whole some time after its step
+            time.sleep(0.01)
+        if step == 6:
+            raise RunFailed("killed")
+        return right(schedule, step, num_steps)
+
+    monkeypatch.setattr(sft, "factor", die)
+    with pytest.raises(RunFailed, match="killed"):
+        trainer_main.run_sft(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft"]))
+    monkeypatch.setattr(sft, "factor", right)
+    trainer_main.run_sft(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", "--attempt", "2"]))
+    assert (run_dir / "weights" / "sft" / "model.safetensors").read_bytes() == expected
+
+    def validation_of(rows):
+        return [(row["attempt"], row["step"], row["validation_loss"]) for row in rows if row.get("event") == "validation"]
+
+    losses = {step: loss for _, step, loss in validation_of(rows)}
+    assert validation_of(read(run_dir / "metrics" / "trainer.0.jsonl")) == [(1, 0, losses[0]), (2, 4, losses[4]), (2, 7, losses[7])]
+
+
+def test_a_validation_task_is_checked_before_the_run_begins(tmp_path):
+    task = manifest().stages.sft.data.task.model_dump() | {"seed": 9}
+    task["args"] = task["args"] | {"instruction": "Z"}
+    data = {"kind": "demonstrations", "task": task, "num_problems": 8}
+    (tmp_path / "manifest.json").write_bytes(canonical_json(sft_spec(validation=validated(data))))
+    with pytest.raises(OrreryError, match=r"stages\.sft\.validation\.data\.task: .*alphabet has no 'Z'"):
+        initialize(parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "init"]))
 
 
 @pytest.fixture(scope="module")

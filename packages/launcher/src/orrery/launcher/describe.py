@@ -81,7 +81,7 @@ def _losses(run_dir: Path) -> list[str]:
     """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
     rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
     said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in rows if "loss" in row][-1:]
-    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in rows if row.get("event") == "validation"]
+    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in rows if row.get("validation_loss") is not None]
     if validated:
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
