@@ -86,6 +86,20 @@ def test_host_buffers_are_used_again():
     assert sizes == sizes[:1] * 4
 
 
+def test_micro_batches_of_many_lengths_share_host_buffers():
+    offload = Offload(torch.device("cpu"), min_bytes=64)
+    layer = torch.nn.Linear(32, 32)
+    for length in (64, *range(33, 64)):  # the longest first: all others fit into what it needs
+        x = torch.randn(length, 32, requires_grad=True)
+        offload.run(layer, lambda x: torch.tanh(layer(x)), x).sum().backward()
+        gradient, leaf = x.grad, x.detach().requires_grad_()
+        torch.tanh(layer(leaf)).sum().backward()
+        assert torch.equal(gradient, leaf.grad)
+        if length == 64:
+            most = offload.pool.num_bytes
+    assert 0 < offload.pool.num_bytes <= most
+
+
 def test_weights_and_what_blocks_share_stay_on_the_device():
     offload = Offload(torch.device("cpu"), min_bytes=1)
     layer, shared = torch.nn.Linear(8, 8), torch.randn(4, 8)

@@ -5,7 +5,8 @@
 
 - A copy runs on a stream of its own, one for each direction. Compute waits for a copy only where it overtakes it; a tensor's device memory
   is let go when the block after it has been enqueued and its copy is done, so that two blocks' worth is on the device at most.
-- Host buffers are taken from a pool and go back to it: nothing is pinned anew after the first step.
+- Host buffers are taken from a pool and go back to it: nothing is pinned anew after the first steps. Their sizes are powers of two, as
+  torch's pinned blocks are anyway: micro-batches of other lengths find buffers that fit, and the pool stays as large as the largest need.
 - Left on the device: weights, what all blocks share (angles, routes), tensors below MIN_BYTES, those that are strided with gaps, and
   the last block's, which the backward pass reads at once.
 - On a CPU the same steps run without streams: the results are the same bits with and without offload, there and on a GPU.
@@ -37,7 +38,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class Pool:
-    """Host buffers by size. A buffer that comes back is written again only after `free`, the event of its last reader."""
+    """Host buffers, of powers of two bytes. One that comes back is written again only after `free`, the event of its last reader."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -45,10 +46,12 @@ class Pool:
         self.num_bytes = 0  # ever made
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
-        self.num_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned), None
+        """A buffer of at least `num_bytes`, and the event to wait for before it is written."""
+        size = 1 << (num_bytes - 1).bit_length()
+        if self._free[size]:
+            return self._free[size].pop()
+        self.num_bytes += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned), None
 
     def give(self, buffer: Tensor, free: Any) -> None:
         self._free[buffer.numel()].append((buffer, free))
@@ -62,8 +65,12 @@ class Saved:
         self.buffer: Tensor | None = None
         self.device_tensor: Tensor | None = tensor  # until it is away, and again when it is back
 
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def typed(self, flat: Tensor) -> Tensor:
-        return flat.view(self.dtype).as_strided(self.shape, self.stride)
+        return flat[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class Group:
@@ -115,7 +122,7 @@ class Offload:
         with torch.cuda.stream(self._out):
             for saved in group.saved.values():
                 assert saved.device_tensor is not None
-                saved.buffer, free = self.pool.take(saved.device_tensor.numel() * saved.device_tensor.itemsize)
+                saved.buffer, free = self.pool.take(saved.num_bytes)
                 if free is not None:
                     self._out.wait_event(free)
                 saved.typed(saved.buffer).copy_(saved.device_tensor, non_blocking=True)
@@ -155,9 +162,9 @@ class Offload:
         away = [saved for saved in group.saved.values() if saved.device_tensor is None]
         for saved in away:
             assert saved.buffer is not None
-            flat = torch.empty(saved.buffer.numel(), dtype=torch.uint8, device=self.device)
+            flat = torch.empty(saved.num_bytes, dtype=torch.uint8, device=self.device)
             with torch.cuda.stream(self._in):
-                flat.copy_(saved.buffer, non_blocking=True)
+                flat.copy_(saved.buffer[: saved.num_bytes], non_blocking=True)
             saved.device_tensor = saved.typed(flat)
         if self._in is not None:
             group.back = self._in.record_event()
