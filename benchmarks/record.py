@@ -93,7 +93,9 @@ def commit() -> str:
 
     `ORRERY_COMMIT` says it where the checkout is a copy without history.
     """
-    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or os.environ.get("ORRERY_COMMIT", "unknown")
+    if named := os.environ.get("ORRERY_COMMIT"):
+        return named
+    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown"
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/**/*.json")
     return head + ("-dirty" if changed else "")
 

@@ -78,8 +78,7 @@ def main() -> None:
         except RuntimeError as error:
             print(error, flush=True)  # ours is measured all the same
         else:
-            (folder / f"torchtitan_{arguments.row}.json").write_text(json.dumps(theirs, indent=2) + "\n")
-    found = {}
+        found = {}
     for routing in arguments.routing or row.routings:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
         if arguments.layers is not None:
