@@ -165,3 +165,8 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
     spec = manifest(trainer={"optimizer": {"kind": "adamw", "lr": 1e30, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 1.0}})
     done = bench(tmp_path, spec, "--steps", "1", "--warmup", "3")
     assert done.returncode == 1 and done.stderr.startswith("error: step ") and done.stderr.count("\n") == 1
+
+
+def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
+    with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose from \[1, 2\]"):
+        request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))

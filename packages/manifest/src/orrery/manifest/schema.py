@@ -388,6 +388,32 @@ class Trainer(Record):
     checkpoint: Checkpoint
 
 
+def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:
+    """Raises `ValueError` where the network cannot be divided as `trainer.mesh` says, naming what can."""
+    mesh = trainer.mesh
+    sharded = mesh.dp_shard * mesh.cp
+    fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
+    if sharded % mesh.ep:
+        raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {sharded}; choose from {fits}")
+    if model.moe is None and mesh.ep > 1:
+        raise ValueError(f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; set trainer.mesh.ep to 1")
+    if mesh.ep not in fits and model.moe is not None:
+        raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts; choose from {fits}")
+    elsewhere = accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
+    if mesh.ep > 1 and mesh.ep_backend == "deepep" and elsewhere:
+        raise ValueError(
+            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
+            "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
+        )
+    if mesh.cp > 1 and model.family == "hugging_face":
+        raise ValueError(f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; set trainer.mesh.cp to 1")
+    if mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (fits := _heads_divide_among(model)):
+        raise ValueError(
+            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
+            f"ranks; choose from {fits}, or set trainer.mesh.cp_style to 'ring'"
+        )
+
+
 # Inference ----------------------------------------------------------------------------------------------------------
 
 
@@ -649,28 +675,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def mesh_fits_model(self) -> "Manifest":
-        mesh, model = self.trainer.mesh, self.model
-        sharded = mesh.dp_shard * mesh.cp
-        fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
-        if sharded % mesh.ep:
-            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {sharded}; choose from {fits}")
-        if model.moe is None and mesh.ep > 1:
-            raise ValueError(f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; set trainer.mesh.ep to 1")
-        if mesh.ep not in fits and model.moe is not None:
-            raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts; choose from {fits}")
-        elsewhere = self.hardware.accelerator == "cpu" or self.trainer.compute_dtype != "bfloat16"
-        if mesh.ep > 1 and mesh.ep_backend == "deepep" and elsewhere:
-            raise ValueError(
-                "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
-                "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
-            )
-        if mesh.cp > 1 and model.family == "hugging_face":
-            raise ValueError(f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; set trainer.mesh.cp to 1")
-        if mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (fits := _heads_divide_among(model)):
-            raise ValueError(
-                f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
-                f"ranks; choose from {fits}, or set trainer.mesh.cp_style to 'ring'"
-            )
+        fit_mesh(self.trainer, self.model, self.hardware.accelerator)
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
-from orrery.manifest.schema import Manifest, Mesh, Model, Trainer
+from orrery.manifest.schema import Manifest, Mesh, Model, Trainer, fit_mesh
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,10 @@ def request(manifest: Manifest, options: Options) -> Request:
             change(f"trainer.{field}", getattr(trainer, field), value)
         trainer = trainer.model_copy(update=precision)
     accelerator = change("hardware.accelerator", manifest.hardware.accelerator, options.device or manifest.hardware.accelerator)
+    try:
+        fit_mesh(trainer, model, accelerator)
+    except ValueError as error:
+        raise OrreryError(str(error)) from None
     most = trainer.memory.max_tokens_per_micro_batch
     tokens = change("trainer.memory.max_tokens_per_micro_batch", most, options.tokens_per_micro_batch or most)
     longest = manifest.inference.max_model_len_tokens
