@@ -3,6 +3,8 @@
 - A block is one graph without a break (`fullgraph`); its attention and its grouped products are operators of `orrery.kernels`.
 - Where ranks exchange tokens or keys inside a block, the exchange stays outside of the graph, and a block is what stands around it.
 - The first length of a micro-batch is compiled as it is, the second for every length to come.
+- A graph each for blocks of other kinds, with and without gradients, with and without routes to replay, for a micro-batch without samples:
+  more than the eight that torch allows, beyond which a whole block would end the run, and any other be slow without a word.
 """
 
 import torch
@@ -10,6 +12,8 @@ import torch
 from orrery.manifest.schema import Mesh, Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
+
+GRAPHS = 64  # of one kind of function at most; each is compiled once, and found by its guards
 
 
 def is_whole(mesh: Mesh) -> bool:
@@ -19,6 +23,9 @@ def is_whole(mesh: Mesh) -> bool:
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if trainer.compile:
+        from torch._dynamo import config  # here: to import it takes a while, and runs on CPUs hardly ever need it
+
+        config.recompile_limit = max(config.recompile_limit, GRAPHS)
         whole = is_whole(trainer.mesh) and policy.network.config.family != "hugging_face"
         for block in policy.network.layers:
             block.forward = torch.compile(block.forward, fullgraph=whole)
