@@ -1,8 +1,8 @@
 """One rank of a test: `trainer_rank.py FOLDER PORT WORLD_SIZE RANK` does the jobs that `trainer_cases.run_ranks` wrote to FOLDER/jobs.json.
 
-A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "resume" and "save"
-(checkpoint folders), "export" (a Hugging Face folder). Its weights go to FOLDER/<name>.safetensors; what the steps said is the last
-line of stdout.
+A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
+(the first batch, after the steps), "resume" and "save" (checkpoint folders), "export" (a Hugging Face folder). Its weights go to
+FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
 """
 
 import json
@@ -81,6 +81,8 @@ def do(job: dict, folder: Path, world: World) -> dict:
         answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
     except RunFailed as error:
         answer["error"] = str(error)
+    if "compare" in job:
+        learner.compare(share(batch_columns(1), world.size, world.rank))
     if "save" in job:
         checkpoint.save(learner, Path(job["save"]))
     if "export" in job:

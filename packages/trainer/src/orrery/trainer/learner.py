@@ -20,7 +20,7 @@ from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.optim import clip, first_not_finite, gradient_norm, make_optimizer
 from orrery.trainer.parallel import context_parallel
-from orrery.trainer.parallel.fsdp import synchronize_gradients
+from orrery.trainer.parallel.fsdp import release, synchronize_gradients
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.pulse import mark
@@ -77,6 +77,7 @@ class Learner:
             batch = micro_batch(columns, self.step + 1, self.world.device, self.cut)
             logprob, entropy = self.policy(batch)
             tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
+        release(self.policy)
         self.world.sum(tally.sums)
         self.world.max(tally.peaks)
         peak = float(tally.peaks)

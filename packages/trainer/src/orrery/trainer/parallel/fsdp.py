@@ -75,3 +75,13 @@ def synchronize_gradients(policy: Policy, last: bool, spec: Fsdp) -> None:
         policy.set_requires_gradient_sync(last)
     else:
         policy.set_requires_all_reduce(last)
+
+
+def release(policy: Policy) -> None:
+    """After a pass without gradients: what waits whole for a backward pass is sharded again.
+
+    Until then the policy has those weights as they were gathered, in the compute dtype, and an export would take them so.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
