@@ -140,9 +140,9 @@ def show(result: dict[str, Any]) -> None:
     reserved = (
         f"{result['peak_reserved_bytes'] / gib:.1f} GiB reserved, {result['allocated_before_steps_bytes'] / gib:.1f} GiB before steps"
     )
-    facts.add_row(
-        "peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{reserved}; expandable segments {result['expandable_segments']}"
-    )
+    if result["peak_allocated_bytes"]:  # torch counts on a GPU only
+        segments = f"expandable segments {result['expandable_segments']}"
+        facts.add_row("peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{reserved}; {segments}")
     console.print(facts)
     phases, predicted = result["phases"], result["expected_s"] or {}
     table = Table(box=None, header_style="bold", pad_edge=False)
