@@ -165,9 +165,9 @@ class Model(Record):
             if (value := getattr(self, field)) not in only:
                 raise ValueError(f"{field} {value!r}: family {self.family!r} has {' or '.join(map(repr, only))} only")
         if self.family == "qwen3_moe" and self.moe is not None:
-            for field, only in QWEN3_MOE.items():
-                if (value := getattr(self.moe, field)) != only:
-                    raise ValueError(f"moe.{field} {value!r}: family 'qwen3_moe' has {only!r} only")
+            for field, fixed in QWEN3_MOE.items():
+                if (value := getattr(self.moe, field)) != fixed:
+                    raise ValueError(f"moe.{field} {value!r}: family 'qwen3_moe' has {fixed!r} only")
         return self
 
 
