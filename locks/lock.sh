@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
-# Writes the locks anew: `bash locks/lock.sh` all of them (`make lock`), `bash locks/lock.sh login trainer.cpu` those.
+# Writes the locks anew: `bash locks/lock.sh` all of them (`make lock`), `bash locks/lock.sh login trainer.cpu` those. With --keep before
+# the names, versions that are locked stay where the lists allow them, and only what a list gained or changed moves.
 # Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images take every version from cpu.txt.
 set -euo pipefail
 
+upgrade=(--upgrade)
+if [ "${1:-}" = --keep ]; then
+    upgrade=()
+    shift
+fi
 names=("$@")
 [ $# -gt 0 ] || names=(uv cpu login orchestrator trainer.cpu inference.cpu inference.cuda trainer.cuda)
 
@@ -13,7 +19,7 @@ source locks/sources.sh
 compile() { # NAME, then further options of uv
     local name=$1
     shift
-    uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+    uv pip compile --quiet "${upgrade[@]}" --generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
         --python-platform x86_64-manylinux_2_28 --python-version "$version" "$@" "locks/$name.in" -o "locks/$name.txt"
     if grep -nE '^[^#]*(://|--find-links|--.*index-url)' "locks/$name.txt"; then
         echo "lock failed: the lines above of locks/$name.txt hold an address; a lock must not" >&2

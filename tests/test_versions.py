@@ -1,19 +1,34 @@
 """`.python-version` is where the Python version is written; whatever names a version elsewhere names the same.
 
 The locks pin what was resolved for it, the images bring it as /usr/bin/python3, and the flake's shells hold it (tests/test_nix.py).
+What the rooms' pyproject.toml ask for is in the locks of the roles that import them.
 """
 
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 VERSION = (ROOT / ".python-version").read_text().strip()
 NAMED = re.compile(r"(?:[Pp]ython|--python-version)[ =]?(3\.\d+)")
 # The Python that a Debian release installs as /usr/bin/python3.
 OF_DEBIAN = {"bookworm": "3.11", "trixie": "3.13"}
+# lock → the rooms that are imported where it is installed, with what they may be without
+ROOMS = {
+    "cpu": ("launcher", "orchestrator", "trainer", "inference[cpu]"),
+    "login": ("launcher",),
+    "orchestrator": ("orchestrator",),
+    "trainer.cpu": ("trainer",),
+    "trainer.cuda": ("trainer[gpu]",),
+    "inference.cpu": ("inference[cpu]",),
+    "inference.cuda": ("inference[gpu]",),
+}
+RENDERS = "gojsonnet"  # roles read manifests; what renders them is not in images
 
 
 def versions_named(text: str) -> set[str]:
@@ -60,6 +75,33 @@ def test_the_locks_are_made_for_it_and_installed_under_it():
         assert versions_named("\n".join(header)) <= {VERSION}, lock.name
     (row,) = [line for line in (ROOT / "locks/README.md").read_text().splitlines() if line.startswith("| `cpu.txt`")]
     assert versions_named(row) == {VERSION}
+
+
+def pins(lock: str) -> dict[str, str]:
+    return dict(re.findall(r"(?m)^([a-z0-9._-]+)==(\S+)", (ROOT / f"locks/{lock}.txt").read_text()))
+
+
+def needed(room: str) -> list[Requirement]:
+    """What a room and the rooms below it ask for; `room` may name an extra in brackets."""
+    wanted = Requirement(room)
+    project = settings(f"packages/{wanted.name}/pyproject.toml")["project"]
+    extras = {canonicalize_name(name): found for name, found in project.get("optional-dependencies", {}).items()}
+    asked = [*project["dependencies"], *(one for extra in sorted(wanted.extras) for one in extras[canonicalize_name(extra)])]
+    own = [one.removeprefix("orrery-") for one in asked if one.startswith("orrery-")]
+    return [Requirement(one) for one in asked if not one.startswith("orrery-")] + [one for below in own for one in needed(below)]
+
+
+@pytest.mark.parametrize("lock", ROOMS)
+def test_a_lock_holds_what_the_rooms_of_its_roles_ask_for(lock):
+    held, asked = pins(lock), [one for room in ROOMS[lock] for one in needed(room) if lock in {"cpu", "login"} or one.name != RENDERS]
+    assert len(asked) > 5
+    assert [str(one) for one in asked if one.name not in held or held[one.name] not in one.specifier] == []
+
+
+def test_trainer_and_engines_have_the_same_transformers_on_all_hardware():
+    """Networks and tokenizers are read by it on both sides."""
+    held = {lock: pins(lock).get("transformers") for lock in ROOMS if lock not in {"login", "orchestrator"}}
+    assert set(held.values()) == {pins("cpu")["transformers"]}, held
 
 
 def test_the_images_are_built_with_it():

@@ -240,7 +240,8 @@ IN_THE_IMAGE = {
         False,
     ),
     "trainer": (
-        "aiohttp, jinja2, msgspec, numpy, psutil, pydantic, reasoning_gym, rich, safetensors, tensorboard, tokenizers, torch, zmq",
+        "aiohttp, jinja2, msgspec, numpy, psutil, pyarrow, pydantic, reasoning_gym, rich, safetensors, tensorboard, tokenizers, torch, "
+        "transformers, zmq",
         True,
     ),
     "inference": ("msgspec, psutil, pydantic, safetensors, torch, transformers, uvicorn, uvloop, vllm, vllm_router, zmq", True),
