@@ -63,6 +63,18 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
     assert rows.row_M.tolist() == [1, 3, 0, 2] and rows.ends_E[-1].item() == 2
 
 
+@pytest.mark.parametrize("form", ["aten", "triton"])  # the operators of "triton" run plain operations where Triton cannot
+def test_slots_that_go_nowhere_may_share_the_last_row(form):
+    every = plan(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
+    rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
+    is_real = torch.arange(6, device=DEVICE)[:, None] < 5  # what stands in the last row is any of its slots' tokens
+    x, y = random(3, 4), random(6, 4)
+    expected = outcome(lambda x: torch.where(is_real, reference.gather_rows(x, rows), 0), x)
+    assert_all_close(outcome(lambda x: torch.where(is_real, gather_rows(x, rows, form), 0), x), expected, 1e-6)
+    expected = outcome(lambda y: reference.combine_rows(torch.where(is_real, y, 0), rows), y)
+    assert_all_close(outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, form), y), expected, 1e-6)
+
+
 # One rounding of a float32 sum whose order differs at most: bfloat16's half unit in the last place is 2⁻⁹.
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 

@@ -20,20 +20,20 @@ def _runs_triton(rows: Tensor) -> bool:
 
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
-def spread_rows(x_TD: Tensor, place_TK: Tensor) -> Tensor:
-    """[M, D]: row place_TK[t, k] is x[t]."""
+def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+    """[M, D]: row place_TK[t, k] is x[t]; a row that several slots name is any one of theirs."""
     if _runs_triton(x_TD):
         from orrery.kernels.expert_rows import triton
 
-        return triton.spread_rows(x_TD, place_TK)
-    out_MD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+        return triton.spread_rows(x_TD, place_TK, num_rows)
+    out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
     out_MD[place_TK] = x_TD[:, None]
     return out_MD
 
 
 @spread_rows.register_fake
-def _(x_TD: Tensor, place_TK: Tensor) -> Tensor:
-    return x_TD.new_empty(place_TK.shape[0] * place_TK.shape[1], x_TD.shape[1])
+def _(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+    return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
 @torch.library.custom_op("orrery::sum_rows", mutates_args=())

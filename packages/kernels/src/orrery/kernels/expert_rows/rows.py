@@ -50,7 +50,7 @@ def _form(rows: Tensor) -> Form:
 
 def _spread(x_TD: Tensor, row_M: Tensor, place_TK: Tensor, form: Form) -> Tensor:
     if form == "triton":
-        return operators.spread_rows(x_TD.contiguous(), place_TK)
+        return operators.spread_rows(x_TD.contiguous(), place_TK, row_M.shape[0])
     return plain.spread_rows(x_TD, row_M, place_TK.shape[1])
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 MAX_BLOCK = 2048  # columns in registers at a time
 
 
-def spread_rows(x_TD: Tensor, place_TK: Tensor) -> Tensor:
+def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
     num_tokens, width = x_TD.shape
-    out_MD = x_TD.new_empty(place_TK.numel(), width)
+    out_MD = x_TD.new_empty(num_rows, width)
     if out_MD.numel():
         block = _block(width)
         _spread_rows[(num_tokens, triton.cdiv(width, block))](x_TD, place_TK, out_MD, width, K=place_TK.shape[1], BLOCK=block)
