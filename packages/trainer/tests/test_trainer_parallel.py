@@ -45,6 +45,8 @@ GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "s
 NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "adapted": MIXTURE}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
+AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
+FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}
 
 MESHES = {
     "fsdp2": {"dp_shard": 2},
@@ -70,6 +72,11 @@ CASES = {
     "replayed_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": MIXTURE},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
+    # Levers on layouts: gradients that travel after each micro-batch, activations and weights in host memory, all beside adapters.
+    "mixture_hsdp_ep2_reducing": {"mesh": MESHES["hsdp_ep2"], "model": MIXTURE, "trainer": {"fsdp": FSDP}},
+    "mixture_ep2_ulysses2_away": {"mesh": MESHES["ep2_ulysses2"], "model": MIXTURE, "trainer": AWAY},
+    "mixture_fsdp2_ep2_hosted": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": {"fsdp": {**FSDP, "cpu_offload": True}}},
+    "adapted_ep4_ring2_away": {"mesh": MESHES["ep4_ring2"], "model": MIXTURE, "trainer": {**ADAPTERS, **AWAY, "fsdp": FSDP}},
 }
 AGAIN = {
     **{
@@ -141,7 +148,7 @@ def alone(ran):
     folder, found = ran[0], {}
     for network, model in NETWORKS.items():
         spec = manifest(model=model, trainer=ADAPTERS if network == "adapted" else None)
-        found[network] = one_step(make_learner(spec, folder / network), spec, documents(spec, network == "replayed"))
+        found[network] = one_step(make_learner(spec, folder / network), documents(spec, network == "replayed"))
     return found
 
 

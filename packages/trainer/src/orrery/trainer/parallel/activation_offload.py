@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from orrery.manifest.schema import Trainer
+from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -111,7 +112,8 @@ class Offload:
         if tensor.device != self.device or num_bytes < self.min_bytes or not _is_dense(tensor) or isinstance(tensor, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage().data_ptr()
-        if storage in shared or any(storage == weight.untyped_storage().data_ptr() for weight in block.parameters()):
+        # Weights of experts that are spread over ranks are DTensors outside of the experts' own forward: those have no storage.
+        if storage in shared or any(storage == local_tensor(weight).untyped_storage().data_ptr() for weight in block.parameters()):
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         return group.saved.setdefault(key, Saved(group, tensor.detach()))

@@ -33,7 +33,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.compute_dtype), reduce_dtype=getattr(torch, trainer.reduce_dtype), cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy() if trainer.fsdp.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if trainer.fsdp.cpu_offload else OffloadPolicy()
     reshard = trainer.fsdp.reshard_after_forward
 
     def shard(unit: nn.Module | list[nn.Module], mesh: object, reshard: bool) -> None:
@@ -53,6 +53,17 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             module.set_force_sum_reduction_for_comms(True)  # a factor alone becomes PREMUL_SUM, which gloo does not have
     if trainer.mesh.ep > 1:
         _prefetch(policy)
+    if trainer.fsdp.cpu_offload:
+        _give_storage(policy, world.device)
+
+
+def _give_storage(policy: Policy, device: torch.device) -> None:
+    """Host memory for weights, which FSDP wants there from the start; buffers go where they are read."""
+    policy.to_empty(device="cpu")
+    for module in policy.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+    policy.network.compute_buffers()
 
 
 def _prefetch(policy: Policy) -> None:
