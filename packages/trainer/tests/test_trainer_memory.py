@@ -1,5 +1,9 @@
 """Memory levers: each changes what stays on the device, and no bit of a step."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from trainer_cases import MEMORY, batch_columns, make_learner, manifest, share, write_start_weights
@@ -117,3 +121,12 @@ def test_weights_and_what_blocks_share_stay_on_the_device():
     assert any(tensor.data_ptr() == layer.weight.data_ptr() for tensor in stayed)
     assert any(tensor.data_ptr() == shared.data_ptr() for tensor in stayed)
     assert any(not on_device for _, on_device in packed)
+
+
+@pytest.mark.parametrize("said", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}])
+def test_a_rank_lets_segments_grow_unless_its_environment_says_otherwise_and_before_torch_is_loaded(said):
+    script = "import os, sys, orrery.trainer.__main__ as m; m.grow_segments(); assert 'torch' not in sys.modules; "
+    script += "print({name: value for name, value in os.environ.items() if name.endswith('ALLOC_CONF')})"
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment | said, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(said or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})

@@ -3,12 +3,14 @@
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.observe.process import RoleProcess, role_process
+from orrery.trainer.allocator import grow_segments
 
 
 def main() -> None:
     with role_process("trainer") as me:
         # Imported here, so that health and the lifeline stand before torch takes its seconds to load.
         me.health.doing("loading torch")
+        grow_segments()
         check_built(me.manifest)
         match me.stage:
             case "init":

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from orrery.models.flops import executed_work, true_work
+from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, expected
 from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request
-from orrery.trainer.bench.start import ALLOCATOR, EXPANDABLE
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 

@@ -16,10 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.request import Request
-
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # also read by torch 2.13, which prefers PYTORCH_ALLOC_CONF
-EXPANDABLE = "expandable_segments:True"
 
 
 def run_ranks(request: Request, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
