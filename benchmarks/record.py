@@ -61,10 +61,10 @@ def record(
 
 
 def command() -> str:
-    """What to type at the root to measure again."""
+    """What to type at the root to measure again; of a folder elsewhere its name alone, for folders of one machine say nothing."""
     script = Path(sys.argv[0]).resolve()
     shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", shown, *sys.argv[1:]])
+    return shlex.join(["python", shown, *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
 
 
 def hardware() -> str:

@@ -77,8 +77,7 @@ def main() -> None:
             theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
         except RuntimeError as error:
             print(error, flush=True)  # ours is measured all the same
-        else:
-        found = {}
+    found = {}
     for routing in arguments.routing or row.routings:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
         if arguments.layers is not None:
@@ -96,7 +95,7 @@ def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, A
             sys.executable,
             "-m",
             "orrery.trainer.bench",
-            str(ROOT / "manifests" / f"{manifest}.json"),
+            f"manifests/{manifest}.json",
             *options,
             "--json",
             str(path),

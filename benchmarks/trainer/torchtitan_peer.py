@@ -82,7 +82,7 @@ def measure(job: Job, devices: int, layers: int | None, logs: Path, deadline_s: 
         "devices": devices,
         "layers": layers,
         "job": asdict(job),
-        "command": " ".join(line),
+        "command": " ".join(["python", *line[1:]]),
         "versions": versions(),
     }
     print(f"torchtitan {job.flavor} {job.seq_len}: {last[1]:,.0f} tokens/s/GPU, {result['peak_reserved_gib']:.1f} GiB", flush=True)

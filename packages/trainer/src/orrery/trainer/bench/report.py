@@ -80,7 +80,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "expected_s": predicted,
         "phases": answers[0]["phases"],
         "metrics": answers[0]["steps"][-1]["metrics"],
-        "command": shlex.join(["python", "-m", "orrery.trainer.bench", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "orrery.trainer.bench", *map(_anywhere, sys.argv[1:])]),
         "hardware": hardware(answers),
         "versions": versions(),
         "commit": commit(),
@@ -92,6 +92,11 @@ def hardware(answers: list[dict[str, Any]]) -> str:
     devices = [answer["device"] for answer in answers]
     cores = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
     return ", ".join([*(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices) if name != "cpu"), cores])
+
+
+def _anywhere(word: str) -> str:
+    """A word of the command line as it is on any machine: of a folder its name alone."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def versions() -> dict[str, str]:
