@@ -12,6 +12,7 @@ from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.models import lora, weights
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
+from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
 from orrery.trainer.parallel import build_policy, fsdp
@@ -41,7 +42,11 @@ class Rig:
 
 @contextmanager
 def assemble_world(me: RoleProcess) -> Iterator[World]:
-    """This rank among the manifest's ranks, with a process group where one is needed."""
+    """This rank among the manifest's ranks, with a process group where one is needed.
+
+    A rank that fails leaves the group as it is: nccl's orderly end waits for collectives that other ranks may never come to, and until then
+    nobody would learn what has failed.
+    """
     trainer = me.manifest.trainer
     me.health.doing("joining the other ranks")
     device = device_for(me.manifest.hardware.accelerator, me.index)
@@ -51,8 +56,10 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
         world = form(trainer.mesh, me.index, device, store)
         try:
             yield world
-        finally:
+        except WoundDown:  # all ranks agreed on it
             dissolve(world)
+            raise
+        dissolve(world)
 
 
 def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float) -> Learner:
