@@ -27,6 +27,7 @@ def main() -> None:
 
 def run_sft(me: RoleProcess) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.memory_plan.out_of_memory import explained
     from orrery.trainer.publish import export
     from orrery.trainer.sft import sft
     from orrery.trainer.sft_data import load_examples
@@ -37,8 +38,8 @@ def run_sft(me: RoleProcess) -> None:
     if spec is None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
     start = me.run_dir / "weights" / "init"
-    with assemble_world(me) as world:
-        learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
+    with assemble_world(me) as world, explained(me) as where:
+        learner = where.learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
         resume(me, learner, "sft")
         me.health.doing("reading chats")
         examples = load_examples(me.manifest, start, share=(world.rank, world.size))
@@ -50,8 +51,10 @@ def run_sft(me: RoleProcess) -> None:
 def run_rl(me: RoleProcess) -> None:
     from orrery.trainer.assemble import assemble_rl, assemble_world
     from orrery.trainer.loop import rl
+    from orrery.trainer.memory_plan.out_of_memory import explained
 
-    with assemble_world(me) as world, assemble_rl(me, world) as rig:
+    with assemble_world(me) as world, explained(me) as where, assemble_rl(me, world) as rig:
+        where.learner = rig.learner
         rl(rig, me)
 
 

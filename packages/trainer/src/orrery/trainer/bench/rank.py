@@ -26,6 +26,8 @@ from orrery.trainer.bench import phases
 from orrery.trainer.bench.batches import micro_batches
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.memory_plan.out_of_memory import device_bytes, sentence
+from orrery.trainer.memory_plan.plan import Load
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form
 
@@ -37,8 +39,6 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     try:
         answer = measure(Request.read(folder / "request.json"), rank, folder)
-    except torch.OutOfMemoryError as error:
-        answer = {"out_of_memory": out_of_memory(rank, error)}
     except OrreryError as error:
         answer = {"error": str(error)}
     partial = folder / f".rank.{rank}"
@@ -48,9 +48,9 @@ def main() -> None:
         os._exit(1)  # collectives of the other ranks may be in flight: an orderly end would wait for them
 
 
-def out_of_memory(rank: int, error: BaseException) -> str:
-    held = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    return f"rank {rank} ran out of device memory at {held:.1f} GiB: {str(error).split('. GPU')[0]}"
+def out_of_memory(request: Request, rank: int, step: int | None, error: BaseException) -> dict[str, Any]:
+    load = Load(request.tokens_per_micro_batch, request.document_tokens, request.micro_batches)
+    return {"out_of_memory": sentence(str(error), rank, step, request.model, request.trainer, load, device_bytes())}
 
 
 def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
@@ -58,6 +58,7 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
     world = form(request.trainer.mesh, rank, device, store(request) if fsdp.is_needed(request.trainer) else None)
+    learner = None
     try:
         begin_s = time.perf_counter()
         learner = make_learner(request, world)
@@ -77,10 +78,11 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
             "num_trained_parameters": sum(weight.numel() for weight in learner.weights.values()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
-        phased = profiled_step(learner, request, folder, world)
-        return {**answer, "phases": phased}
-    finally:
-        dissolve(world)
+        answer["phases"] = profiled_step(learner, request, folder, world)
+    except torch.OutOfMemoryError as error:
+        return out_of_memory(request, rank, None if learner is None else learner.step + 1, error)
+    dissolve(world)  # here alone: ranks that failed leave collectives in flight, and end without order
+    return answer
 
 
 def store(request: Request) -> dist.Store:

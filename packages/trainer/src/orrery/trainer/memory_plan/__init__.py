@@ -1,0 +1,12 @@
+"""Memory plan: the bytes that a trainer rank needs, before it runs; and when one runs out, which field of the manifest to change.
+
+- `kept.py`: what a block of the network leaves for its backward pass, and what passes through memory when that runs.
+- `sizes.py`: parameters by unit of FSDP, counted on the network itself, built without storage.
+- `plan.py`: a step's moments, in each the bytes by category; the fullest is what a rank must have.
+- `levers.py`: changes of the manifest that free memory, each with what it costs, and which of them to pull.
+- `out_of_memory.py`: torch's error as the sentence that people read.
+
+Nothing here is fitted to measurements: formulas follow what the code allocates, and hold for bytes that torch counts as allocated. The
+allocator reserves more (6 to 25 % on an H200 with expandable segments), and gives most of it back before it fails. Of eleven measured runs
+ten are within 6.1 % and seven within 0.2; a model recomputed whole, of which gradients fill the device, needs 6.3 % more than its plan.
+"""

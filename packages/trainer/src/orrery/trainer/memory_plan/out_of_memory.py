@@ -1,0 +1,121 @@
+"""Out of device memory: torch's error as one sentence that says which field of the manifest to change, and what that frees and costs.
+
+- Needed is what the failed allocation asked for, or by how much the plan exceeds what torch could have, if that is more; and a margin for
+  what the allocator cannot use.
+- A rank that ran out leaves collectives of others behind, for which an orderly end may wait: it gets END_S for that.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema import Manifest, Model, Trainer
+from orrery.observe.process import RoleProcess
+from orrery.trainer.learner import Learner
+from orrery.trainer.memory_plan.levers import Choice, choose
+from orrery.trainer.memory_plan.plan import Load, plan
+from orrery.trainer.memory_plan.sizes import sizes
+
+MARGIN = 0.02  # of the device: fragments that no allocation fits
+END_S = 10.0
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Where:
+    """How far a stage has got; `learner` is None while it is being built."""
+
+    learner: Learner | None = None
+
+
+@contextmanager
+def explained(me: RoleProcess) -> Iterator[Where]:
+    """Around a stage's work: torch.OutOfMemoryError becomes RunFailed with the sentence."""
+    where = Where()
+    try:
+        yield where
+    except torch.OutOfMemoryError as error:
+        manifest, step = me.manifest, None if where.learner is None else where.learner.step + 1
+        trainer, load = of_stage(manifest, me.stage)
+        text = sentence(str(error), me.index, step, manifest.model, trainer, load, device_bytes())
+        if trainer.mesh.world_size > 1:
+            _end_soon(me, text)
+        raise RunFailed(text) from None
+
+
+def device_bytes() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+
+
+def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
+    """The stage's trainer, and the most that a data rank may have to do in a step: every sample of full length."""
+    trainer, rl = manifest.trainer, manifest.orchestrator
+    samples = rl.rollouts_per_batch
+    if stage == "sft" and (sft := manifest.stages.sft) is not None:
+        samples = sft.examples_per_batch
+        trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
+    tokens, longest = trainer.memory.max_tokens_per_micro_batch, manifest.inference.max_model_len_tokens
+    each = -(-samples // trainer.mesh.num_data_ranks)
+    return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)))
+
+
+def sentence(error: str, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, capacity: int = 0) -> str:
+    """`error` is torch's text; `step` None: no step had begun; `capacity` of the device counts where the text does not say."""
+    asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
+    capacity = _bytes(error, "total capacity of") or capacity
+    when = "while it was being built" if step is None else f"in step {step}"
+    head = f"rank {rank} ran out of device memory {when}"
+    if asked is not None:
+        head += f": {_shown(asked)} were asked for"
+        head += f", {_shown(free)} of {_shown(capacity)} were free" if free is not None and capacity else ""
+    try:
+        counted = sizes(model, trainer.lora)
+        needed = (asked or 0) + int(MARGIN * capacity)
+        mine = [_bytes(error, "Of the allocated memory"), _bytes(error, "and", "is reserved by PyTorch"), free]
+        if mine[0] is not None:
+            over = plan(model, trainer, load, capacity, counted).peak_bytes - sum(part or 0 for part in mine)
+            needed = max(needed, over + int(MARGIN * capacity))
+        return f"{head}; {advice(choose(model, trainer, load, capacity, needed, counted), needed)}"
+    except OrreryError as unknown:
+        return f"{head}; there is no plan of its memory: {unknown}"
+
+
+def advice(choice: Choice, needed_bytes: int) -> str:
+    levers, freed = choice.levers, f"about {choice.freed_bytes / 2**30:.1f} GiB on each rank"
+    if not levers:
+        return "no lever of the manifest frees any; it takes a smaller model, shorter contexts or other devices"
+    places = " and ".join(dict.fromkeys(lever.place for lever in levers))
+    if len(levers) == 1:
+        text = f"{levers[0]} frees {freed} (cost: {levers[0].cost}); set it in {places}"
+    else:
+        each = "; ".join(f"{lever} (cost: {lever.cost})" for lever in levers)
+        missing = f"no lever alone frees the {needed_bytes / 2**30:.1f} GiB that are missing"
+        text = f"{missing}; together these free {freed}: {each}; set them in {places}"
+    if choice.is_enough:
+        return text
+    return f"{text}. That is less than the {needed_bytes / 2**30:.1f} GiB that are missing: it takes more devices too"
+
+
+def _bytes(text: str, before: str, after: str = "") -> int | None:
+    found = re.search(rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}", text)
+    return None if found is None else int(float(found[1]) * UNITS[found[2]])
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _end_soon(me: RoleProcess, text: str) -> None:
+    def end() -> None:
+        me.health.failed(text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(RunFailed.exit_code)
+
+    timer = threading.Timer(END_S, end)
+    timer.daemon = True
+    timer.start()

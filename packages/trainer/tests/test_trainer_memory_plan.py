@@ -1,0 +1,308 @@
+"""The memory plan against measurements, what blocks keep against what autograd holds, levers, and the sentence of a rank that ran out."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from trainer_cases import MEMORY, manifest
+
+import orrery.models.mixture as mixture
+from orrery.kernels.attention import Documents
+from orrery.kernels.expert_rows import rows
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.identity import id12
+from orrery.manifest.identity import load as load_manifest
+from orrery.manifest.render import Evaluator
+from orrery.manifest.schema import Lora, Mesh, Trainer
+from orrery.manifest.workspace import find_workspace
+from orrery.models import lora
+from orrery.models.attention import rotary_angles
+from orrery.models.block import Block
+from orrery.trainer.bench.request import Options, request
+from orrery.trainer.memory_plan import kept
+from orrery.trainer.memory_plan.levers import choose, levers, shown
+from orrery.trainer.memory_plan.out_of_memory import explained, of_stage, sentence
+from orrery.trainer.memory_plan.plan import Load, lines, plan
+from orrery.trainer.memory_plan.sizes import sizes
+from orrery.trainer.parallel import activation_checkpointing
+
+ROOT = Path(__file__).resolve().parents[3]
+H200_BYTES = 150_109_880_320
+GIB = 2**30
+FREED = '{"activation_checkpointing": {"kind": "full"}, "lm_head_chunk_tokens": 2048}'
+NOT_KEPT, RESHARD, WHOLE = '{"lm_head_keeps_logits": false}', '{"reshard_after_forward": true}', '{"reshard_after_forward": false}'
+FOUR = {"devices": 4}
+
+# Runs on H200 with torch 2.11, one or two whole documents a micro-batch: peak, and between steps, in GiB. Where benchmarks/trainer has a
+# record of the run under its present id, the record's settings and peak count instead.
+MEASURED = [
+    ("qwen3_0_6b_16k", {"devices": 1, "memory": NOT_KEPT, "fsdp": RESHARD}, 33.75, 6.66, "qwen3_0_6b_16k"),
+    ("qwen3_30b_a3b_16k", {"devices": 1, "layers": 4}, 50.03, 34.81, None),
+    ("qwen3_30b_a3b_16k", {**FOUR, "layers": 24}, 72.18, 43.52, "qwen3_30b_a3b_16k"),
+    ("qwen3_30b_a3b_64k", {**FOUR, "layers": 24}, 75.85, 43.52, "qwen3_30b_a3b_64k"),
+    ("qwen3_30b_a3b_16k", {**FOUR, "memory": FREED}, 129.31, 85.31, "whole_on_four/qwen3_30b_a3b_16k"),
+    ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 108.63, 22.88, "qwen3_8b_8k"),
+    ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": WHOLE}, 122.37, 22.88, None),
+    ("qwen3_4b_16k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 80.57, 11.24, None),
+    ("qwen3_4b_16k", FOUR, 91.78, 11.24, "qwen3_4b_16k"),
+    ("qwen3_30b_a3b_lora_16k", FOUR, 92.00, 16.01, "qwen3_30b_a3b_lora_16k"),
+    ("qwen3_30b_a3b_131k", {**FOUR, "layers": 12}, 46.07, 22.63, "qwen3_30b_a3b_131k"),
+]
+
+
+def case(name, **options):
+    """Model, trainer and load of a run as it would be measured."""
+    asked = request(load_manifest(ROOT / "manifests" / f"{name}.json"), Options(**options))
+    return asked.model, asked.trainer, Load(asked.tokens_per_micro_batch, asked.document_tokens, asked.micro_batches)
+
+
+def recorded(name, file):
+    """Options and peak GiB of a record in benchmarks/trainer, or None where there is none of this run as it is now."""
+    path = ROOT / "benchmarks" / "trainer" / f"{file}.json"
+    if file is None or not path.exists():
+        return None
+    bench = json.loads(path.read_text())["rows"][0]["bench"]
+    if bench["manifest_id"] != id12(load_manifest(ROOT / "manifests" / f"{name}.json")):
+        return None
+    return bench["options"], bench["peak_allocated_bytes"] / GIB
+
+
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one[0]}, {shown(list(one[1].values()))}")
+def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
+    name, options, peak, resting, file = one
+    options, peak = recorded(name, file) or (options, peak)
+    found = plan(*case(name, **options), H200_BYTES)
+    assert found.resting_bytes / GIB == pytest.approx(resting, rel=2e-3)  # weights and states, counted: nothing to estimate
+    # Errors when written: −6.3 %, the whole model recomputed on four devices; +6.1 and +4.0 % where a block's backward pass is fullest
+    # (not all of what is made again is there at once); +2.2 % on one device; below 0.2 % where the LM head is fullest.
+    assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
+
+
+T = 64
+MOE = {
+    "num_experts": 8, "num_experts_per_token": 4, "expert_intermediate_size": 40, "normalize_top_k": True,
+    "num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0,
+}  # fmt: skip
+SHAPE = {"hidden_size": 96, "num_heads": 8, "num_kv_heads": 2, "intermediate_size": 320, "num_layers": 1}
+MODELS = {"dense": SHAPE, "moe": {**SHAPE, "family": "qwen3_moe", "moe": MOE}}
+ADAPTED = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}
+NONE, FULL = {"kind": "none"}, {"kind": "full"}
+
+
+def selective(*keep):
+    return {"kind": "selective", "keep": list(keep)}
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpointing", "adapters"),
+    [
+        ("dense", NONE, None),
+        ("dense", selective("attention", "projections"), None),
+        ("dense", FULL, None),
+        ("moe", NONE, None),
+        ("moe", selective("attention", "projections", "experts"), None),
+        ("moe", selective("attention"), None),
+        ("moe", selective("attention", "projections", "experts"), ADAPTED),
+    ],
+)
+def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkeypatch):
+    """A compiled block as on a GPU, divided into passes but without code: the bytes that autograd holds after the forward pass."""
+    monkeypatch.setattr(rows, "_form", lambda x: "triton")  # the operators that a GPU's graph has
+    monkeypatch.setattr(mixture, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight))
+    fields = {"lora": adapters, "compile": True, "compute_dtype": "bfloat16"}
+    spec = manifest(model=MODELS[model], trainer={**fields, "memory": {**MEMORY, "activation_checkpointing": checkpointing}})
+    block = Block(spec.model, 0)
+    if adapters is not None:
+        lora.adapt(SimpleNamespace(layers=[block], requires_grad_=block.requires_grad_), Lora.model_validate(adapters), torch.float32)
+    for weight in block.parameters():
+        weight.data = torch.randn(weight.shape).bfloat16() * 0.02  # as FSDP hands it to the block
+
+    keep = frozenset(operation for name in checkpointing.get("keep", ()) for operation in activation_checkpointing._operations(name))
+    forward = block.forward
+    if checkpointing["kind"] != "none":
+        context = partial(create_selective_checkpoint_contexts, activation_checkpointing.keeping(keep))
+        forward = partial(checkpoint, forward, use_reentrant=False, **({"context_fn": context} if keep else {}))
+    torch._dynamo.reset()
+    forward = torch.compile(forward, fullgraph=True, backend="aot_eager_decomp_partition")
+
+    given = [*rotary_angles(torch.arange(T), 16, 1e4, torch.bfloat16), torch.tensor([0, T], dtype=torch.int32)]
+    routes = [torch.randint(0, 8, (T, 4), dtype=torch.int32)] if model == "moe" else []
+    not_the_blocks = {tensor.untyped_storage().data_ptr() for tensor in [*block.parameters(), *given, *routes]}
+    held = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in not_the_blocks and T in (tensor.shape[0], tensor.shape[0] // 4, tensor.shape[-1]):
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(T, 96, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        y = forward(x, given[:2], Documents(given[2], T), *routes)
+    found, planned = sum(held.values()) / T, kept.block(spec.model, spec.trainer, 0).kept
+    y.sum().backward()
+    assert found == pytest.approx(planned, rel=0.01)  # a few numbers a token are left out: two statistics, sums of scores
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_16k", "qwen3_8b_8k", "qwen3_30b_a3b_lora_64k"])
+def test_every_lever_frees_memory_in_its_category_and_nothing_elsewhere_grows_by_as_much(name):
+    model, trainer, load = case(name, devices=4, micro_batches=2)
+    counted = sizes(model, trainer.lora)
+    before = plan(model, trainer, load, H200_BYTES, counted)
+    offered = [lever for lever in levers(model, trainer, load, before) if "mesh" not in lever.field]
+    assert offered
+    for lever in offered:
+        after = plan(model, lever.trainer, lever.load, H200_BYTES, counted)
+        assert after.peak_bytes <= before.peak_bytes, str(lever)
+        assert min(sum(after.moments[moment].values()) - sum(parts.values()) for moment, parts in before.moments.items()) < 0, str(lever)
+
+
+def test_less_kept_is_less_on_the_device():
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
+    kinds = [NONE, selective("attention", "projections", "experts"), selective("attention", "projections"), selective("attention"), FULL]
+    fields = trainer.model_dump(mode="json")
+    found = []
+    for kind in kinds:
+        changed = Trainer.model_validate({**fields, "memory": {**fields["memory"], "activation_checkpointing": kind}})
+        found.append(plan(model, changed, load, H200_BYTES).moments["LM head"]["activations"])
+    assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
+
+
+def test_levers_do_what_they_are_named_for():
+    model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=4)
+    counted = sizes(model, None)
+    before = plan(model, trainer, load, H200_BYTES, counted)
+    after = {lever.field: plan(model, lever.trainer, lever.load, H200_BYTES, counted) for lever in levers(model, trainer, load, before)}
+    parameters = sum(unit.trained for unit in counted.units)
+    head, optimizer = before.moments["LM head"], before.moments["optimizer"]
+    assert head["gradients"] > 4 * parameters  # whole, float32, of the micro-batches before
+    by_micro_batch = after["trainer.fsdp.reduce_gradients"].moments["LM head"]["gradients"]
+    assert head["gradients"] - by_micro_batch == 4 * parameters - sum(4 * unit.trained // 8 for unit in counted.units)
+    assert after["trainer.memory.optimizer_offload"].moments["optimizer"]["optimizer state"] == 3 * 128 * 2**20
+    assert after["trainer.memory.activation_offload"].moments["LM head"]["activations"] == head["activations"] * 2 // 36
+    assert after["trainer.fsdp.cpu_offload"].resting_bytes == 0
+    assert after["trainer.mesh.dp_shard"].resting_bytes == pytest.approx(before.resting_bytes / 2, abs=8)
+    assert after["trainer.mesh.dp_shard: 4 and trainer.mesh.cp"].moments["LM head"]["activations"] == head["activations"] / 2
+    assert optimizer["activations"] == 0
+
+
+def test_spread_experts_are_gathered_in_part():
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
+    counted = sizes(model, None)
+    layer = counted.layers[0]
+    assert layer.trained_experts == 128 * 3 * 2048 * 768
+    spread = trainer.model_copy(update={"mesh": Mesh.model_validate({**trainer.mesh.model_dump(), "ep": 4})})
+    whole, part = (plan(model, one, load, H200_BYTES, counted).moments["block 9, backward"] for one in (trainer, spread))
+    assert whole["gathered weights"] - part["gathered weights"] == 2 * 2 * layer.trained_experts * 3 // 4  # two layers, bfloat16
+    assert whole["weights"] == part["weights"]
+
+
+def test_adapters_alone_have_gradients_and_state():
+    model, trainer, load = case("qwen3_30b_a3b_lora_16k", devices=4)
+    found = plan(model, trainer, load, H200_BYTES).moments["optimizer"]
+    trained = sum(unit.trained for unit in sizes(model, trainer.lora).units)
+    assert found["gradients"] == pytest.approx(4 * trained / 4, abs=256)  # rounded down, a unit at a time
+    assert found["optimizer state"] == 2 * 4 * trained // 4
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
+    "Including non-PyTorch memory, this process has 138.76 GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "
+    "PyTorch, and {kept} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF."
+)
+
+
+def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs():
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
+    text = TORCH_SAYS.format(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
+    said = sentence(text, 2, 7, model, trainer, load)
+    assert said.startswith("rank 2 ran out of device memory in step 7: 1.2 GiB were asked for, 0.2 GiB of 139.8 GiB were free; ")
+    found = re.search(
+        r"; (trainer\.memory\.\w+): (.*) instead of (.*) frees about ([\d.]+) GiB on each rank \(cost: [^)]+\); set it in", said
+    )
+    assert found, said
+    assert found[1] == "trainer.memory.activation_checkpointing"
+    assert found[2] == "{'kind': 'selective', 'keep': ['attention', 'projections']}"
+    assert found[3] == "{'kind': 'selective', 'keep': ['attention', 'projections', 'experts']}"
+    fields = trainer.model_dump(mode="json")
+    pulled = {**fields["memory"], "activation_checkpointing": selective("attention", "projections")}
+    before, after = (plan(model, one, load, int(139.8 * GIB)) for one in (trainer, Trainer.model_validate({**fields, "memory": pulled})))
+    assert float(found[4]) == pytest.approx((before.peak_bytes - after.peak_bytes) / GIB, abs=0.05)
+
+
+def test_a_small_want_pulls_a_cheap_lever():
+    model, trainer, load = case("qwen3_4b_16k", devices=4)
+    counted = sizes(model, None)
+    assert choose(model, trainer, load, H200_BYTES, GIB, counted).levers[0].field == "trainer.memory.lm_head_chunk_tokens"
+    assert choose(model, trainer, load, H200_BYTES, 4 * GIB, counted).levers[0].field == "trainer.memory.lm_head_keeps_logits"
+
+
+def test_levers_are_pulled_together_where_none_suffices_alone():
+    model, trainer, load = case("qwen3_8b_8k", devices=2)
+    counted = sizes(model, None)
+    base = plan(model, trainer, load, H200_BYTES, counted)
+    alone = max(
+        base.peak_bytes - plan(model, one.trainer, one.load, H200_BYTES, counted).peak_bytes for one in levers(model, trainer, load, base)
+    )
+    found = choose(model, trainer, load, H200_BYTES, alone + 4 * GIB, counted)
+    assert found.is_enough and len(found.levers) > 1 and all(lever.rank == 0 for lever in found.levers)
+    last = found.levers[-1]
+    assert found.freed_bytes == base.peak_bytes - plan(model, last.trainer, last.load, H200_BYTES, counted).peak_bytes
+    text = TORCH_SAYS.format(asked=f"{alone / GIB + 4:.2f} GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
+    said = sentence(text, 0, 1, model, trainer, load)
+    assert "no lever alone frees the" in said and all(str(lever) in said for lever in found.levers)
+
+
+def test_what_nothing_frees_is_said_too():
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=1)
+    counted = sizes(model, None)
+    found = choose(model, trainer, load, H200_BYTES, 1000 * GIB, counted)
+    assert not found.is_enough
+    text = TORCH_SAYS.format(asked="1000.00 GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
+    assert sentence(text, 0, 1, model, trainer, load).endswith("that are missing: it takes more devices too")
+
+
+def test_an_error_without_numbers_is_still_a_sentence():
+    spec = manifest()
+    said = sentence("CUDA out of memory.", 1, None, spec.model, *of_stage(spec, "rl"))
+    assert said.startswith("rank 1 ran out of device memory while it was being built; ")
+
+
+def test_a_stage_that_runs_out_fails_with_the_sentence():
+    spec = manifest()
+    me = SimpleNamespace(manifest=spec, stage="sft", index=0)
+    said = r"^rank 0 ran out of device memory in step 5: 20\.0 MiB were asked for; "
+    with pytest.raises(RunFailed, match=said) as failed, explained(me) as where:
+        where.learner = SimpleNamespace(step=4)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert failed.value.__suppress_context__
+    with pytest.raises(RuntimeError, match="else"), explained(me):
+        raise RuntimeError("else")
+
+
+def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
+    axis = Evaluator(find_workspace(ROOT))("(import 'memory/kitchen_sink.libsonnet') + { context_tokens:: 16384 }")
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4, micro_batches=4)
+    fields = trainer.model_dump(mode="json")
+    for section, values in axis["trainer"].items():
+        fields[section] |= values
+    pulled = Trainer.model_validate(fields)
+    assert pulled.memory.max_tokens_per_micro_batch == 16384
+    before, after = (plan(model, one, load, H200_BYTES) for one in (trainer, pulled))
+    left = {lever.field for lever in levers(model, pulled, load, after)}
+    assert {field for field in left if "mesh" not in field} == {"trainer.memory.lm_head_chunk_tokens", "trainer.fsdp.cpu_offload"}
+    assert after.peak_bytes < before.peak_bytes / 2
+
+
+def test_lines_name_the_fullest_moment_and_what_fills_it():
+    found = plan(*case("qwen3_8b_8k", devices=4), H200_BYTES)
+    head, *rest = lines(found)
+    assert re.fullmatch(r"127\.1 GiB on each rank at its fullest \(LM head\), 22\.9 between steps", head)
+    assert rest[0].endswith("GiB activations")
+    assert sum(float(line.split()[0]) for line in rest) == pytest.approx(127.1, abs=0.5)
