@@ -1,7 +1,11 @@
 """The memory plan against measurements, what blocks keep against what autograd holds, levers, and the sentence of a rank that ran out."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +19,7 @@ import orrery.models.mixture as mixture
 from orrery.kernels.attention import Documents
 from orrery.kernels.expert_rows import rows
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.identity import id12
+from orrery.manifest.identity import canonical_json, id12
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.render import Evaluator
 from orrery.manifest.schema import Lora, Mesh, Trainer
@@ -23,8 +27,10 @@ from orrery.manifest.workspace import find_workspace
 from orrery.models import lora
 from orrery.models.attention import rotary_angles
 from orrery.models.block import Block
+from orrery.observe.process import parse_role
 from orrery.trainer.bench.request import Options, request
-from orrery.trainer.memory_plan import kept
+from orrery.trainer.initialize import initialize
+from orrery.trainer.memory_plan import kept, out_of_memory
 from orrery.trainer.memory_plan.levers import choose, levers, shown
 from orrery.trainer.memory_plan.out_of_memory import explained, of_stage, sentence
 from orrery.trainer.memory_plan.plan import Load, lines, plan
@@ -284,6 +290,57 @@ def test_a_stage_that_runs_out_fails_with_the_sentence():
     assert failed.value.__suppress_context__
     with pytest.raises(RuntimeError, match="else"), explained(me):
         raise RuntimeError("else")
+
+
+def test_a_rank_that_others_hold_up_ends_all_the_same(monkeypatch):
+    """An orderly end would wait for collectives of ranks that do not come."""
+    ended, said, code = threading.Event(), [], []
+    monkeypatch.setattr(out_of_memory, "END_S", 0.0)
+    monkeypatch.setattr(out_of_memory.os, "_exit", lambda status: (code.append(status), ended.set()))
+    me = SimpleNamespace(manifest=manifest(mesh={"dp_shard": 2}), stage="rl", index=1, health=SimpleNamespace(failed=said.append))
+    with pytest.raises(RunFailed) as failed, explained(me):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert ended.wait(60)
+    assert said == [str(failed.value)] and code == [RunFailed.exit_code]
+
+
+FULL_AT_STEP_3 = """
+import torch
+from orrery.trainer.learner import Learner
+
+accumulate = Learner._accumulate
+
+def fills_up(learner, step, *rest):
+    if (step, learner.world.rank) == (3, 1):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    return accumulate(learner, step, *rest)
+
+Learner._accumulate = fills_up
+from orrery.trainer.__main__ import main
+main()
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_of_a_real_stage_that_runs_out_ends_with_the_sentence_while_others_wait_for_it(tmp_path):
+    spec = manifest(mesh={"dp_shard": 2})
+    (tmp_path / "manifest.json").write_bytes(canonical_json(spec))
+    initialize(parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "init"]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", FULL_AT_STEP_3, "--run-dir", str(tmp_path), "--stage", "sft", "--index"]
+    ranks = [
+        subprocess.Popen([*command, str(n)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True) for n in range(2)
+    ]
+    try:
+        _, error = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == RunFailed.exit_code
+        last = error.strip().splitlines()[-1]
+        assert last.startswith("error: rank 1 ran out of device memory in step 3: 20.0 MiB were asked for; ")
+        assert "Traceback" not in error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():

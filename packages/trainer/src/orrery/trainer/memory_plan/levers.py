@@ -7,7 +7,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
 from orrery.trainer.memory_plan.kept import is_sparse
@@ -15,7 +15,11 @@ from orrery.trainer.memory_plan.plan import Load, Plan, plan
 from orrery.trainer.memory_plan.sizes import Sizes
 
 CHUNKS = (4096, 1024, 256)  # rows of logits; fewer make products too small to be fast
-KEPT = (("attention", "projections", "experts"), ("attention", "projections"), ("attention",))
+KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
+    ("attention", "projections", "experts"),
+    ("attention", "projections"),
+    ("attention",),
+)
 HOST_LINK_BYTES_PER_S = 50e9  # what pinned copies reach of PCIe 5
 WORTH_BYTES = 64 << 20  # less is not worth a change
 

@@ -80,7 +80,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
-    """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError for an unknown family."""
+    """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
     return Plan(dict(_Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora)).moments()))
 
 
@@ -207,9 +207,8 @@ class _Step:
     def logits(self) -> int:
         """Every token counts as scored: an upper bound where prompts are long."""
         vocab, memory = self.model.vocab_size, self.trainer.memory
-        chunk = memory.lm_head_chunk_tokens
-        if chunk == "auto":
-            chunk = max(ALIGNMENT, self.device_bytes // (AUTO_SHARE * 6 * vocab) // ALIGNMENT * ALIGNMENT)
+        auto = max(ALIGNMENT, self.device_bytes // (AUTO_SHARE * 6 * vocab) // ALIGNMENT * ALIGNMENT)
+        chunk = auto if memory.lm_head_chunk_tokens == "auto" else memory.lm_head_chunk_tokens
         words = max((tile.stop - tile.start for tile in blocks(vocab, chunk * vocab // max(1, self.tokens))), default=0)
         tile = self.tokens * words
         return 4 * self.tokens * vocab + 2 * tile if memory.lm_head_keeps_logits else 6 * tile

@@ -42,7 +42,7 @@ class Sizes:
 
 
 def sizes(model: Model, adapters: Lora | None) -> Sizes:
-    """Raises OrreryError for a family that cannot be built here."""
+    """Raises OrreryError where the network cannot be built here, as one of transformers without transformers."""
     network = build(model, torch.float32, "meta")
     if adapters is not None:
         lora.adapt(network, adapters, torch.float32)
