@@ -1,4 +1,4 @@
-// Nodes of eight H200 in bfloat16: twelve train, sixteen serve, and of those half prefill and half decode; one engine fills one node.
+// Nodes of eight H200 that compute in bfloat16: twelve train, sixteen serve, and of those half prefill and half decode; one engine fills one node.
 {
   local axis = self,
   layout:: { trainer_ranks: 96, engines: 16, prefill_engines: 8, devices_per_engine: 8 },
@@ -8,7 +8,7 @@
     num_nodes: std.ceil((axis.layout.trainer_ranks + axis.layout.engines * axis.layout.devices_per_engine) / self.devices_per_node),
     devices_per_node: 8,
   },
-  trainer+: { param_dtype: 'bfloat16', compute_dtype: 'bfloat16', reduce_dtype: 'float32', compile: true },
+  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32', compile: true },
   inference+: {
     dtype: 'bfloat16',
     kv_block_tokens: 64,

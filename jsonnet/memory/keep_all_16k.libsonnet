@@ -1,7 +1,8 @@
 // Micro-batches of 16384 tokens for models that leave much memory: nothing is recomputed on purpose, weights stay gathered for the backward pass.
 {
   trainer+: {
-    fsdp+: { reshard_after_forward: false },
+    // whole float32 gradients of several micro-batches would not fit beside 8B
+    fsdp+: { reshard_after_forward: false, reduce_gradients: 'micro_batch' },
     memory+: {
       activation_checkpointing: { kind: 'none' },
       lm_head_chunk_tokens: 'auto',

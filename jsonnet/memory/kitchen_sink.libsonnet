@@ -1,4 +1,4 @@
-// Every lever that the devices at hand can pull, for a model or a context that nothing else fits: micro-batches of one context, of which only
+// Every lever that the devices at hand can pull, for a model or a context that nothing else fits: micro-batches of which only
 // two blocks' inputs are on the device at a time.
 // It costs a third more work (blocks run again whole), two copies of each block's input over PCIe for every micro-batch and of all optimizer
 // states for every step (8 bytes a parameter each way), a second gather of the weights, and products of the LM head too small to be fast.
@@ -12,7 +12,7 @@
       optimizer_offload: true,
       lm_head_chunk_tokens: 1024,
       lm_head_keeps_logits: false,
-      max_tokens_per_micro_batch: $.context_tokens,
+      max_tokens_per_micro_batch: 16384,  // of one context; a run file with a longer one says it
     },
   },
 }

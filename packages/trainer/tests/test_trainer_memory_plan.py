@@ -181,6 +181,7 @@ def test_less_kept_is_less_on_the_device():
 
 def test_levers_do_what_they_are_named_for():
     model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=4)
+    trainer = trainer.model_copy(update={"fsdp": trainer.fsdp.model_copy(update={"reduce_gradients": "step"})})
     counted = sizes(model, None)
     before = plan(model, trainer, load, H200_BYTES, counted)
     after = {lever.field: plan(model, lever.trainer, lever.load, H200_BYTES, counted) for lever in levers(model, trainer, load, before)}
@@ -344,7 +345,7 @@ def test_a_rank_of_a_real_stage_that_runs_out_ends_with_the_sentence_while_other
 
 
 def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
-    axis = Evaluator(find_workspace(ROOT))("(import 'memory/kitchen_sink.libsonnet') + { context_tokens:: 16384 }")
+    axis = Evaluator(find_workspace(ROOT))("import 'memory/kitchen_sink.libsonnet'")
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4, micro_batches=4)
     fields = trainer.model_dump(mode="json")
     for section, values in axis["trainer"].items():

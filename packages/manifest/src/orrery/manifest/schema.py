@@ -391,6 +391,10 @@ class Trainer(Record):
 def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:
     """Raises `ValueError` where the network cannot be divided as `trainer.mesh` says, naming what can."""
     mesh = trainer.mesh
+    if trainer.lora is not None and model.family == "hugging_face":
+        raise ValueError(
+            "trainer.lora: adapters need a network of this project's own; set trainer.lora to null, or choose another model.family"
+        )
     sharded = mesh.dp_shard * mesh.cp
     fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
     if sharded % mesh.ep:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.trainer.chats import Chat, Chats
 from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch
+from orrery.trainer.parallel.fsdp import release
 from orrery.trainer.parallel.world import World
 from orrery.trainer.pulse import mark
 from orrery.trainer.sft_data import open_examples
@@ -47,9 +47,7 @@ class Validation:
             logprob_M, _ = learner.policy(batch)
             counts_M = batch.loss.cross_entropy_weight.double()  # 1, or 0 for the row that only keeps a rank in step
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
-        for module in learner.policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what stays whole until the backward pass has none to wait for
+        release(learner.policy)
         nats, num_tokens = world.sum(total).tolist()
         return nats / num_tokens, int(num_tokens)
 

@@ -24,7 +24,8 @@ from orrery.trainer.policy import Policy
 
 def is_needed(trainer: Trainer) -> bool:
     """Whether weights must be wrapped, and so whether a process group is needed."""
-    return trainer.mesh.world_size > 1 or not trainer.param_dtype == trainer.compute_dtype == trainer.reduce_dtype
+    one_dtype = trainer.param_dtype == trainer.compute_dtype == trainer.reduce_dtype
+    return trainer.mesh.world_size > 1 or not one_dtype or trainer.fsdp.cpu_offload
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:

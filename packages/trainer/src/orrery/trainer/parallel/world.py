@@ -151,7 +151,10 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
 
 def _divide_multiprocessors() -> None:
     """Collectives keep to few multiprocessors, and grouped products leave those. NCCL_MAX_CTAS, where it is set, stays as it is."""
-    leave_multiprocessors(int(os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))))
+    blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
+    if not blocks.isdigit():
+        raise RunFailed(f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, or set it to {COLLECTIVE_BLOCKS}")
+    leave_multiprocessors(int(blocks))
 
 
 def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
