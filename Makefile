@@ -45,8 +45,8 @@ fmt: setup ## format, and mend what can be mended
 render: setup ## write manifests/ from jsonnet/
 	@orrery render
 
-bench: setup ## measure every figure under benchmarks/ again (slow)
-	@for figure in benchmarks/*/*.py; do echo "bench: $$figure"; python "$$figure"; done
+bench: setup ## measure again every figure under benchmarks/ that this machine can (slow); the trainer's rows: benchmarks/trainer/rows.py
+	@for json in benchmarks/*/*.json; do [ ! -f "$${json%.json}.py" ] || { echo "bench: $$json"; python "$${json%.json}.py" || echo "bench: $$json was not measured here"; }; done
 
 lock: ## write the locks anew (newest versions that locks/*.in allow)
 	@bash locks/lock.sh

@@ -60,7 +60,15 @@ local bytes = { float32: 4, bfloat16: 2 };
   assert run.model.moe != null || mesh.ep == 1 :
          "trainer.mesh.ep: %d, but family '%s' has no experts to spread; set ep to 1" % [mesh.ep, run.model.family],
   assert run.model.moe == null || run.model.moe.num_experts % mesh.ep == 0 :
-         'trainer.mesh.ep: %d does not divide model.moe.num_experts = %d' % [mesh.ep, run.model.moe.num_experts],
+         'trainer.mesh.ep: %d does not divide model.moe.num_experts = %d; choose ep from %s' % [
+    mesh.ep,
+    run.model.moe.num_experts,
+    std.join(', ', [
+      '%d' % n
+      for n in std.range(1, mesh.dp_shard * mesh.cp)
+      if (mesh.dp_shard * mesh.cp) % n == 0 && run.model.moe.num_experts % n == 0
+    ]),
+  ],
   assert mesh.cp == 1 || mesh.cp_style != 'ulysses' || std.member(ulysses_ranks, mesh.cp) :
          "trainer.mesh.cp: %d query heads and %d key heads do not divide among %d ranks; choose cp from %s, or cp_style 'ring'" % [
     run.model.num_heads,

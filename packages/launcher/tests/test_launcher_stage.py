@@ -15,6 +15,7 @@ import pytest
 
 from orrery.launcher import lock, status
 from orrery.launcher.observer import Observer
+from orrery.launcher.stage import newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
@@ -276,3 +277,11 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
     os.kill(pids["trainer.1"], signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr
+
+
+def test_the_newest_checkpoint_is_that_of_the_stage(tmp_path):
+    for name in ("step_3", "sft/step_20", "sft/step_40", "sft/step_60"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("step_3", "sft/step_20", "sft/step_40"):
+        (tmp_path / "checkpoints" / name / "COMPLETE").touch()
+    assert [newest_checkpoint(tmp_path, stage) for stage in ("init", "sft", "rl", "evaluate")] == [None, 40, 3, None]

@@ -236,3 +236,10 @@ def test_weights_drawn_on_the_device_for_a_benchmark_have_the_std_and_norms_of_o
     assert abs(module.embed_tokens.weight.float().std() / 0.1 - 1) < 0.05
     assert (module.norm.weight == 1).all() and (module.layers[0].self_attn.q_proj.bias == 0).all()
     assert (module.layers[1].mlp.gate.expert_bias == 0).all() and not any(parameter.isnan().any() for parameter in module.parameters())
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    hf_folder.write_file(tmp_path / "model.safetensors", {"a": torch.zeros(2)})
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "model.safetensors").stat().st_mode == plain.stat().st_mode

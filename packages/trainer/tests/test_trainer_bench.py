@@ -170,3 +170,18 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
 def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
     with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose from \[1, 2\]"):
         request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
+
+
+def test_mistakes_in_options_are_sentences():
+    for options, sentence in {
+        Options(device="cpu", mesh="[1]"): r"--mesh: \[1\] is no JSON object",
+        Options(device="cpu", document_tokens=1): "--document-tokens: a document of 1 token has none to train",
+    }.items():
+        with pytest.raises(OrreryError, match=sentence):
+            request(manifest(), options)
+
+
+def test_short_documents_of_many_lengths_fill_a_micro_batch():
+    asked = request(manifest(), Options(device="cpu", lengths="variable", document_tokens=2))
+    (batch,) = micro_batches(asked, 0, 0)
+    assert batch.num_tokens == asked.tokens_per_micro_batch

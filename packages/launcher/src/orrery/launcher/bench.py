@@ -84,8 +84,8 @@ def print_table(root: Path) -> bool:
 def run(root: Path, figure: str) -> int:
     """Run one figure's script; its exit code."""
     script = root / f"{figure}.py"
-    scripts = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.py"))
-    if figure not in scripts:
+    scripts = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.py") if path.with_suffix(".json").exists())
+    if not script.is_file():
         near = nearest(figure, scripts)
         raise OrreryError(
             f"benchmark {figure!r}: there is no such script; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(scripts)}")

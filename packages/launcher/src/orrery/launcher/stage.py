@@ -126,9 +126,12 @@ def stay_path(run_dir: Path, stage: str) -> Path:
     return run_dir / "stages" / stage / "stay"
 
 
-def newest_checkpoint(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint that is whole (its marker is there)."""
-    steps = [path.parent.name.removeprefix("step_") for path in (run_dir / "checkpoints").glob("step_*/COMPLETE")]
+def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
+    """The step of the stage's newest checkpoint that is whole (its marker is there)."""
+    if stage not in ("sft", "rl"):
+        return None
+    folder = run_dir / "checkpoints" / ("sft" if stage == "sft" else "")
+    steps = [path.parent.name.removeprefix("step_") for path in folder.glob("step_*/COMPLETE")]
     return max((int(step) for step in steps if step.isdigit()), default=None)
 
 
@@ -478,11 +481,11 @@ class _Stage:
         return Outcome("stopped", f"{self.stage}: stopped by {number.name}; {self._go_on()}", 128 + number)
 
     def _goes_on(self) -> str:
-        step = newest_checkpoint(self.run_dir) if self.stage == "rl" else None
+        step = newest_checkpoint(self.run_dir, self.stage)
         return f"it begins {self.stage} anew" if step is None else f"it goes on from step {step}"
 
     def _go_on(self) -> str:
-        step = newest_checkpoint(self.run_dir) if self.stage == "rl" else None
+        step = newest_checkpoint(self.run_dir, self.stage)
         return (
             f"type `{self.job.resume}` to go on from step {step}"
             if step is not None

@@ -364,7 +364,7 @@ class Lora(Record):
 
 
 class Checkpoint(Record):
-    """A checkpoint every `interval_steps` and at the end; the newest `keep` stay."""
+    """A checkpoint every `interval_steps`, and in RL at the end too; the newest `keep` stay. SFT ends with `weights/sft` instead."""
 
     interval_steps: PositiveInt
     keep: PositiveInt

@@ -72,7 +72,7 @@ def executed_work(model: Model, memory: Memory, lengths: Sequence[int], frozen: 
         true.experts + ("experts" in again) * 2 * active.experts * tokens,
         # 2 products forward, 5 backward
         3.5 * core + ("attention" in again) * core,
-        true.lm_head + 2 * active.lm_head * tokens,
+        true.lm_head + (not memory.lm_head_keeps_logits) * 2 * active.lm_head * tokens,
     )
 
 

@@ -141,11 +141,18 @@ def _publish(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
+        temporary.chmod(0o666 & ~_umask())  # safetensors leaves a file to its owner alone
         sync(temporary)
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def _umask() -> int:
+    now = os.umask(0o022)
+    os.umask(now)
+    return now
 
 
 def _publish_json(path: Path, content: dict) -> None:

@@ -55,7 +55,7 @@ class Progress:
             self._take(row, version="version")
         elif role == "trainer" and process.endswith(".0") and row.get("step") is not None:
             self.step = max(self.step, row["step"])
-            self._take(row, loss="loss", tokens_per_s="trained tokens/s", mismatch_kl="mismatch KL", entropy="entropy")
+            self._take(row, loss="loss", tokens_per_s="trainer tokens/s", mismatch_kl="mismatch KL", entropy="entropy")
 
     def _take(self, row: Row, **names: str) -> None:
         self.values.update({name: row[key] for key, name in names.items() if isinstance(row.get(key), int | float)})

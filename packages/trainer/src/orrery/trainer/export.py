@@ -77,9 +77,11 @@ def write(stored: Stored, manifest: Manifest, start: Path, folder: Path, max_fil
 def _choose(run_dir: Path, stage: str, step: int | None) -> int:
     steps = checkpoints.steps(run_dir, stage)
     if not steps:
-        raise OrreryError(
-            f"{run_dir}: its {stage} stage has no complete checkpoint yet; trainer.checkpoint.interval_steps says when it has"
-        )
+        others = {"rl": "sft", "sft": "rl"}
+        hint = "trainer.checkpoint.interval_steps says when it has"
+        if checkpoints.steps(run_dir, others[stage]):
+            hint = f"its {others[stage]} stage has: add --stage {others[stage]}"
+        raise OrreryError(f"{run_dir}: its {stage} stage has no complete checkpoint yet; {hint}")
     if step is not None and step not in steps:
         raise OrreryError(f"--step: there is no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step

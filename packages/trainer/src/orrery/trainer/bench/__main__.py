@@ -33,6 +33,13 @@ def measure(arguments: argparse.Namespace) -> None:
     options = Options(**{field: getattr(arguments, field) for field in Options.__dataclass_fields__})
     asked = request(find(arguments.manifest), options)
     check_devices(asked)
+    if arguments.json is not None:
+        try:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OrreryError(
+                f"--json: {arguments.json.parent} cannot be made ({error.strerror}); name a file in a folder of yours"
+            ) from None
     # Imported here, so that a misspelt option does not wait for torch.
     from orrery.trainer.bench import report
     from orrery.trainer.bench.start import run_ranks
@@ -44,7 +51,6 @@ def measure(arguments: argparse.Namespace) -> None:
             keep_trace(Path(folder) / "trace.json", arguments.profile, asked)
     result = report.result(asked, answers, described(options), time.monotonic() - begin_s)
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     report.show(result)
 

@@ -25,7 +25,11 @@ def document_lengths(request: Request, rng: np.random.Generator) -> np.ndarray:
     longest, left = request.document_tokens, request.tokens_per_micro_batch
     lengths = []
     while left:
-        length = longest if request.lengths == "fixed" else round(float(np.exp(rng.uniform(np.log(max(longest / 16, 2)), np.log(longest)))))
+        length = (
+            longest
+            if request.lengths == "fixed"
+            else round(float(np.exp(rng.uniform(np.log(min(max(longest / 16, 2), longest)), np.log(longest)))))
+        )
         lengths.append(min(length, left))
         left -= lengths[-1]
     return np.array(lengths, dtype=np.int64)

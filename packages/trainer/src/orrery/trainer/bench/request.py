@@ -112,6 +112,8 @@ def request(manifest: Manifest, options: Options) -> Request:
     tokens = change("trainer.memory.max_tokens_per_micro_batch", most, options.tokens_per_micro_batch or most)
     longest = manifest.inference.max_model_len_tokens
     document = min(tokens, change("inference.max_model_len_tokens", longest, options.document_tokens or longest))
+    if document < 2:
+        raise OrreryError(f"--document-tokens: a document of {document} token has none to train; give at least 2")
     if document > model.max_positions:
         raise OrreryError(f"--document-tokens: {document} exceed model.max_positions {model.max_positions}")
     return Request(
@@ -137,6 +139,8 @@ def merged(trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
     """`trainer` with the JSON object `text` over one of its sections, checked by the schema."""
     try:
         new = json.loads(text)
+        if not isinstance(new, dict):
+            raise ValueError(f'{text} is no JSON object; write it as {{"field": value}}')
         old = trainer.model_dump(mode="json")
         checked = Trainer.model_validate({**old, section: {**old[section], **new}})
     except ValueError as error:
