@@ -131,8 +131,7 @@ def test_a_finished_run_is_not_run_again(finished):
     assert (finished / "status.json").read_text() == before
 
 
-@pytest.mark.parametrize("role", ["inference", "orchestrator", "trainer"])
-def test_killing_a_role_ends_the_run_by_name_and_the_next_start_goes_on(role, finished, manifest, tmp_path):
+def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_goes_on(finished, manifest, tmp_path):
     workspace = new_workspace(tmp_path / "killed")
     folder = run_dir(workspace / "runs", manifest)
     shutil.copytree(
@@ -140,9 +139,30 @@ def test_killing_a_role_ends_the_run_by_name_and_the_next_start_goes_on(role, fi
     )
     (folder / "metrics").mkdir()
     interval, last = manifest.trainer.checkpoint.interval_steps, manifest.stages.rl.num_steps
+    kept = [
+        kill(role, number * interval, workspace, folder, last) for number, role in enumerate(("inference", "orchestrator", "trainer"), 1)
+    ]
 
+    run(workspace, "orrery", "run", NAME, "rl")
+    trained = rows(folder, "trainer", stage="rl", event=None)
+    assert [row["step"] for row in trained] == list(range(1, last + 1))
+    attempts = [row["attempt"] for row in trained]
+    assert attempts == sorted(attempts)
+    assert all(trained[step - 1]["attempt"] < trained[step]["attempt"] for step in kept), "it did not go on from the checkpoint"
+    assert latest(folder) == last
+    verify(folder / "checkpoints" / f"step_{last}")
+    assert (folder / "weights" / "rl" / "model.safetensors").exists()
+
+
+def kill(role: str, after_step: int, workspace: Path, folder: Path, last: int) -> int:
+    """Start the RL stage, kill the role once a step after `after_step` is trained and that one's checkpoint is whole.
+
+    The step of the checkpoint that the run's last words name.
+    """
     launcher = start(workspace, "orrery", "run", NAME, "rl")
-    while not (step := max((row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0)) > interval:
+    step = 0
+    while step <= after_step or (latest(folder) or 0) < after_step:
+        step = max((row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0)
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.05)
     assert step < last, "the run ended before it could be killed"
@@ -155,14 +175,6 @@ def test_killing_a_role_ends_the_run_by_name_and_the_next_start_goes_on(role, fi
     sentence = output.strip().splitlines()[-1]
     kept = latest(folder)
     assert f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
-    assert kept is not None and kept >= interval
+    assert kept is not None and kept >= after_step
     assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"orrery-{folder.name[-12:]}-*")) == []
-
-    run(workspace, "orrery", "run", NAME, "rl")
-    trained = rows(folder, "trainer", stage="rl", event=None)
-    assert [row["step"] for row in trained] == list(range(1, last + 1))
-    attempts = [row["attempt"] for row in trained]
-    assert attempts == sorted(attempts) and trained[kept - 1]["attempt"] < trained[kept]["attempt"], "it did not go on from the checkpoint"
-    assert latest(folder) == last
-    verify(folder / "checkpoints" / f"step_{last}")
-    assert (folder / "weights" / "rl" / "model.safetensors").exists()
+    return kept
