@@ -7,6 +7,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -41,7 +42,12 @@ class Terminal:
         shell = ("bash", "-c", 'echo $$ >"$0"; exec "$@"', str(self.pid_file), *argv)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                cluster.command("user", *_with(env), *shell), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                cluster.command("user", *_with(env), *shell),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Tests that were started in the background of a script have it ignored, and what they start would too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
