@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from orrery.manifest.schema import AdamW
-from orrery.trainer.optim.optimizer import Group, Piece
+from orrery.trainer.optim.optimizer import Group, Piece, decayed_apart
 
 
 class AdamWRule:
@@ -41,8 +41,4 @@ class AdamWRule:
 
 
 def groups(spec: AdamW, weights: dict[str, nn.Parameter]) -> list[Group]:
-    rule = AdamWRule(spec)
-    return [
-        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, spec.lr, spec.weight_decay),
-        Group([weight for weight in weights.values() if weight.ndim < 2], rule, spec.lr, 0.0),
-    ]
+    return decayed_apart(AdamWRule(spec), spec.lr, spec.weight_decay, weights)

@@ -57,6 +57,14 @@ class Group:
     weight_decay: float
 
 
+def decayed_apart(rule: Rule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]) -> list[Group]:
+    """Matrices, which decay, and what has fewer than two dimensions, which does not, both by one rule."""
+    return [
+        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, lr, weight_decay),
+        Group([weight for weight in weights.values() if weight.ndim < 2], rule, lr, 0.0),
+    ]
+
+
 @dataclass(frozen=True)
 class Cut:
     """Values `start` to `stop` of a weight's local shard; they begin at `offset` of the line."""

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from orrery.manifest.schema import Sgd
-from orrery.trainer.optim.optimizer import Group, Piece
+from orrery.trainer.optim.optimizer import Group, Piece, decayed_apart
 
 
 class SgdRule:
@@ -32,8 +32,4 @@ class SgdRule:
 
 
 def groups(spec: Sgd, weights: dict[str, nn.Parameter]) -> list[Group]:
-    rule = SgdRule(spec)
-    return [
-        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, spec.lr, spec.weight_decay),
-        Group([weight for weight in weights.values() if weight.ndim < 2], rule, spec.lr, 0.0),
-    ]
+    return decayed_apart(SgdRule(spec), spec.lr, spec.weight_decay, weights)

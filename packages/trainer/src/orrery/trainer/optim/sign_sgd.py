@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from orrery.manifest.schema import SignSgd
-from orrery.trainer.optim.optimizer import Group, Piece
+from orrery.trainer.optim.optimizer import Group, Piece, decayed_apart
 
 
 class SignSgdRule:
@@ -20,8 +20,4 @@ class SignSgdRule:
 
 
 def groups(spec: SignSgd, weights: dict[str, nn.Parameter]) -> list[Group]:
-    rule = SignSgdRule()
-    return [
-        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, spec.lr, spec.weight_decay),
-        Group([weight for weight in weights.values() if weight.ndim < 2], rule, spec.lr, 0.0),
-    ]
+    return decayed_apart(SignSgdRule(), spec.lr, spec.weight_decay, weights)
