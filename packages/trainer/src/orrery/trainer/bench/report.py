@@ -111,6 +111,8 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """Of the checkout; `ORRERY_COMMIT` says it where the checkout is a copy without history."""
+    if named := os.environ.get("ORRERY_COMMIT"):
+        return named
     try:
         here = Path(__file__).resolve().parent
         head = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -122,7 +124,7 @@ def commit() -> str:
         ).stdout.strip()
         return head + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ORRERY_COMMIT", "unknown")
+        return "unknown"
 
 
 def show(result: dict[str, Any]) -> None:
