@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import trainer_cases
 from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError
@@ -16,16 +17,7 @@ from orrery.trainer.bench.request import Options, request
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
 
-MOE = {
-    "num_experts": 8,
-    "num_experts_per_token": 2,
-    "expert_intermediate_size": 24,
-    "normalize_top_k": True,
-    "num_dense_layers": 0,
-    "num_shared_experts": 0,
-    "score": "softmax",
-    "routed_scale": 1.0,
-}
+MOE = {**trainer_cases.MOE, "num_experts": 8}
 
 
 def test_fewer_devices_shrink_the_shards_and_the_experts_with_them_and_are_named():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_cases import MEMORY, batch_columns, make_learner, manifest, run_ranks, share, whole_weights, write_start_weights
+from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, run_ranks, share, whole_weights, write_start_weights
 from trainer_rank import train
 
 from orrery.manifest.errors import RunFailed
@@ -103,16 +103,6 @@ def test_the_same_seed_twice_gives_the_same_bits(start):
         assert torch.equal(weight, whole_weights(second)[name]), name
 
 
-MOE = {
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "expert_intermediate_size": 24,
-    "normalize_top_k": True,
-    "num_dense_layers": 0,
-    "num_shared_experts": 0,
-    "score": "softmax",
-    "routed_scale": 1.0,
-}
 SHARDS, REPLICAS, UNTIED = {"dp_shard": 2}, {"dp_replicate": 2}, {"tie_embeddings": False}
 # Three samples on two ranks, at most one a micro-batch: somebody gets an empty micro-batch.
 FEW = {"num_samples": 3, "max_tokens": 20}
@@ -178,6 +168,7 @@ def test_compiled_blocks_make_the_step_of_plain_ones(start):
 def test_micro_batches_of_every_kind_are_compiled_and_none_too_many_for_torch(tmp_path, monkeypatch):
     from torch._dynamo.testing import CompileCounter
 
+    torch._dynamo.reset()  # blocks that other tests compiled are not this one's to count
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
     moe = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 24, "normalize_top_k": True, "num_dense_layers": 1}

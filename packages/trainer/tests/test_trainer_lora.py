@@ -3,8 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_trainer_memory import MOE
-from trainer_cases import batch_columns, make_learner, manifest, run_ranks, share, write_start_weights
+from trainer_cases import MOE, batch_columns, make_learner, manifest, run_ranks, share, write_start_weights
 
 from orrery.models import build, weights
 from orrery.models.hf_tensors import named_hf_tensors

@@ -6,16 +6,12 @@ import sys
 
 import pytest
 import torch
-from trainer_cases import MEMORY, batch_columns, make_learner, manifest, share, write_start_weights
+from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_offload
 from orrery.trainer.parallel.activation_offload import Offload
 
-MOE = {
-    "num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 24, "normalize_top_k": True,
-    "num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0,
-}  # fmt: skip
 MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}}
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trainer_cases
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trainer_cases import MEMORY, manifest
 
@@ -90,10 +91,7 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
 
 
 T = 64
-MOE = {
-    "num_experts": 8, "num_experts_per_token": 4, "expert_intermediate_size": 40, "normalize_top_k": True,
-    "num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0,
-}  # fmt: skip
+MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 4, "expert_intermediate_size": 40}
 SHAPE = {"hidden_size": 96, "num_heads": 8, "num_kv_heads": 2, "intermediate_size": 320, "num_layers": 1}
 MODELS = {"dense": SHAPE, "moe": {**SHAPE, "family": "qwen3_moe", "moe": MOE}}
 ADAPTED = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}

@@ -1,19 +1,16 @@
 """Every layout of ranks makes the step of one device: the same loss, counts and gradients, on the same weights and documents."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+import trainer_cases
 from parallel_rank import LENGTHS, one_step
 from safetensors.torch import load_file
 from test_trainer_stages import run_rl, start_run
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import HERE, MEMORY, make_learner, manifest, write_start_weights
+from trainer_cases import MEMORY, make_learner, manifest, run_script, write_start_weights
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.metrics import read
@@ -27,16 +24,7 @@ from orrery.transport.weight_wire import remove_weight_dir
 # is 1e-2.
 RELATIVE = 1e-5
 
-MOE = {
-    "num_experts": 8,
-    "num_experts_per_token": 3,
-    "expert_intermediate_size": 24,
-    "normalize_top_k": True,
-    "num_dense_layers": 0,
-    "num_shared_experts": 0,
-    "score": "softmax",
-    "routed_scale": 1.0,
-}
+MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 3}
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
 DENSE = {**HEADS, "tie_embeddings": False}
 MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
@@ -121,24 +109,7 @@ def ran(tmp_path_factory):
     for network, model in NETWORKS.items():
         write_start_weights(manifest(model=model), folder / network)
     (folder / "cases.json").write_text(json.dumps({**CASES, **AGAIN}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(HERE / "parallel_rank.py"), str(folder), str(port)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(4)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    for rank, (_, stderr) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, "\n".join(stderr[-3000:] for _, stderr in outputs)
-    answers = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    answers = run_script("parallel_rank.py", folder, 4, deadline_s=200)
     return folder, {name: [answer[name] for answer in answers if name in answer] for name in (*CASES, *AGAIN, "exchanges")}
 
 

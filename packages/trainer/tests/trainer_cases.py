@@ -29,6 +29,16 @@ MEMORY = {
     "lm_head_keeps_logits": False,
     "max_tokens_per_micro_batch": 64,
 }
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "expert_intermediate_size": 24,
+    "normalize_top_k": True,
+    "num_dense_layers": 0,
+    "num_shared_experts": 0,
+    "score": "softmax",
+    "routed_scale": 1.0,
+}
 HERE = Path(__file__).resolve().parent
 
 
@@ -169,22 +179,26 @@ def run_ranks(num_ranks: int, folder: Path, jobs: list[dict]) -> list[dict[str, 
 
     Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
     """
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
+    return run_script("trainer_rank.py", folder, num_ranks, num_ranks, deadline_s=100)
+
+
+def run_script(script: str, folder: Path, num_ranks: int, *words: object, deadline_s: float) -> list[dict]:
+    """`script FOLDER PORT [words …] RANK` as every rank: each one's last line, JSON. Fails with the stderr of all where one failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(HERE / "trainer_rank.py"), str(folder), str(port), str(num_ranks)]
+    command = [sys.executable, str(HERE / script), str(folder), str(port), *map(str, words)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for rank in range(num_ranks)
     ]
     try:
-        outputs = [rank.communicate(timeout=100) for rank in ranks]
+        outputs = [rank.communicate(timeout=deadline_s) for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
-    for rank, (_, stderr) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, stderr[-3000:]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(stderr[-3000:] for _, stderr in outputs)
     return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
