@@ -1,7 +1,8 @@
 """Multiprocessors that grouped products leave to others: to collectives that run beside them.
 
 torch's grouped GEMM has one long-lived block a multiprocessor. Where a collective holds some, the blocks meant for those run after all
-others, and the product takes twice as long: 1.74 for 0.89 ms beside 24 blocks of NCCL on an H200. With as many blocks fewer it does not.
+others, and the product takes up to twice as long. A step's grouped products took 243 ms beside collectives of 24 blocks, and 163 ms since
+they leave 16 to them (benchmarks/trainer/{before_sharing_multiprocessors/,}qwen3_30b_a3b_16k.json).
 Dense products have short blocks and do better with all multiprocessors, so the limit, which torch keeps for all products, is theirs alone.
 """
 
