@@ -167,6 +167,10 @@ def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
 def test_mistakes_in_options_are_sentences():
     for options, sentence in {
         Options(device="cpu", mesh="[1]"): r"--mesh: \[1\] is no JSON object",
+        Options(
+            device="cpu", memory='{"activation_offlod": true}'
+        ): "--memory: trainer.memory.activation_offlod = true: there is no such field; did you mean 'activation_offload'?",
+        Options(device="cpu", fsdp="{"): "--fsdp: Expecting property name",
         Options(device="cpu", document_tokens=1): "--document-tokens: a document of 1 token has none to train",
     }.items():
         with pytest.raises(OrreryError, match=sentence):

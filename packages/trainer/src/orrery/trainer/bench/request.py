@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest, Mesh, Model, Trainer, fit_mesh
@@ -90,7 +91,7 @@ def request(manifest: Manifest, options: Options) -> Request:
         model = model.model_copy(update={"num_layers": change("model.num_layers", model.num_layers, options.layers)})
     for section in ("memory", "fsdp", "mesh"):
         if (text := getattr(options, section)) is not None:
-            trainer = merged(trainer, section, text, change)
+            trainer = merged(manifest, trainer, section, text, change)
     if options.compile is not None:
         trainer = trainer.model_copy(update={"compile": change("trainer.compile", trainer.compile, options.compile)})
     if options.devices is not None:
@@ -135,16 +136,21 @@ def request(manifest: Manifest, options: Options) -> Request:
     )
 
 
-def merged(trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
+def merged(manifest: Manifest, trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
     """`trainer` with the JSON object `text` over one of its sections, checked by the schema."""
     try:
         new = json.loads(text)
         if not isinstance(new, dict):
             raise ValueError(f'{text} is no JSON object; write it as {{"field": value}}')
-        old = trainer.model_dump(mode="json")
-        checked = Trainer.model_validate({**old, section: {**old[section], **new}})
     except ValueError as error:
-        raise OrreryError(f"--{section}: {' '.join(str(error).split())}") from None
+        raise OrreryError(f"--{section}: {error}") from None
+    old = trainer.model_dump(mode="json")
+    fields = {**old, section: {**old[section], **new}}
+    try:
+        checked = Trainer.model_validate(fields)
+    except ValueError:
+        check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")  # says which field, as of any manifest
+        raise
     for field, value in new.items():
         change(f"trainer.{section}.{field}", old[section].get(field), value)
     return checked
