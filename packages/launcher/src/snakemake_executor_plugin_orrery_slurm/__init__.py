@@ -11,9 +11,11 @@ snakemake-executor-plugin-slurm is not used: its options refuse further componen
 and after the loss of a node of a heterogeneous job its next submission is not a valid command.
 """
 
+import errno
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -35,11 +37,13 @@ from orrery.manifest import plan
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import find_workspace
+from orrery.observe.system_error import explain
 
 PAUSES_S = (2.0, 10.0, 30.0)
 AWAY = re.compile(r"no answer within|unable to contact|timed out|Connection refused|try again", re.IGNORECASE)
 LOST_S = 120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
 UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
+TOO_LITTLE_BYTES = 64 << 10  # on a disk that holds no more, what is missing was not written for want of room
 
 common_settings = CommonSettings(
     non_local_exec=True,
@@ -138,12 +142,15 @@ class Executor(RemoteExecutor):
         return time.monotonic() - self._troubled.setdefault(job, time.monotonic())
 
     def _why(self, info: SubmittedJobInfo, word: str | None) -> str:
-        """The launcher's own last sentence where it had one, else what stands in the job's output, else Slurm's word."""
-        run, stage = info.job.wildcards["run"], info.job.rule.name
-        said = status.read(Path("runs") / run)
+        """The launcher's own last sentence where it had one, else what stands in the job's output, else why it could not be written, else
+        Slurm's word."""
+        run_dir, stage = Path("runs") / info.job.wildcards["run"], info.job.rule.name
+        said = status.read(run_dir)
         own = said.message if said and said.slurm_job == info.external_jobid and said.state in ("failed", "stopped") else ""
-        log = Path("runs") / run / "logs" / f"slurm.{info.external_jobid}.log"
+        log = run_dir / "logs" / f"slurm.{info.external_jobid}.log"
         line = last_line(log, 0).removeprefix("error: ")
+        if not line and shutil.disk_usage(run_dir).free < TOO_LITTLE_BYTES:
+            line = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))
         return own or f"{stage}: job {info.external_jobid} ended with {word}" + (f": {line}" if line else "") + f"; its output is {log}"
 
     def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:

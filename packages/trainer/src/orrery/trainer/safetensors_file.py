@@ -77,10 +77,11 @@ def content(tensor: torch.Tensor) -> memoryview:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False) -> tuple[int, str]:
-    """Write `buffers` one after the other, synced when this returns: (bytes, sha256). Raises Stopped between chunks, and OSError."""
+    """Write `buffers` one after the other, synced when this returns: (bytes, sha256). Raises Stopped between chunks, and OSError; what was
+    written until then is removed."""
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing both let other threads run, so they run side by side, and beside whatever else this process does.
-    with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing, path.open("wb", buffering=0) as file, _named(path):
+    with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing, path.open("wb", buffering=0) as file, _whole_or_gone(path):
         for chunk in _chunks(buffers):
             if stopped():
                 raise Stopped(path)
@@ -98,12 +99,15 @@ def write(path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of the system carry the file's name: of a file that is open they do not by themselves."""
+def _whole_or_gone(path: Path) -> Iterator[None]:
+    """A failure removes the open file `path`, so that a disk that it filled has room again for what a run says as it ends. Errors of the
+    system carry its name: those of an open file do not by themselves."""
     try:
         yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
         raise
 
 
