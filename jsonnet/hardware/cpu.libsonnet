@@ -11,5 +11,4 @@
     enforce_eager: true,
   },
   orchestrator+: { admission: { kind: 'fixed', max_in_flight: 128 } },
-  transport: { rollouts: 'zmq', weights: 'files' },
 }

@@ -17,5 +17,4 @@
     enforce_eager: false,
   },
   orchestrator+: { admission: { kind: 'fixed', max_in_flight: 512 } },
-  transport: { rollouts: 'zmq', weights: 'files' },
 }

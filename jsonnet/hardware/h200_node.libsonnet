@@ -11,5 +11,4 @@
     enforce_eager: false,
   },
   orchestrator+: { admission: { kind: 'fixed', max_in_flight: 256 } },
-  transport: { rollouts: 'zmq', weights: 'files' },
 }

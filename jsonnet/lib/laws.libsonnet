@@ -26,13 +26,14 @@ local bytes = { float32: 4, bfloat16: 2 };
   local kv_token_bytes = run.model.num_layers * kv_layer_numbers * bytes[run.inference.dtype],
 
   local per_node = run.hardware.devices_per_node,
+  local per_replica = run.inference.data_parallel * run.inference.tensor_parallel,
   local prefill = run.inference.prefill_replicas,
   local groups = [
     [group[0], group[1], group[1] / per_node]
     for group in
-      (if prefill == 0 then [] else [['prefill', prefill * run.inference.devices_per_replica]]) +
+      (if prefill == 0 then [] else [['prefill', prefill * per_replica]]) +
       [
-        [if prefill == 0 then 'inference' else 'decode', (run.inference.num_replicas - prefill) * run.inference.devices_per_replica],
+        [if prefill == 0 then 'inference' else 'decode', (run.inference.num_replicas - prefill) * per_replica],
         ['trainer', mesh.dp_replicate * mesh.dp_shard * mesh.cp],
       ]
   ],
@@ -81,9 +82,9 @@ local bytes = { float32: 4, bfloat16: 2 };
 
   assert prefill < run.inference.num_replicas :
          'inference.prefill_replicas: %d of %d engines leave none to decode' % [prefill, run.inference.num_replicas],
-  assert run.hardware.num_nodes == 1 || per_node % run.inference.devices_per_replica == 0 :
-         'inference.devices_per_replica: %d does not divide the %d devices of a node, and no engine spans nodes' % [
-    run.inference.devices_per_replica,
+  assert run.hardware.num_nodes == 1 || per_node % per_replica == 0 :
+         'inference.data_parallel·tensor_parallel: %d does not divide the %d devices of a node, and no engine spans nodes' % [
+    per_replica,
     per_node,
   ],
   assert run.hardware.num_nodes == 1 || broken == [] :

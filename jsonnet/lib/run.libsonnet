@@ -57,7 +57,13 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
   inference: {
     num_replicas: run.layout.engines,
     prefill_replicas: run.layout.prefill_engines,
-    devices_per_replica: run.layout.devices_per_engine,
+    data_parallel: 1,
+    tensor_parallel: run.layout.devices_per_engine / self.data_parallel,
+    expert_parallel: run.model.moe != null && self.data_parallel * self.tensor_parallel > 1,
+    quantization: 'none',
+    kv_transfer: { kind: if run.layout.prefill_engines == 0 then 'none' else 'nixl' },
+    kv_offload: { kind: 'none' },
+    max_restarts: 0,
     max_model_len_tokens: run.context_tokens,
     // any one engine can take every rollout in flight, whatever the router does
     max_num_sequences: run.orchestrator.admission.max_in_flight,
@@ -74,6 +80,8 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
     algorithm: { kind: error 'orchestrator.algorithm: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     rollouts_per_batch: error 'orchestrator.rollouts_per_batch: say it in the run file',
   },
+
+  transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },
 
   // Seeds of problems: training follows the run's seed, held-out problems are the same for every seed, and no two streams meet (see laws).
   seeds:: { training: run.seed, warm_start: 10000 + run.seed, held_out: 20000 },

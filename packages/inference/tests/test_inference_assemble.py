@@ -57,8 +57,8 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
-    with pytest.raises(OrreryError, match=r"devices_per_replica 2"):
-        server_arguments(make_manifest(devices_per_replica=2), tmp_path, 0, "127.0.0.1", 1)
+    with pytest.raises(OrreryError, match=r"tensor_parallel = 2"):
+        server_arguments(make_manifest(tensor_parallel=2), tmp_path, 0, "127.0.0.1", 1)
 
 
 def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):

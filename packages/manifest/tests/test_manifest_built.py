@@ -32,12 +32,12 @@ REFUSED = [
         "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe, hugging_face",
     ),
     (
-        changed("reverse_text", inference__devices_per_replica=2),
-        "inference.devices_per_replica 2: an engine of several processes is not built yet on cpu; "
-        "set inference.devices_per_replica to 1, and inference.num_replicas to 2 for as many engines",
+        changed("reverse_text", inference__tensor_parallel=2),
+        "inference.data_parallel·tensor_parallel = 2: an engine of several processes is not built yet on cpu; "
+        "set both to 1, and inference.num_replicas to 2 for as many engines",
     ),
     (
-        changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1),
+        changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
         "inference.prefill_replicas 1: engines that only prefill are not built yet on h200; set inference.prefill_replicas to 0",
     ),
 ]
@@ -91,4 +91,4 @@ def test_keys_travel_where_heads_do_not_divide():
 
 
 def test_one_h200_node_of_a_built_network_is_built():
-    check_built(changed("reverse_text", hardware=H200, inference__devices_per_replica=4))
+    check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))

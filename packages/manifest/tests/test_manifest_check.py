@@ -62,6 +62,22 @@ SENTENCES = [
         "inference: prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
     ),
     (
+        broken(("inference", "kv_transfer"), {"kind": "none"}, NODES),
+        "inference: prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to 'nixl' or 'mooncake', or",
+    ),
+    (
+        broken(("inference", "kv_transfer"), {"kind": "nixl"}),
+        "inference: kv_transfer 'nixl' without engines that only prefill; set inference.prefill_replicas, or",
+    ),
+    (
+        broken(("orchestrator", "admission"), {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8}),
+        "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
+    ),
+    (
+        broken(("transport", "routed_experts"), True),
+        "transport.routed_experts: family 'qwen3' has no experts to choose; set transport.routed_experts to false",
+    ),
+    (
         broken(("inference", "num_replicas"), 2),
         "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
@@ -78,15 +94,20 @@ SENTENCES = [
         "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of nodes; try 2",
     ),
     (
-        broken(("inference", "devices_per_replica"), 4, NODES),
-        "inference.devices_per_replica 4 does not divide hardware.devices_per_node 2, and no engine spans nodes; choose from [1, 2]",
+        broken(("inference", "tensor_parallel"), 4, NODES),
+        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node 2, and no engine spans nodes; "
+        "choose from [1, 2]",
     ),
     (
         broken(("hardware", "num_nodes"), 4, NODES),
         "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
     (
-        broken(("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, NODES)),
+        broken(
+            ("inference", "kv_transfer"),
+            {"kind": "none"},
+            broken(("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, NODES)),
+        ),
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
     (broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}), "trainer 1 + inference 1 devices do not fit 1"),
@@ -224,7 +245,7 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 2, devices_per_engine: 4",
-        "inference.devices_per_replica: 4 does not divide the 2 devices of a node, and no engine spans nodes",
+        "inference.data_parallel·tensor_parallel: 4 does not divide the 2 devices of a node, and no engine spans nodes",
     ),
     "a run called like a rule of the pipeline": ("runs/sums.jsonnet", "  sums:\n", "  report:\n", "no run is called 'report'"),
     "a kind of task that does not exist": (

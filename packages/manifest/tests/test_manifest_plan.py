@@ -78,7 +78,8 @@ def shape(per_node: int, wide: int, prefill_nodes: int, other_nodes: int, traine
     data["inference"] |= {
         "num_replicas": (prefill_nodes + other_nodes) * engines,
         "prefill_replicas": prefill_nodes * engines,
-        "devices_per_replica": wide,
+        "tensor_parallel": wide,
+        "kv_transfer": {"kind": "nixl" if prefill_nodes else "none"},
     }
     data["trainer"]["mesh"]["dp_shard"] = trainer_nodes * per_node
     return check(data, "shape")

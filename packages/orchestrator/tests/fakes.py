@@ -58,7 +58,8 @@ def manifest(**orchestrator: Any) -> Manifest:
             "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
         },
         "inference": {
-            "num_replicas": 1, "prefill_replicas": 0, "devices_per_replica": 1, "dtype": "float32",
+            "num_replicas": 1, "prefill_replicas": 0, "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
+            "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
             "max_model_len_tokens": max_model_len, "kv_block_tokens": 16,
             "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256, "enforce_eager": True, "router": {"kind": "none"},
         },
@@ -70,7 +71,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2},
         } | orchestrator,
         "tasks": {"train": tasks, "evaluation": [tasks[0] | {"name": "held_out", "seed": 99}]},
-        "transport": {"rollouts": "zmq", "weights": "files"},
+        "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
         "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": {"num_problems": 3, "rollouts_per_problem": 2}},
     })  # fmt: skip
 

@@ -525,10 +525,10 @@ def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     text = canonical_json(manifest()).decode()
-    assert '"devices_per_replica":1' in text
-    (run_dir / "manifest.json").write_text(text.replace('"devices_per_replica":1', '"devices_per_replica":2'))
+    assert '"tensor_parallel":1' in text
+    (run_dir / "manifest.json").write_text(text.replace('"tensor_parallel":1', '"tensor_parallel":2'))
     [(code, error)] = Stage(run_dir, "sft").end()
-    assert code == 2 and "an engine of several processes is not built yet on cpu; set inference.devices_per_replica to 1" in error
+    assert code == 2 and "an engine of several processes is not built yet on cpu; set both to 1" in error
     assert "Traceback" not in error
     (run_dir / "manifest.json").write_text(text)
     [(code, error)] = Stage(run_dir, "evaluate").end()

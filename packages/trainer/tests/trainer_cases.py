@@ -101,7 +101,13 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
             "inference": {
                 "num_replicas": 1,
                 "prefill_replicas": 0,
-                "devices_per_replica": 1,
+                "tensor_parallel": 1,
+                "data_parallel": 1,
+                "expert_parallel": False,
+                "quantization": "none",
+                "kv_transfer": {"kind": "none"},
+                "kv_offload": {"kind": "none"},
+                "max_restarts": 0,
                 "dtype": "float32",
                 "max_model_len_tokens": 64,
                 "kv_block_tokens": 16,
@@ -123,7 +129,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "evaluation": {"interval_steps": 2, "num_problems": 2, "rollouts_per_problem": 1},
             },
             "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
-            "transport": {"rollouts": "zmq", "weights": "files"},
+            "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
             "stages": {"sft": sft, "rl": {"num_steps": 4}, "evaluate": {"num_problems": 2, "rollouts_per_problem": 1}, **(stages or {})},
             **fields,
         }

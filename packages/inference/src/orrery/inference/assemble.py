@@ -61,12 +61,14 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         flags.append("--enforce-eager")
     if manifest.hardware.accelerator == "cpu":
         if inference.devices_per_replica != 1:
-            raise OrreryError(f"inference.devices_per_replica {inference.devices_per_replica}: one CPU engine is one process; set it to 1")
+            raise OrreryError(
+                f"inference.data_parallel·tensor_parallel = {inference.devices_per_replica}: one CPU engine is one process; set both to 1"
+            )
         # Worker and engine core in one process. The class by its path, because vLLM on CPU turns the name "uni" into "mp": it binds OpenMP
         # threads in the worker's environment, which `nobind` and OMP_NUM_THREADS leave nothing of.
         arguments["--distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
-        arguments["--tensor-parallel-size"] = str(inference.devices_per_replica)
+        arguments["--tensor-parallel-size"] = str(inference.tensor_parallel)
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
 

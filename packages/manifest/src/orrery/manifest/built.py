@@ -9,6 +9,13 @@ from orrery.manifest.schema import Manifest
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
+WEIGHT_WIRES = ("files",)
+ROUTED_EXPERTS = (False,)
+QUANTIZATIONS = ("none",)
+DATA_PARALLEL = (1,)
+KV_OFFLOADS = ("none",)
+RESTARTS = (0,)
+ADMISSIONS = ("fixed",)
 
 
 def check_built(manifest: Manifest) -> None:
@@ -18,14 +25,26 @@ def check_built(manifest: Manifest) -> None:
         raise OrreryError(f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}")
     if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
-            f"inference.devices_per_replica {devices}: an engine of several processes is not built yet on {accelerator}; "
-            f"set inference.devices_per_replica to 1, and inference.num_replicas to {devices} for as many engines"
+            f"inference.data_parallel·tensor_parallel = {devices}: an engine of several processes is not built yet on {accelerator}; "
+            f"set both to 1, and inference.num_replicas to {devices} for as many engines"
         )
     if accelerator not in PREFILL_APART and (count := inference.prefill_replicas):
         raise OrreryError(
             f"inference.prefill_replicas {count}: engines that only prefill are not built yet on {accelerator}; "
             f"set inference.prefill_replicas to 0"
         )
+    choices = (
+        ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
+        ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
+        ("inference.quantization", inference.quantization, QUANTIZATIONS),
+        ("inference.data_parallel", inference.data_parallel, DATA_PARALLEL),
+        ("inference.kv_offload.kind", inference.kv_offload.kind, KV_OFFLOADS),
+        ("inference.max_restarts", inference.max_restarts, RESTARTS),
+        ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),
+    )
+    for field, value, built in choices:
+        if value not in built:
+            raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
 
 
 def remarks(manifest: Manifest) -> list[str]:

@@ -436,23 +436,85 @@ class VllmRouter(Record):
     balance_rel_threshold: PositiveFloat
 
 
+class NoKvTransfer(Record):
+    """Every engine serves whole requests."""
+
+    kind: Literal["none"]
+
+
+class NixlKvTransfer(Record):
+    """Prefill engines hand caches to decode engines through NIXL (UCX: RDMA, shared memory or TCP, whichever there is)."""
+
+    kind: Literal["nixl"]
+
+
+class MooncakeKvTransfer(Record):
+    """Prefill engines hand caches to decode engines through Mooncake's transfer engine."""
+
+    kind: Literal["mooncake"]
+    protocol: Literal["tcp", "rdma"]
+
+
+KvTransfer = Annotated[NoKvTransfer | NixlKvTransfer | MooncakeKvTransfer, Field(discriminator="kind")]
+
+
+class NoKvOffload(Record):
+    """Blocks of cache that leave the device are gone."""
+
+    kind: Literal["none"]
+
+
+class TieredKvOffload(Record):
+    """Blocks go on in host memory, `host_bytes` an engine, and where `disk` is set in files on the node's scratch disk, which a restarted
+    engine finds again."""
+
+    kind: Literal["tiers"]
+    host_bytes: PositiveInt
+    disk: bool
+
+
+class MooncakeKvOffload(Record):
+    """Blocks go into a Mooncake Store that all engines share: `segment_bytes` of host memory of every engine, one master a stage."""
+
+    kind: Literal["mooncake"]
+    protocol: Literal["tcp", "rdma"]
+    segment_bytes: PositiveInt
+
+
+KvOffload = Annotated[NoKvOffload | TieredKvOffload | MooncakeKvOffload, Field(discriminator="kind")]
+
+
 class Inference(Record):
     """The engines: `num_replicas` independent vLLM servers, of which the first `prefill_replicas` prefill and the others decode.
 
-    With 0 every engine serves whole requests.
+    - With 0 prefill replicas every engine serves whole requests.
+    - A replica is `data_parallel` · `tensor_parallel` devices: attention is spread over requests and over heads. With `expert_parallel`
+      whole experts are spread over all of them, else every expert over the tensor-parallel ones.
+    - `quantization` "fp8": engines hold weights of dense layers and experts in FP8, made from what the trainer publishes.
+    - `max_restarts`: an engine that ends is started again, and updated before it serves, so often a stage; then the stage ends.
     """
 
     num_replicas: PositiveInt
     prefill_replicas: NonNegativeInt
-    devices_per_replica: PositiveInt
+    tensor_parallel: PositiveInt
+    data_parallel: PositiveInt
+    expert_parallel: bool
     dtype: DType
+    quantization: Literal["none", "fp8"]
     max_model_len_tokens: PositiveInt
     kv_block_tokens: PositiveInt
     kv_cache_bytes: PositiveInt
     max_num_sequences: PositiveInt
     max_batched_tokens: PositiveInt
     enforce_eager: bool
+    kv_transfer: KvTransfer
+    kv_offload: KvOffload
+    max_restarts: NonNegativeInt
     router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.data_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
     def replicas_have_a_router(self) -> "Inference":
@@ -466,6 +528,20 @@ class Inference(Record):
             raise ValueError(
                 f"prefill_replicas {self.prefill_replicas} of num_replicas {self.num_replicas} leave none to decode; "
                 f"choose from 0 to {self.num_replicas - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def caches_travel_where_prefill_is_apart(self) -> "Inference":
+        if self.prefill_replicas and self.kv_transfer.kind == "none":
+            raise ValueError(
+                f"prefill_replicas {self.prefill_replicas} need caches to travel; set inference.kv_transfer.kind to 'nixl' or 'mooncake', "
+                f"or inference.prefill_replicas to 0"
+            )
+        if not self.prefill_replicas and self.kv_transfer.kind != "none":
+            raise ValueError(
+                f"kv_transfer {self.kv_transfer.kind!r} without engines that only prefill; set inference.prefill_replicas, "
+                f"or inference.kv_transfer.kind to 'none'"
             )
         return self
 
@@ -508,8 +584,27 @@ class Sampling(Record):
 
 
 class FixedAdmission(Record):
+    """As many rollouts in flight as the manifest says, whatever the engines say."""
+
     kind: Literal["fixed"]
     max_in_flight: PositiveInt
+
+
+class AdaptiveAdmission(Record):
+    """Rollouts in flight follow the engines' load (use of cache, waiting requests, preemptions) between two bounds."""
+
+    kind: Literal["adaptive"]
+    min_in_flight: PositiveInt
+    max_in_flight: PositiveInt
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> "AdaptiveAdmission":
+        if self.min_in_flight > self.max_in_flight:
+            raise ValueError(f"min_in_flight {self.min_in_flight} exceeds max_in_flight {self.max_in_flight}; set it to at most that")
+        return self
+
+
+Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="kind")]
 
 
 class Evaluation(Record):
@@ -528,7 +623,7 @@ class Orchestrator(Record):
     drop_zero_advantage_groups: bool
     max_off_policy_steps: NonNegativeInt
     max_batches_ahead: NonNegativeInt
-    admission: FixedAdmission
+    admission: Admission
     sampling: Sampling
     rollout_timeout_s: PositiveFloat
     evaluation: Evaluation
@@ -552,10 +647,16 @@ class Tasks(Record):
 
 
 class Transport(Record):
-    """How batches reach the trainer and weights reach the engines."""
+    """How batches reach the trainer and weights reach the engines.
+
+    - `weights`: "files" in shared memory or the run's folder; "nccl" from the trainer's ranks to the engines' (CUDA IPC within a host),
+      each receiving only its slices; "nixl" the same slices, read by the engines (RDMA).
+    - `routed_experts`: the engines' choices of experts travel with the tokens, and the trainer's layers replay them (R3).
+    """
 
     rollouts: Literal["zmq", "files"]
-    weights: Literal["files"]
+    weights: Literal["files", "nccl", "nixl"]
+    routed_experts: bool
 
 
 class Demonstrations(Record):
@@ -678,6 +779,27 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
+    def experts_are_there(self) -> "Manifest":
+        if self.model.moe is None:
+            if self.transport.routed_experts:
+                raise ValueError(
+                    f"transport.routed_experts: family {self.model.family!r} has no experts to choose; "
+                    f"set transport.routed_experts to false"
+                )
+            if self.inference.expert_parallel:
+                raise ValueError(
+                    f"inference.expert_parallel: family {self.model.family!r} has no experts to spread; "
+                    f"set inference.expert_parallel to false"
+                )
+        elif self.inference.expert_parallel and self.model.moe.num_experts % (devices := self.inference.devices_per_replica):
+            fits = [n for n in range(1, devices + 1) if self.model.moe.num_experts % n == 0]
+            raise ValueError(
+                f"inference.expert_parallel: {devices} devices of a replica do not divide {self.model.moe.num_experts} experts; "
+                f"choose data_parallel·tensor_parallel from {fits}, or set inference.expert_parallel to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def mesh_fits_model(self) -> "Manifest":
         fit_mesh(self.trainer, self.model, self.hardware.accelerator)
         return self
@@ -690,7 +812,7 @@ class Manifest(Record):
         if per_node % (devices := self.inference.devices_per_replica):
             fits = [n for n in range(1, per_node + 1) if per_node % n == 0]
             raise ValueError(
-                f"inference.devices_per_replica {devices} does not divide hardware.devices_per_node {per_node}, "
+                f"inference.data_parallel·tensor_parallel = {devices} does not divide hardware.devices_per_node {per_node}, "
                 f"and no engine spans nodes; choose from {fits}"
             )
         for name, devices in self.group_devices.items():

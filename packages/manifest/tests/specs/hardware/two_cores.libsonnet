@@ -4,5 +4,4 @@
   trainer+: { param_dtype: 'float32', compute_dtype: 'float32', reduce_dtype: 'float32', compile: false },
   inference+: { dtype: 'float32', kv_block_tokens: 16, kv_cache_bytes: 1048576, max_batched_tokens: 256, enforce_eager: true },
   orchestrator+: { admission: { kind: 'fixed', max_in_flight: 16 } },
-  transport: { rollouts: 'zmq', weights: 'files' },
 }

@@ -4,13 +4,13 @@
 - Lowering the limit never cancels; it only stops refilling.
 """
 
-from orrery.manifest.schema import FixedAdmission
+from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 
 
 class Admission:
     """A counter of permits under a limit that the manifest fixes."""
 
-    def __init__(self, settings: FixedAdmission):
+    def __init__(self, settings: FixedAdmission | AdaptiveAdmission):
         self.limit = settings.max_in_flight
         self.taken = 0
 
