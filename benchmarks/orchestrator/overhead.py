@@ -34,7 +34,7 @@ from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.state import State
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
-from orrery.transport.engine import EngineFleet
+from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import Batch
 from orrery.transport.weight_wire import WeightPublisher, WeightWatch, read_weights, remove_weight_dir, weight_dir
 from record import record

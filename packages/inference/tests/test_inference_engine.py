@@ -16,7 +16,8 @@ from inference_servers import DENSE, await_published, engine, family, free_port,
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION, EngineClient, EngineFleet, EngineGone, GenerationFailed, UpdateFailed
+from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, UpdateFailed
+from orrery.transport.fleet import EngineFleet
 from orrery.transport.weight_wire import Published, WeightPublisher
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]

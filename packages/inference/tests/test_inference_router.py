@@ -13,7 +13,8 @@ from inference_servers import MIXTURE, await_published, family, make_module, mak
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION, EngineFleet, GenerationFailed
+from orrery.transport.engine import START_VERSION, GenerationFailed
+from orrery.transport.fleet import EngineFleet
 from orrery.transport.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]

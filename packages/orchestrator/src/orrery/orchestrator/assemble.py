@@ -15,7 +15,7 @@ from orrery.orchestrator.winding_down import Request as WindDownRequest
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
-from orrery.transport.engine import EngineFleet
+from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import RolloutSender, make_sender
 from orrery.transport.weight_wire import make_watch
 

@@ -55,7 +55,7 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """What a rollout needs of `orrery.transport.engine.EngineFleet`."""
+    """What a rollout needs of `orrery.transport.fleet.EngineFleet`."""
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any: ...
 
