@@ -147,27 +147,6 @@ def test_score_is_the_log_softmax_of_the_logits_at_each_temperature(family, fiel
     assert logprob.dtype == entropy.dtype == torch.float32
 
 
-def routes_of(module, pack):
-    routes = []
-    for layer in module.layers:
-        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: routes.append(output[1]))
-    hidden = module(*pack)
-    return hidden, torch.stack(routes, dim=1)
-
-
-def test_replayed_routes_take_the_experts_of_another_and_the_scores_of_oneself(make_model, make_pack):
-    model = make_model("qwen3_moe")
-    module, pack = initialized(model, torch.float64), make_pack([9, 12])
-    hidden, routes = routes_of(module, pack)
-    assert routes.shape == (21, model.num_layers, 2)
-    assert torch.equal(module(*pack, routes), hidden)
-    torch.testing.assert_close(module(*pack, routes.flip(-1)), hidden)  # the order of a token's experts is of no meaning
-    elsewhere = (routes + 1) % model.moe.num_experts
-    assert not torch.allclose(module(*pack, elsewhere), hidden)
-    module(*pack, elsewhere).sum().backward()
-    assert module.layers[0].mlp.gate.weight.grad.abs().max() > 0
-
-
 def test_the_router_is_computed_in_float32_under_bfloat16_weights(make_model, make_pack):
     module = initialized(make_model("qwen3_moe"), torch.bfloat16)
     scores = []

@@ -1,6 +1,7 @@
 """The small machines one by one: clock, algorithms, source, groups and sink, evaluation, snapshot files, activity, samples."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Grpo, MaxRl
-from orrery.orchestrator import samples, snapshot
+from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import PIECE_S, Activity
 from orrery.orchestrator.algorithms import ALGORITHMS, advantages
 from orrery.orchestrator.clock import Clock
@@ -21,6 +22,7 @@ from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
 from orrery.orchestrator.source import Source
 from orrery.orchestrator.state import Snapshot
+from orrery.transport.routes import RouteShape, without_routes
 
 GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
 
@@ -247,6 +249,18 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
             np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
         assert old.rollout.messages == new.rollout.messages and old.rollout.reward == new.rollout.reward
     assert sorted(path.name for path in snapshot.folder(tmp_path, 4).parent.iterdir()) == ["orchestrator"]
+
+
+def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
+    kept, shape = example_snapshot(), RouteShape(3, 2, 300)
+    said = [np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2) for each in kept.queue[0]]
+    said[1] = without_routes(len(said[1]), shape)
+    queue = [[replace(each, rollout=replace(each.rollout, routed_experts=of)) for each, of in zip(kept.queue[0], said, strict=True)]]
+    snapshot.write(tmp_path, 4, replace(kept, queue=queue), 1.0)
+    for new, routes in zip(snapshot.read(tmp_path, 4).queue[0], said, strict=True):
+        assert new.rollout.routed_experts.dtype == np.uint16
+        np.testing.assert_array_equal(new.rollout.routed_experts, routes)
+        np.testing.assert_array_equal(cut.document(new, 1.0).token["routed_experts"], routes)
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):

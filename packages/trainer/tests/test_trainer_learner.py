@@ -178,7 +178,7 @@ def test_micro_batches_of_every_kind_are_compiled_and_none_too_many_for_torch(tm
 
     def routed(num_samples: int) -> Columns:
         columns = batch_columns(1, num_samples)
-        columns.token["routed_experts"] = np.zeros((columns.num_tokens, 2, 2), dtype=np.uint8) + np.array([0, 1], dtype=np.uint8)
+        columns.token["routed_experts"] = np.zeros((columns.num_tokens, 1, 2), dtype=np.uint8) + np.array([0, 1], dtype=np.uint8)
         return columns
 
     nothing = batch_columns(1).select([])

@@ -17,6 +17,7 @@ from orrery.observe.metrics import read
 from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.transport.columns import Columns
+from orrery.transport.routes import route_shape
 from orrery.transport.weight_wire import remove_weight_dir
 
 # ‖a − b‖ / ‖b‖ of each gradient in float32. Layouts differ in the order of sums: over tokens, over partial softmaxes, over ranks. One
@@ -30,7 +31,7 @@ DENSE = {**HEADS, "tie_embeddings": False}
 MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
 GLM = {**HEADS, "family": "glm4_moe", "num_layers": 3, "rotary_fraction": 0.5, "attention_bias": True, "tie_embeddings": False}
 GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 2.5}
-NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "adapted": MIXTURE}
+NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "replayed-glm": GLM, "adapted": MIXTURE}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
@@ -57,7 +58,8 @@ MESHES = {
 CASES = {
     **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
-    "replayed_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": MIXTURE},
+    **{f"replayed_{name}": {"mesh": MESHES[name], "model": MIXTURE} for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")},
+    "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
     # Levers on layouts: gradients that travel after each micro-batch, activations and weights in host memory, all beside adapters.
@@ -73,7 +75,7 @@ AGAIN = {
     },
     **{
         f"{name}_again": {**CASES[name], "trainer": {"memory": {**MEMORY, "activation_checkpointing": KEEPING}}}
-        for name in ("mixture_ep4", "mixture_ring2", "mixture_ep4_ring2", "mixture_ep2_ulysses2")
+        for name in ("mixture_ep4", "mixture_ring2", "mixture_ep4_ring2", "mixture_ep2_ulysses2", "replayed_ep2_ring2")
     },
 }
 
@@ -96,9 +98,12 @@ def documents(spec, is_replayed=False):
         "temperature": rng.uniform(0.7, 1.3, len(LENGTHS)).astype(np.float32),
         "dispatch_version": np.zeros(len(LENGTHS), dtype=np.int32),
     }
-    if is_replayed:  # among the first half of the experts: the ranks of the other half get not one row
-        order = rng.random((total, spec.model.num_layers, MOE["num_experts"] // 2)).argsort(-1)
-        token["routed_experts"] = order[..., : MOE["num_experts_per_token"]].astype(np.uint8)
+    if is_replayed:  # among the first half of the experts: the ranks of the other half get few rows, or not one
+        shape = route_shape(spec.model)
+        routes = rng.random((total, shape.num_layers, shape.num_experts // 2)).argsort(-1)[..., : shape.top_k].astype(shape.dtype)
+        routes[offsets[1:] - 1] = shape.no_route
+        routes[offsets[5] : offsets[6], 0] = shape.no_route  # a document of 8 tokens, the last of which is missing already
+        token["routed_experts"] = routes
     return Columns(offsets, token, sample)
 
 
@@ -119,7 +124,7 @@ def alone(ran):
     folder, found = ran[0], {}
     for network, model in NETWORKS.items():
         spec = manifest(model=model, trainer=ADAPTERS if network == "adapted" else None)
-        found[network] = one_step(make_learner(spec, folder / network), documents(spec, network == "replayed"))
+        found[network] = one_step(make_learner(spec, folder / network), documents(spec, network.startswith("replayed")))
     return found
 
 
@@ -138,6 +143,11 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
     worst = max(errors, key=lambda each: errors[each])
     assert errors[worst] <= RELATIVE, worst
     assert not any(torch.isnan(gradient).any() for gradient in found.values())
+    if name.startswith("replayed"):
+        assert metrics[name][0]["routes_missing"] == 7
+        assert 0.3 < metrics[name][0]["routes_differ"] < 0.95  # made-up routes, of 3 in 8
+    else:
+        assert metrics[name][0]["routes_missing"] is metrics[name][0]["routes_differ"] is None
 
 
 @pytest.mark.parametrize("name", AGAIN)
@@ -191,7 +201,11 @@ def test_a_recomputation_recalls_what_the_forward_pass_kept():
 
 def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_trains(tmp_path):
     def trained(name, mesh):
-        fields = {"model": MIXTURE, "stages": {"sft": None, "rl": {"num_steps": 2}}, "transport": {"rollouts": "files", "weights": "files"}}
+        fields = {
+            "model": MIXTURE,
+            "stages": {"sft": None, "rl": {"num_steps": 2}},
+            "transport": {"rollouts": "files", "weights": "files", "routed_experts": False},
+        }
         spec = manifest(mesh=mesh, **fields)
         run_dir = start_run(tmp_path / name, spec)
         try:

@@ -29,10 +29,13 @@ class Block(nn.Module):
         else:
             self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents, routed_experts_TK: Tensor | None = None) -> Tensor:
-        """`routed_experts_TK` replays an engine's choices; a dense block has none to make."""
+    def forward(
+        self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents, replayed_TK: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`replayed_TK` replays an engine's choices, for blocks with a mixture; with it, also how many differ from own choice (i64 [])."""
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)
         inner_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, MixtureOfExperts):
-            return x_TD + self.mlp(inner_TD, routed_experts_TK)
+            out_TD, num_differing = self.mlp(inner_TD, replayed_TK)
+            return x_TD + out_TD if num_differing is None else (x_TD + out_TD, num_differing)
         return x_TD + self.mlp(inner_TD)

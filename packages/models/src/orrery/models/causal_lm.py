@@ -1,6 +1,6 @@
 """What every family's network is: packed tokens to hidden states, and those to log-probs.
 
-T tokens · D hidden · V vocabulary · L layers · K experts a token
+T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
 - One device is all that this code knows. `sharding.py` of the family says which modules are FSDP units; `trainer/parallel` applies it.
 - The vocabulary is read twice: at the embedding and at the LM head. The head's weight is used inside this module's own forward methods
@@ -47,6 +47,7 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
+    num_routes_differ: Tensor | None = None  # i64 []: choices replayed in the newest forward pass that are not the routers' own
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -68,9 +69,9 @@ class CausalLm(nn.Module):
     ) -> Tensor:
         """Final-norm hidden states [T, D] of packed documents, each attending only within itself.
 
-        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T; routed_experts i64 [T, L, K] replays an engine's expert
-        choices in a mixture. `max_seqlen`, the longest document, saves a device-to-host copy on a GPU. `documents` stands in for
-        `cu_seqlens` and `max_seqlen` where the caller knows the packing better: a context-parallel rank.
+        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T; routed_experts, integers [T, L, K], replays an engine's expert
+        choices; where they are no experts' ids the routers choose. `max_seqlen`, the longest document, saves a device-to-host copy on a
+        GPU. `documents` stands in for `cu_seqlens` and `max_seqlen` where the caller knows the packing better: a context-parallel rank.
         """
         raise NotImplementedError
 
@@ -138,9 +139,13 @@ class Decoder(CausalLm):
         if documents is None:
             assert cu_seqlens is not None, "cu_seqlens or documents"
             documents = Documents(cu_seqlens, max_seqlen)
+        differ = []
+        first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         for index, layer in enumerate(self.layers):
-            if routed_experts_TLK is None:
+            if routed_experts_TLK is None or index < first:
                 hidden_TD = layer(hidden_TD, angles, documents)
             else:
-                hidden_TD = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index])
+                hidden_TD, num_differing = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index - first])
+                differ.append(num_differing)
+        self.num_routes_differ = torch.stack(differ).sum() if differ else None
         return self.norm(hidden_TD)

@@ -42,18 +42,29 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None)
         self.num_experts_per_token, self.normalize_top_k, self.scale = num_experts_per_token, normalize_top_k, scale
 
-    def forward(self, x_TD: Tensor, routed_experts_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """float32 scores [T, K] and expert ids i64 [T, K]; with `routed_experts_TK` given, own scores at those ids (router replay)."""
+    def forward(self, x_TD: Tensor, replayed_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """float32 scores [T, K] and expert ids i64 [T, K].
+
+        With `replayed_TK`, integers, own scores at those ids (router replay), so that gradients reach the router through them; where they
+        are no ids of experts, own choice. Third is then how many of the replayed ids own choice does not have, i64 [], else None.
+        """
         logit_TE = wide_linear(x_TD, self.weight)
         probability_TE = logit_TE.softmax(dim=-1) if self.expert_bias is None else logit_TE.sigmoid()
-        if routed_experts_TK is None:
-            choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias
-            routed_experts_TK = choice_TE.topk(self.num_experts_per_token, dim=-1).indices
-        routed_experts_TK = routed_experts_TK.long()
-        score_TK = probability_TE.gather(1, routed_experts_TK)
+        choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias
+        expert_TK = choice_TE.topk(self.num_experts_per_token, dim=-1).indices
+        num_differing = None
+        if replayed_TK is not None:
+            expert_TK, num_differing = _replay(replayed_TK.long(), expert_TK, probability_TE.shape[1])
+        score_TK = probability_TE.gather(1, expert_TK)
         if self.normalize_top_k:
             score_TK = score_TK / (score_TK.sum(dim=-1, keepdim=True) + (0.0 if self.expert_bias is None else 1e-20))
-        return score_TK if self.scale == 1.0 else score_TK * self.scale, routed_experts_TK
+        return score_TK if self.scale == 1.0 else score_TK * self.scale, expert_TK, num_differing
+
+
+def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    is_route_TK = (replayed_TK >= 0) & (replayed_TK < num_experts)
+    is_own_TK = (replayed_TK.unsqueeze(2) == own_TK.unsqueeze(1)).any(dim=2)
+    return torch.where(is_route_TK, replayed_TK, own_TK), (is_route_TK & ~is_own_TK).sum()
 
 
 class Experts(nn.Module):
@@ -98,7 +109,8 @@ class MixtureOfExperts(nn.Module):
         shared = moe.num_shared_experts * moe.expert_intermediate_size
         self.shared_experts = FeedForward(hidden_size, shared) if shared else None
 
-    def forward(self, x_TD: Tensor, routed_experts_TK: Tensor | None = None) -> Tensor:
-        score_TK, expert_TK = self.gate(x_TD, routed_experts_TK)
+    def forward(self, x_TD: Tensor, replayed_TK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The sum, and the router's count of replayed choices that differ from its own."""
+        score_TK, expert_TK, num_differing = self.gate(x_TD, replayed_TK)
         out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
-        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD)
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD), num_differing

@@ -14,11 +14,13 @@ from orrery.orchestrator.state import Cut
 from orrery.transport.columns import Columns
 from orrery.transport.packing import micro_batches, pack, quadratic_cost
 from orrery.transport.rollout_wire import Batch
+from orrery.transport.routes import COLUMN
 
 
 def document(sample: Sample, temperature: float) -> Columns:
     """One sample as columns."""
     rollout = sample.rollout
+    routes = {} if rollout.routed_experts is None else {COLUMN: rollout.routed_experts}
     return Columns(
         np.array([0, rollout.num_tokens], dtype=np.int64),
         {
@@ -27,6 +29,7 @@ def document(sample: Sample, temperature: float) -> Columns:
             "logprob": rollout.logprob,
             "version": rollout.version,
             "advantage": np.where(rollout.trained, np.float32(sample.advantage), np.float32(0.0)),
+            **routes,
         },
         {
             "temperature": np.array([temperature], dtype=np.float32),

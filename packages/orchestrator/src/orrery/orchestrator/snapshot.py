@@ -23,6 +23,7 @@ from orrery.orchestrator.state import Snapshot
 from orrery.tasks.task import Message
 from orrery.transport import checkpoints, safetensors_columns
 from orrery.transport.columns import Columns
+from orrery.transport.routes import COLUMN
 
 FORMAT = 3
 
@@ -138,6 +139,7 @@ def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
     # Copies, so that nothing is left of the mapping: a file that another node removes cannot be read on a network file system.
     token_id, logprob, trained, version = (columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version"))
-    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics)
+    routes = columns.token[COLUMN][tokens].copy() if COLUMN in columns.token else None
+    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics, routes)
     group_id, task_index, dispatch_version = (int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version"))
     return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

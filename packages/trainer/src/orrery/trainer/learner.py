@@ -25,6 +25,7 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.pulse import mark
 from orrery.transport.columns import Columns
+from orrery.transport.routes import route_shape
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Learner:
     def __init__(self, policy: Policy, world: World, trainer: Trainer, optimizer: Optimizer, max_grad_norm: float):
         self.policy, self.world, self.trainer, self.max_grad_norm = policy, world, trainer, max_grad_norm
         self.loss = trainer.loss
+        self.routes = route_shape(policy.network.config)
         self.cut = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
@@ -74,7 +76,7 @@ class Learner:
         """
         tally = Tally.zero(self.world.device)
         for columns in micro_batches:
-            batch = micro_batch(columns, self.step + 1, self.world.device, self.cut)
+            batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
             logprob, entropy = self.policy(batch)
             tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
         release(self.policy)
@@ -87,7 +89,7 @@ class Learner:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         for index, columns in enumerate(arrivals):
             mark(self.world.device)
-            batch = micro_batch(columns, step, self.world.device, self.cut)
+            batch = micro_batch(columns, step, self.world.device, self.cut, self.routes)
             synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
@@ -95,7 +97,8 @@ class Learner:
                 self.optimizer.prefetch()
             value.backward()
             tally.add(part)
-            tally.count(batch.num_samples, batch.num_tokens)
+            differ = self.policy.network.num_routes_differ
+            tally.count(batch.num_samples, batch.num_tokens, batch.routes_missing, batch.routes_replayed, differ)
         if arrivals.count != count:
             raise RunFailed(f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced")
         return tally, arrivals.wait_s
@@ -173,6 +176,8 @@ def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | N
         "mismatch_kl": mean("mismatch_kl", "members_rl"),
         "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
         "masked_share": mean("masked", "members_rl"),
+        "routes_missing": int(sums["routes_missing"]) if sums["routes_missing"] or sums["routes_replayed"] else None,
+        "routes_differ": mean("routes_differ", "routes_replayed"),
         "num_samples": int(sums["samples"]),
         "num_tokens": int(sums["tokens"]),
         "num_trained_tokens": int(sums["scored"]),

@@ -44,7 +44,7 @@ class Tally:
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl", "members_rl", "members_cross_entropy", "members_reference_kl",
-        "entropy", "scored", "mismatch_kl", "masked", "samples", "tokens",
+        "entropy", "scored", "mismatch_kl", "masked", "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: in float32 a sum of counts stops being exact at 2^24 tokens
@@ -58,9 +58,12 @@ class Tally:
         self.sums += other.sums
         self.peaks = torch.maximum(self.peaks, other.peaks)
 
-    def count(self, num_samples: int, num_tokens: int) -> None:
-        self.sums[-2] += num_samples
-        self.sums[-1] += num_tokens
+    def count(
+        self, num_samples: int, num_tokens: int, routes_missing: int, routes_replayed: int, routes_differ: torch.Tensor | None
+    ) -> None:
+        for place, number in enumerate((num_samples, num_tokens, routes_missing, routes_replayed, routes_differ), -5):
+            if number is not None:
+                self.sums[place] += number
 
     def values(self) -> dict[str, float]:
         return dict(zip(self.NAMES, self.sums.tolist(), strict=True))
@@ -80,7 +83,7 @@ def policy_gradient(
 def loss(
     logprob: torch.Tensor, entropy: torch.Tensor, targets: Targets, totals: dict[str, int], spec: DppoLoss
 ) -> tuple[torch.Tensor, Tally]:
-    """This micro-batch's share of L (scalar, with gradient) and its tally (without `samples` and `tokens`, which the loss does not see).
+    """This micro-batch's share of L (scalar, with gradient) and its tally, but for `samples` and what follows it.
 
     `logprob` f32 [M] with gradient, `entropy` f32 [M]; `totals[c]` is N_c over all ranks and micro-batches of the step.
     Where a token is no member its inputs are replaced before the formula, so that an absent column cannot turn 0 · inf into NaN.
@@ -108,7 +111,7 @@ def loss(
             scored.sum(),
             ((log_ratio.exp() - 1 - log_ratio) * in_rl).sum(),
             (~keep & in_rl).sum(),
-            *logprob.new_zeros(2),
+            *logprob.new_zeros(5),
         ]
         same = targets.same_weights & in_rl
         peak = torch.where(same, log_ratio.abs(), torch.full_like(log_ratio, -1.0)).max().reshape(1)

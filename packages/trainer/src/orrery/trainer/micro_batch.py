@@ -3,6 +3,7 @@
 - A token's log-prob comes from the hidden state *before* it, so token t of a sample is scored from row t − 1. Only scored tokens reach the
   LM head: prompts and tool results cost attention, never logits.
 - A token is scored where `trained` is set and at least one component weight is not zero.
+- Routes are checked here, once, where they arrive; what they miss is counted here, and what they differ from by the network.
 - A micro-batch without samples becomes one unweighted token: the rank still takes part in every collective, with zero gradients.
 - It is built on the host, cut there where ranks share it (`parallel/context_parallel`), and only then sent to the device.
 """
@@ -16,6 +17,7 @@ import torch
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.loss import COMPONENTS, Targets
 from orrery.transport.columns import Columns
+from orrery.transport.routes import COLUMN, RouteShape, check_routes
 
 _ABSENT = {"rl_weight": 1.0, "cross_entropy_weight": 0.0, "reference_kl_weight": 0.0}
 
@@ -31,10 +33,12 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
     target: torch.Tensor  # i64 [M], the scored tokens themselves
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; None: the router chooses
+    routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
     loss: Targets  # [M]
     num_samples: int
     num_tokens: int
+    routes_missing: int = 0  # tokens without a route in some layer, other than the last of a sample, which predicts nothing
+    routes_replayed: int = 0  # choices: K for each token and layer with a route
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -54,12 +58,19 @@ def count_members(columns: Columns) -> dict[str, int]:
     return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
 
 
-def micro_batch(columns: Columns, step: int, device: torch.device, cut: Callable[[MicroBatch], MicroBatch] | None = None) -> MicroBatch:
-    """`columns` for the step that trains policy version `step` − 1. Raises RunFailed where a sample's first token is trained.
+def micro_batch(
+    columns: Columns,
+    step: int,
+    device: torch.device,
+    cut: Callable[[MicroBatch], MicroBatch] | None = None,
+    routes: RouteShape | None = None,
+) -> MicroBatch:
+    """`columns` for the step that trains policy version `step` − 1.
 
-    `cut` takes this rank's part of a micro-batch that is on the CPU.
+    `cut` takes this rank's part of a micro-batch that is on the CPU; `routes` is what the network's routes look like.
+    Raises RunFailed where a sample's first token is trained, or where routes are not the network's.
     """
-    whole = _whole(columns, step)
+    whole = _with_routes(_whole(columns, step), columns, step, routes)
     return _on_device(whole if cut is None else cut(whole), device)
 
 
@@ -97,7 +108,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
         row=_tensor(np.maximum(scored - 1, 0)),
         target=_tensor(token["token_id"][scored].astype(np.int64)),
         temperature=_tensor(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
-        routed_experts=_tensor(_signed(token["routed_experts"])) if "routed_experts" in token else None,
+        routed_experts=None,
         loss=targets,
         num_samples=columns.num_samples,
         num_tokens=columns.num_tokens,
@@ -113,9 +124,22 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
     return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
 
 
-def _signed(routes: np.ndarray) -> np.ndarray:
-    """Few operations of torch take unsigned integers of more than one byte."""
-    return routes if routes.dtype == np.uint8 else routes.astype(np.int32)
+def _with_routes(batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None) -> MicroBatch:
+    if not columns.num_tokens or COLUMN not in columns.token:
+        return batch
+    if shape is None:
+        raise RunFailed(f"batch {step}: it carries {COLUMN}, and this network has no experts; set transport.routed_experts to false")
+    routes = columns.token[COLUMN]
+    is_missing, num_routed = check_routes(routes, shape, _name(columns, step))
+    is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
+    # Few operations of torch take unsigned integers of two bytes; as signed ones, what is missing is −1.
+    tensor = _tensor(routes if routes.dtype == np.uint8 else routes.view(np.int16))
+    return replace(batch, routed_experts=tensor, routes_missing=int(np.count_nonzero(is_missing)), routes_replayed=num_routed * shape.top_k)
+
+
+def _name(columns: Columns, step: int) -> str:
+    groups = np.unique(columns.sample["group_id"]).tolist() if "group_id" in columns.sample else []
+    return f"batch {step}" + (f", groups {', '.join(map(str, groups[:8]))}{', …' if len(groups) > 8 else ''}" if groups else "")
 
 
 def _dummy() -> MicroBatch:

@@ -12,6 +12,7 @@ import numpy as np
 from orrery.manifest.schema import Model
 from orrery.trainer.bench.request import Request
 from orrery.transport.columns import Columns
+from orrery.transport.routes import route_shape
 
 
 def micro_batches(request: Request, step: int, data_rank: int) -> list[Columns]:
@@ -64,8 +65,8 @@ def _columns(request: Request, lengths: np.ndarray, rng: np.random.Generator) ->
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Integers [T, L, K], of one byte where that suffices: token t takes the K experts after those of token t − 1, around and around."""
-    assert model.moe is not None
-    top_k, num_experts = model.moe.num_experts_per_token, model.moe.num_experts
-    turn = (np.arange(num_tokens * top_k) % num_experts).reshape(num_tokens, 1, top_k)
-    return np.broadcast_to(turn, (num_tokens, model.num_layers, top_k)).astype(np.uint8 if num_experts <= 256 else np.uint16)
+    """Routes [T, L, K]: token t takes the K experts after those of token t − 1, around and around."""
+    shape = route_shape(model)
+    assert shape is not None
+    turn = (np.arange(num_tokens * shape.top_k) % shape.num_experts).reshape(num_tokens, 1, shape.top_k)
+    return np.broadcast_to(turn, (num_tokens, shape.num_layers, shape.top_k)).astype(shape.dtype)

@@ -65,12 +65,23 @@ def take(batch: MicroBatch, cut: Cut, is_first: bool) -> MicroBatch:
         row=torch.from_numpy(row)[scored],
         target=batch.target[scored],
         temperature=batch.temperature[scored],
-        routed_experts=None if batch.routed_experts is None else batch.routed_experts[source],
+        routed_experts=_routes(batch.routed_experts, source, torch.from_numpy(cut.is_real)),
         loss=Targets(*(getattr(batch.loss, field.name)[scored] for field in fields(Targets))),
         num_samples=batch.num_samples if is_first else 0,
         num_tokens=batch.num_tokens if is_first else 0,
+        routes_missing=batch.routes_missing if is_first else 0,
+        routes_replayed=batch.routes_replayed if is_first else 0,
     )
     return here if len(scored) else _with_one_unweighted(here)
+
+
+def _routes(routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor | None:
+    """Of padding none is replayed, or what differs would be counted there again."""
+    if routes is None:
+        return None
+    here = routes[source]
+    here[~is_real] = 255 if routes.dtype == torch.uint8 else -1
+    return here
 
 
 def _with_one_unweighted(batch: MicroBatch) -> MicroBatch:
