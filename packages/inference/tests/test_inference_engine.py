@@ -208,7 +208,7 @@ def test_a_truncated_file_fails_the_update_by_name_and_a_whole_one_heals_the_eng
         with pytest.raises(UpdateFailed, match=r"tensor '[\w.]+' is cut off in .*safetensors"):
             await fleet.update(damaged)
         assert await fleet.health() == [True]
-        assert await fleet.fingerprints() == [{}]
+        assert await fleet.fingerprints() == {0: {}}
         await fleet.update(published)
         return await sample(fleet, "healed")
 

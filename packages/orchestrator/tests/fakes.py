@@ -14,7 +14,7 @@ from orrery.manifest.schema import Manifest
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
-from orrery.transport.engine import Generation, GenerationFailed
+from orrery.transport.engine import EngineGone, Generation, GenerationFailed
 
 PROMPT_TOKENS = 3
 
@@ -136,7 +136,7 @@ class FakeRenderer:
 
 @dataclass
 class FakeFleet:
-    """Engines with a version. `script` maps a request id to what becomes of it: a reason to fail, "empty", "length", "hang"."""
+    """Engines with a version. `script` maps a request id to what becomes of it: "fail", "gone once", "empty", "length", "hang"."""
 
     version: int = -1
     num_tokens: int = 4
@@ -159,6 +159,9 @@ class FakeFleet:
         try:
             if fate == "hang":
                 await asyncio.Event().wait()
+            if fate == "gone once":
+                del self.script[request_id]
+                raise EngineGone(f"the engine was lost that had request {request_id!r}")
             if fate == "fail":
                 raise GenerationFailed(f"request {request_id!r} came to nothing")
             n = 0 if fate == "empty" else min(self.num_tokens, max_tokens)
@@ -188,8 +191,13 @@ class FakeFleet:
         self.paused = False
         return SimpleNamespace(paused_s=0.0, update_s=0.0, attest_s=0.0, attested={"resident": 1})
 
-    async def metrics(self) -> list[Any]:
-        return [SimpleNamespace(running=len(self.in_flight), waiting=0, kv_usage=0.0)]
+    is_serving = True
+
+    def check(self) -> None:
+        pass
+
+    async def metrics(self) -> dict[int, Any]:
+        return {0: SimpleNamespace(running=len(self.in_flight), waiting=0, kv_usage=0.0)}
 
 
 class FakeTrainer:

@@ -52,6 +52,16 @@ def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated
     assert not fleet.in_flight and loop.state.dispatch.admission.taken == 0
 
 
+def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_counts_it(tmp_path):
+    script = {f"{name}-0": "gone once" for name in ("evaluation-0-0", "evaluation-2-1", "train-1-2")}
+    me, fleet, _, loop = run(tmp_path, fakes.manifest(max_in_flight=4), fakes.FakeFleet(script=script))
+    first = me.events("evaluation")[0]
+    assert (first["num_rollouts"], first["num_failed"]) == (6, 0)
+    asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
+    assert len(asked) == 2 and asked[0]["seed"] == asked[1]["seed"] and asked[0]["cache_salt"] == asked[1]["cache_salt"]
+    assert loop.state.sink.dropped["engine_gone"] == 1 and loop.state.dispatch.admission.taken == 0
+
+
 def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
     me, _, _, _ = run(tmp_path, fakes.manifest(weights=(1.0, 2.0)))
     rows = me.events("batch")

@@ -138,6 +138,13 @@ def test_the_sweep_at_the_cut_drops_whole_groups_and_counts_them():
     assert sink.dropped == {"stale_in_queue": 4}
 
 
+def test_any_number_of_rollouts_lost_with_engines_is_no_starvation():
+    sink = Sink(GRPO, 8, True)
+    sink.count("engine_gone", 100 * BARREN_BATCHES)
+    sink.check_not_starved()
+    assert sink.dropped["engine_gone"] == 100 * BARREN_BATCHES
+
+
 def test_starvation_names_reasons_and_counts_and_one_good_group_ends_it():
     sink = Sink(GRPO, 4, True)
     for group in range(BARREN_BATCHES - 1):

@@ -1,6 +1,6 @@
 """A role's process: everything that all roles do alike, so that a role's `__main__` starts with its own work.
 
-- In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --port P`.
+- In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
 - Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
 - An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
   traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
@@ -42,8 +42,10 @@ TERMINATED = 128 + signal.SIGTERM
 class RoleProcess:
     """This process as the run knows it."""
 
-    def __init__(self, role: str, run_dir: Path, stage: str, index: int, attempt: int, port: int):
+    def __init__(self, role: str, run_dir: Path, stage: str, index: int, attempt: int, port: int, incarnation: int = 0):
+        """`incarnation` counts how often the launcher has started this process again within the attempt."""
         self.role, self.run_dir, self.stage, self.index, self.attempt, self.port = role, run_dir, stage, index, attempt, port
+        self.incarnation = incarnation
         self.log = logging.getLogger(self.name)
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
@@ -78,9 +80,10 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
     parser.add_argument("--stage", required=True)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--incarnation", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="a free port that is this process's own; 0: it takes one itself")
     args = parser.parse_args(argv)
-    return RoleProcess(role, args.run_dir.resolve(), args.stage, args.index, args.attempt, args.port)
+    return RoleProcess(role, args.run_dir.resolve(), args.stage, args.index, args.attempt, args.port, args.incarnation)
 
 
 @contextmanager

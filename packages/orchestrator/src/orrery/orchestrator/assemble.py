@@ -39,7 +39,13 @@ async def fleet(me: Any) -> EngineFleet:
     router_url = None
     if inference.router.kind != "none":
         router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, scaled(SERVERS_START_S), end_early))[0].url
-    return EngineFleet([engine.url for engine in engines], router_url, os.environ.get("ORRERY_TOKEN"))
+    return EngineFleet(
+        [engine.url for engine in engines],
+        router_url,
+        os.environ.get("ORRERY_TOKEN"),
+        restarting=me if inference.max_restarts else None,
+        incarnations=[engine.incarnation for engine in engines],
+    )
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:

@@ -5,6 +5,8 @@
 - Always: evaluation first, then open groups, then new ones (a group's members share a prompt, so its prefix is still in the cache).
 - Always: a group has one version, the engines' when its first member started; all members and turns keep it as their cache salt.
 - Never: retries. A failed rollout is data for `groups`, which decides.
+- But a member of an evaluation whose engine was lost is played `again`, from its beginning, with its seed and at its version: an evaluation
+  is of all its problems.
 - Pure: no clock, no engine. Who calls `start` plays the requests, and cancels those that `expire` and the drops name.
 """
 
@@ -20,11 +22,12 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
+    again: list[int] = field(default_factory=list)  # members that started, and are to start once more
     in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)  # request name -> (request, started_s)
 
     @property
     def num_waiting(self) -> int:
-        return self.request.size - self.num_started
+        return self.request.size - self.num_started + len(self.again)
 
 
 class Dispatch:
@@ -69,8 +72,11 @@ class Dispatch:
             group = self._groups[queue[0]]
             if group.version is None:
                 group.version = version
-            request = Request(group.request, group.num_started, group.version)
-            group.num_started += 1
+            if group.again:
+                member = group.again.pop()
+            else:
+                member, group.num_started = group.num_started, group.num_started + 1
+            request = Request(group.request, member, group.version)
             if not group.num_waiting:
                 queue.popleft()
             group.in_flight[request.name] = (request, now_s)
@@ -88,6 +94,18 @@ class Dispatch:
         self.admission.give_back()
         if not group.in_flight and not group.num_waiting:
             del self._groups[group.request.key]
+        return True
+
+    def again(self, name: str) -> bool:
+        """A request was lost with its engine: it gives its permit back and waits for another. False where it has left before."""
+        group = self._group_of.pop(name, None)
+        if group is None:
+            return False
+        request, _ = group.in_flight.pop(name)
+        self.admission.give_back()
+        if not group.num_waiting:
+            self._waiting[group.request.purpose].appendleft(group.request.key)
+        group.again.append(request.member)
         return True
 
     def expired(self, now_s: float, timeout_s: float) -> list[Request]:

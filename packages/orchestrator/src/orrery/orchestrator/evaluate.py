@@ -17,7 +17,7 @@ from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.pulse import Pulse
-from orrery.orchestrator.requests import Failed, Finished, Request
+from orrery.orchestrator.requests import ENGINE_GONE, Failed, Finished, Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.stage import Stage
 from orrery.tasks.chat import Renderer
@@ -71,7 +71,7 @@ class HeldOut:
         self.dispatch = Dispatch(Admission(me.manifest.orchestrator.admission))
         self.pulse = Pulse()
         self.stage = Stage(me.manifest, tasks, renderer, fleet, self._finished, self._failed)
-        self.me = me
+        self.me, self.fleet = me, fleet
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
@@ -81,12 +81,14 @@ class HeldOut:
         try:
             while self.result is None:
                 self.stage.check()
+                self.fleet.check()
                 for request in self.dispatch.expired(time.time(), self.timeout_s):
                     self._failed(
                         request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
                     )
                     self.stage.cancel([request])
-                self.stage.play(self.dispatch.start(version, time.time()))
+                if self.fleet.is_serving:
+                    self.stage.play(self.dispatch.start(version, time.time()))
                 await self.pulse.wait(TICK_S)
         finally:
             await self.stage.close()
@@ -97,6 +99,9 @@ class HeldOut:
 
     def _failed(self, request: Request, reason: str, detail: str) -> None:
         self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        if reason == ENGINE_GONE and self.dispatch.again(request.name):
+            self.pulse.ring()
+            return
         self._leave(Failed(request, reason, detail))
 
     def _leave(self, outcome: Finished | Failed) -> None:

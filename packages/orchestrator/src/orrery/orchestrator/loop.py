@@ -77,9 +77,10 @@ class Loop:
     async def generate(self) -> None:
         while not self.state.done:
             self.stage.check()
+            self.fleet.check()
             for request in self.state.expired(time.time()):
                 self._time_out(request)
-            if not self._wind_down.is_made:  # what is in flight may still end, and is kept if it does
+            if not self._wind_down.is_made and self.fleet.is_serving:  # what is in flight may still end, and is kept if it does
                 self.stage.play(self.state.start(time.time()))
             self._observe_own_engine()
             self._say_what_we_wait_for()
@@ -118,10 +119,10 @@ class Loop:
             await asyncio.sleep(ENGINE_POLL_S)
             try:
                 every = await self.fleet.metrics()
-            except OrreryError as error:  # an engine that is gone ends the run by other ways; a slow page must not
+            except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
                 self.me.log.warning("no numbers from the engines: %s", error)
                 continue
-            for index, metrics in enumerate(every):
+            for index, metrics in every.items():
                 numbers = {"running": metrics.running, "waiting": metrics.waiting, "kv_usage": metrics.kv_usage}
                 self.me.metrics.write(None, event="engine", engine=index, **numbers)
                 if self._routed:

@@ -18,6 +18,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Algorithm
 from orrery.orchestrator.algorithms import advantages
 from orrery.orchestrator.groups import CompleteGroup
+from orrery.orchestrator.requests import ENGINE_GONE
 from orrery.orchestrator.rollout import Rollout
 
 BARREN_BATCHES = 10  # this many batches' worth of rollouts in a row, and nothing to train on, is starvation
@@ -100,7 +101,8 @@ class Sink:
         """Rollouts that leave without training."""
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            self._barren[reason] += num_rollouts
+            if reason != ENGINE_GONE:  # says nothing of what is trained on, and ends by itself: engines may be lost so often and no more
+                self._barren[reason] += num_rollouts
         if detail:
             self._words[reason] = detail
 

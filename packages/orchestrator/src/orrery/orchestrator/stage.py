@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from orrery.manifest.schema import Manifest, TaskUse
-from orrery.orchestrator.requests import Request
+from orrery.orchestrator.requests import ENGINE_GONE, Request
 from orrery.orchestrator.rollout import Engine, Rollout, RolloutFailed, play
 
 # A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.
@@ -67,7 +67,7 @@ class Stage:
             try:
                 rollout = await self._rollout(request)
             except RolloutFailed as failed:
-                if failed.reason == "engine_gone":
+                if failed.reason == ENGINE_GONE:
                     await asyncio.sleep(GONE_PAUSE_S)
                 self.on_failed(request, failed.reason, failed.detail)
             else:

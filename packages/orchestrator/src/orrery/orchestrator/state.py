@@ -18,7 +18,7 @@ from orrery.orchestrator.clock import NO_VERSION, Clock
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.groups import Groups
-from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
+from orrery.orchestrator.requests import ENGINE_GONE, Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.sink import Sample, Sink
 from orrery.orchestrator.source import Source
@@ -172,7 +172,10 @@ class State:
         return self._leave(Finished(request, rollout), now_s)
 
     def failed(self, request: Request, reason: str, detail: str, now_s: float) -> EvaluationResult | None:
-        """A rollout has come to nothing. The same result as `finished`."""
+        """A rollout has come to nothing; the same result as `finished`. One of an evaluation that its engine took along starts again."""
+        if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
+            self.dispatch.again(request.name)
+            return None
         if not self.dispatch.leave(request.name):
             return None
         if request.group.purpose == "train":

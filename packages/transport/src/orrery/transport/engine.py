@@ -9,8 +9,9 @@
     OrreryError
     ├── GenerationFailed      the engine is there and did not finish this request (refused it, died over it, or took too long)
     └── RunFailed
-        ├── EngineGone        nobody answers at the address, or the connection broke
-        └── UpdateFailed      weights did not arrive, or not these weights; names engine and tensor
+        ├── EngineGone        nobody answers at the address, the connection broke, or a control call took too long
+        └── UpdateFailed      the engine is there and did not take these weights; names engine and tensor
+            └── WeightsDiffer it says that it did, and holds others
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,11 @@ class EngineGone(RunFailed):
 
 
 class UpdateFailed(RunFailed):
-    """The weights inside an engine are not those that were published."""
+    """An engine did not take the weights that were published."""
+
+
+class WeightsDiffer(UpdateFailed):
+    """The weights inside an engine are not those that were published: nobody may sample from them, whatever else happens."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class EngineClient:
         await self._control("/finish_weight_update", {"weight_version": str(version)}, error=UpdateFailed)
 
     async def update_weights(self, published: "Published") -> None:
-        """Start, load, finish. The engine should be paused; it is not resumed, nor attested: `EngineFleet.update` does all."""
+        """Start, load, finish. The engine should be paused; it is not resumed, nor attested: `orrery.transport.update` does all."""
         await self.start_update()
         await self.load(published)
         await self.finish_update(published.version)
@@ -237,7 +242,7 @@ class EngineClient:
         for other in workers[1:]:
             if other != workers[0]:
                 names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
-                raise UpdateFailed(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
+                raise WeightsDiffer(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
         return {name: TensorAttestation(int(value, 16), how) for name, (value, how) in workers[0].items()}
 
     async def metrics(self) -> EngineMetrics:
@@ -255,10 +260,20 @@ class EngineClient:
             return False
         return status == 200
 
+    async def death(self) -> str | None:
+        """Why this server will not answer any more: it cannot be reached, or says that it is not well. None where it is well, or slow."""
+        try:
+            status, _ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, GenerationFailed, "GET /health")
+        except EngineGone as error:
+            return str(error)
+        except GenerationFailed:
+            return None
+        return None if status == 200 else f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
+
     async def _control(self, path: str, body: object = None, timeout_s: float | None = None, error: type[RunFailed] = RunFailed) -> bytes:
         """POST that must succeed; raises `error` with the engine's own words."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
-        status, answer = await self._call("POST", path, {} if body is None else body, limit_s, error, path)
+        status, answer = await self._call("POST", path, {} if body is None else body, limit_s, EngineGone, path)
         if status != 200:
             raise error(f"{self.name}: {path} failed: {_sentence(status, answer)}")
         return answer

@@ -1,66 +1,138 @@
-"""The engines of a stage as one: generation through the router, control calls to every engine at once.
+"""The engines of a stage as one: generation through the router, control calls to every engine, and what becomes of one that fails.
 
 - In: the engines' addresses, and the router's where there are several. Out: generations; updates, each with a report.
-- An update ends in attestation: every tensor that was published must stand in every engine with the publisher's fingerprint. Where
-  it does not, engines stay paused: not one more token is sampled from weights nobody vouches for, and the run ends.
+- Each engine is updated by itself, all at once: one that is slow or lost keeps no other paused.
+- Without `restarting` the first failure of an engine is an error, and ends the run.
+- With it an engine that fails is fenced: dismissed by the router, and its end asked for. Its requests fail as EngineGone. Once its next
+  incarnation listens, it is brought to the wanted version, attested, and only then given requests (`orrery.transport.roster`).
+- Where no engine serves, requests wait at the door, and an update is over when one has come back with it.
+- What ends the run all the same: weights that are not those published; an update that every engine refuses; an engine that stays away.
+- Never: retries. A request that its engine took along is a failure, which the caller counts.
 """
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from orrery.manifest.errors import OrreryError
-from orrery.transport.engine import START_VERSION, EngineClient, EngineMetrics, Generation, TensorAttestation, UpdateFailed
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.observe import fence
+from orrery.observe.deadline import scaled
+from orrery.transport import rendezvous
+from orrery.transport.engine import (
+    START_VERSION,
+    EngineClient,
+    EngineGone,
+    EngineMetrics,
+    Generation,
+    GenerationFailed,
+    TensorAttestation,
+    UpdateFailed,
+    WeightsDiffer,
+)
+from orrery.transport.roster import Phase, Roster
+from orrery.transport.router import RouterClient
+from orrery.transport.update import UpdateReport, update_engine
 
 if TYPE_CHECKING:
+    from orrery.observe.process import RoleProcess
     from orrery.transport.weight_wire import Published
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What one policy update did to the engines: durations over the slowest engine, tensors by how they were attested."""
-
-    version: int
-    digest: str
-    pause_s: float  # asking all engines to pause, until the last has
-    update_s: float  # start, update, finish
-    attest_s: float  # fetching and comparing fingerprints
-    paused_s: float  # from the first pause to the last resume: what generation lost
-    attested: dict[str, int]  # {"resident": …, "as_consumed": …}, of one engine
+TEND_S = 0.25  # how often an engine that is away is looked for
+RETURN_S = 600.0  # for an engine to be started again and to load; scaled
 
 
 class EngineFleet:
-    """All engines of a stage as one: generation through the router (or the only engine), control calls to every engine at once."""
+    """All engines of a stage as one."""
 
-    def __init__(self, engine_urls: Sequence[str], router_url: str | None = None, token: str | None = None) -> None:
-        """Raises OrreryError for several engines without a router."""
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        router_url: str | None = None,
+        token: str | None = None,
+        restarting: "RoleProcess | None" = None,
+        incarnations: Sequence[int] = (),
+    ) -> None:
+        """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given.
+
+        Raises OrreryError for several engines without a router.
+        """
         if not engine_urls:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
         if len(engine_urls) > 1 and router_url is None:
             raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
+        self._token, self._restarting = token, restarting
         self.engines = [EngineClient(url, token, name=f"engine {index}") for index, url in enumerate(engine_urls)]
-        self.router = EngineClient(router_url, token, name="router") if router_url is not None else None
+        self.router = RouterClient(router_url, token, name="router") if router_url is not None else None
+        self.roster = Roster(len(engine_urls), START_VERSION)
+        for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
+            self.roster.listens(index, incarnation)
+            self.roster.took(index, incarnation, START_VERSION)
+            self.roster.serves(index, incarnation)
         self.version = START_VERSION  # of the last update that attested
+        self._published: Published | None = None  # what engines are to hold
+        self._admitted = set(range(len(engine_urls)))  # who gets requests
+        self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
+        self._updating = asyncio.Lock()
+        self._looking, self._looked_s = asyncio.Lock(), 0.0
+        self._num_lost, self._last_loss = 0, ""
+        self._away: dict[int, tuple[float, ExitStack]] = {}  # since when, and the wait that says so
+        self._retired: list[EngineClient] = []
+        self._changed = asyncio.Event()
+        self._tending: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        if self._restarting is not None:
+            self._tending = asyncio.create_task(self._tend(), name="tend")
+            self._tending.add_done_callback(lambda _: self._ring())  # whoever waits for an engine looks why
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in [*self.engines, *([self.router] if self.router else [])]))
+        if self._tending is not None:
+            self._tending.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._tending
+        for _, wait in self._away.values():
+            wait.close()
+        await asyncio.gather(*(client.close() for client in [*self.engines, *self._retired, *([self.router] if self.router else [])]))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request would find an engine."""
+        return bool(self._admitted)
+
+    def check(self) -> None:
+        """Raise what ended the watch over engines that are away, if something did."""
+        if self._tending is not None and self._tending.done() and not self._tending.cancelled():
+            self._tending.result()
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
-        """`EngineClient.generate`, on whichever engine the router picks."""
-        return await (self.router or self.engines[0]).generate(token_ids, **options)
+        """`EngineClient.generate`, on whichever engine the router picks; EngineGone where the engine was lost meanwhile."""
+        if self._restarting is None:
+            return await self._front().generate(token_ids, **options)
+        if not self._admitted:
+            limit_s = options.get("timeout_s", scaled(RETURN_S))
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._until(lambda: bool(self._admitted))
+            except TimeoutError as error:
+                raise GenerationFailed(f"no engine served within {limit_s:g} s ({self._last_loss})") from error
+        lost_before = self._num_lost
+        try:
+            return await self._front().generate(token_ids, **options)
+        except OrreryError as error:
+            await self._look_for_losses()
+            if self._num_lost > lost_before:
+                raise EngineGone(f"{error}; {self._last_loss}") from error
+            raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort on every engine: only the router knows which one has the request, and it does not forward aborts by id."""
@@ -72,61 +144,170 @@ class EngineFleet:
     async def resume(self) -> None:
         await self._every(EngineClient.resume)
 
-    async def metrics(self) -> list[EngineMetrics]:
-        """One an engine, in order."""
+    async def metrics(self) -> dict[int, EngineMetrics]:
+        """By index, of the engines that are there."""
         return await self._every(EngineClient.metrics)
 
     async def health(self) -> list[bool]:
         """One an engine, in order."""
-        return await self._every(EngineClient.health)
+        return list(await asyncio.gather(*(engine.health() for engine in self.engines)))
 
-    async def fingerprints(self) -> list[dict[str, TensorAttestation]]:
-        """One an engine, in order."""
+    async def fingerprints(self) -> dict[int, dict[str, TensorAttestation]]:
+        """By index, of the engines that are there."""
         return await self._every(EngineClient.fingerprints)
 
     async def update(self, published: "Published") -> UpdateReport:
-        """Bring every engine to `published` with requests in flight: pause, load, attest, resume.
+        """Bring every engine to `published` with requests in flight: pause, load, attest, resume. The report is the slowest engine's.
 
-        Raises UpdateFailed (a RunFailed) naming engine and tensor; the engines then stay paused.
+        Raises a RunFailed that names the engine, and the tensor where it was one; an engine that did not come through stays paused.
         """
-        begin = time.perf_counter()
-        await self.pause()
-        paused = time.perf_counter()
-        await self._every(lambda engine: engine.update_weights(published))
-        updated = time.perf_counter()
-        held = await self.fingerprints()
-        for engine, attestations in zip(self.engines, held, strict=True):
-            compare(published.version, published.fingerprints, attestations, engine.name)
-        attested = time.perf_counter()
-        await self.resume()
+        async with self._updating:
+            self.roster.want(published.version)
+            self._published = published
+            self._reports.clear()
+            incarnations = {index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)}
+            results = await asyncio.gather(*(self._take(index, published) for index in incarnations), return_exceptions=True)
+            failures = {index: error for index, error in zip(incarnations, results, strict=True) if isinstance(error, BaseException)}
+            for error in failures.values():
+                if self._restarting is None or isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed):
+                    raise error
+            if len(failures) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in failures.values()):
+                raise next(iter(failures.values()))  # it is not the engines that are broken
+            for index, error in failures.items():
+                await self._fence(index, incarnations[index], f"update to version {published.version}: {error}")
+        await self._until(lambda: bool(self._reports))
         self.version = published.version
-        return UpdateReport(
-            version=published.version,
-            digest=published.digest,
-            pause_s=paused - begin,
-            update_s=updated - paused,
-            attest_s=attested - updated,
-            paused_s=time.perf_counter() - begin,
-            attested=dict(Counter(each.how for each in held[0].values())),
-        )
+        return max(self._reports.values(), key=lambda report: report.paused_s)
 
-    async def _every(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """`call` on all engines at once; waits for all, then raises the first failure, so that none is left half-way unobserved."""
-        results = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
-        for result in results:
+    async def _take(self, index: int, published: "Published") -> None:
+        """One engine to `published`, and among those that serve."""
+        engine, incarnation = self.engines[index], self.roster[index].incarnation
+        report = await update_engine(engine, published)
+        if self.roster.took(index, incarnation, published.version):
+            await self._admit(index, incarnation)
+            self._reports[index] = report
+            self._ring()
+
+    async def _admit(self, index: int, incarnation: int) -> None:
+        """Give requests to an engine that holds the wanted version."""
+        if index not in self._admitted and self.router is not None:
+            await self.router.admit(self.engines[index].url)
+        if not self.roster.serves(index, incarnation):
+            return
+        self._admitted.add(index)
+        if index in self._away and self._restarting is not None:
+            since_s, wait = self._away.pop(index)
+            wait.close()
+            away_s, version = time.monotonic() - since_s, self.roster.wanted
+            self._restarting.log.info("engine %d serves again, at version %d, after %.1f s", index, version, away_s)
+            self._restarting.metrics.write(
+                None, event="engine_healthy", engine=index, incarnation=incarnation, version=version, away_s=away_s
+            )
+        self._ring()
+
+    async def _every(self, call: Callable[[EngineClient], Awaitable[T]]) -> dict[int, T]:
+        """`call` on all engines that are there; waits for all. One that turns out to be gone is fenced; else the first error is raised."""
+        there = self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+        results = await asyncio.gather(*(call(self.engines[index]) for index in there), return_exceptions=True)
+        by_index = dict(zip(there, results, strict=True))
+        if self._restarting is not None and any(isinstance(result, EngineGone) for result in results):
+            await self._look_for_losses()
+            by_index = {index: by_index[index] for index in there if self.roster[index].phase is not Phase.FENCED}
+        for result in by_index.values():
             if isinstance(result, BaseException):
                 raise result
-        return results  # type: ignore[return-value]
+        return by_index  # type: ignore[return-value]
 
+    # Engines that go, and come back -----------------------------------------------------------------------------------
 
-def compare(version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str) -> None:
-    """Raise UpdateFailed naming a tensor unless `held` is `published`, tensor by tensor."""
-    different = sorted(name for name, value in published.items() if name in held and held[name].fingerprint != value)
-    missing, unknown = sorted(published.keys() - held.keys()), sorted(held.keys() - published.keys())
-    for names, verb in ((different, "differs from"), (missing, "is missing after"), (unknown, "is not part of")):
-        if names:
-            found = held.get(names[0])
-            how = f" (attested {found.how})" if found else ""
-            more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
-            tensor = f"{engine}: tensor {names[0]!r}{how}"
-            raise UpdateFailed(f"{tensor} {verb} published version {version}{more}; the run stops before another token is sampled")
+    def _front(self) -> EngineClient:
+        return self.router or self.engines[0]
+
+    async def _look_for_losses(self) -> None:
+        """Fence every engine that does not answer any more. Whoever asks while somebody looks waits for a look of after it had asked."""
+        asked_s = time.monotonic()
+        async with self._looking:
+            if self._looked_s > asked_s:
+                return
+            self._looked_s = time.monotonic()
+            looked_at = [(index, self.roster[index].incarnation) for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)]
+            deaths = await asyncio.gather(*(self.engines[index].death() for index, _ in looked_at))
+            for (index, incarnation), why in zip(looked_at, deaths, strict=True):
+                if why is not None:
+                    await self._fence(index, incarnation, why)
+
+    async def _fence(self, index: int, incarnation: int, why: str) -> None:
+        """Give this engine nothing more, and have it ended and started again."""
+        me = self._restarting
+        assert me is not None
+        if not self.roster.failed(index, incarnation, why):
+            return
+        me.log.warning("engine %d is fenced: %s", index, why)
+        me.metrics.write(None, event="engine_fenced", engine=index, incarnation=incarnation, why=why)
+        self._admitted.discard(index)
+        self._num_lost, self._last_loss = self._num_lost + 1, why
+        self._watch_for(index)
+        if self.router is not None:
+            await self.router.dismiss(self.engines[index].url)
+        await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
+
+    def _watch_for(self, index: int) -> None:
+        if index not in self._away and self._restarting is not None:
+            wait = ExitStack()
+            wait.enter_context(self._restarting.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S)))
+            self._away[index] = time.monotonic(), wait
+
+    async def _tend(self) -> None:
+        """Bring back who is away. Ends only by an error: what that is, `check` says, and whoever waits for an engine."""
+        me = self._restarting
+        assert me is not None
+        while True:
+            await asyncio.sleep(TEND_S)
+            if not self._away:
+                continue
+            for endpoint in await asyncio.to_thread(rendezvous.find_endpoints, me, "inference"):
+                await self._meet(endpoint)
+            for index in self.roster.at(Phase.STALE):
+                await self._bring(index)
+            for index, (since_s, _) in self._away.items():
+                if time.monotonic() - since_s > scaled(RETURN_S):
+                    why = self.roster[index].why or "it listens, and no version came that it could take"
+                    raise RunFailed(f"engine {index} did not serve again within {scaled(RETURN_S):g} s ({why}); read its log")
+
+    async def _meet(self, endpoint: rendezvous.Endpoint) -> None:
+        """Take note of an engine that was started again."""
+        index, known = endpoint.index, self.roster[endpoint.index].incarnation
+        if endpoint.incarnation <= known:
+            return
+        await self._fence(index, known, f"engine {index} was started again")  # no news where we know that it was lost
+        self.roster.listens(index, endpoint.incarnation)
+        self._retired.append(self.engines[index])
+        self.engines[index] = EngineClient(endpoint.url, self._token, name=f"engine {index}")
+
+    async def _bring(self, index: int) -> None:
+        """An engine that has come back, to the wanted version; where its publisher has removed that one already, it waits for the next."""
+        async with self._updating:
+            incarnation, published = self.roster[index].incarnation, self._published
+            if self.roster[index].phase is not Phase.STALE:
+                return
+            try:
+                if published is None:
+                    if self.roster.took(index, incarnation, START_VERSION):
+                        await self._admit(index, incarnation)
+                elif published.folder.is_dir():
+                    await self._take(index, published)
+            except WeightsDiffer:
+                raise
+            except RunFailed as error:
+                if isinstance(error, UpdateFailed) and published is not None and not published.folder.is_dir():
+                    return
+                await self._fence(index, incarnation, str(error))
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.check()
+            await self._changed.wait()

@@ -3,6 +3,7 @@
 - In: a role that listens publishes its address once, as a file in `stages/<stage>/endpoints/`.
 - Out: whoever needs it waits for the file, with a deadline and a name for what it waits for.
 - Always: a file is whole (written aside, renamed) and carries the attempt; files of an earlier attempt are not seen.
+- A process that was started again within its attempt says so by its incarnation: an address of a dead one is not taken for that of the new.
 """
 
 import os
@@ -33,6 +34,7 @@ class Endpoint:
     index: int
     url: str
     pid: int
+    incarnation: int
     info: dict[str, Any]
 
 
@@ -42,6 +44,7 @@ class _File(msgspec.Struct):
     url: str
     pid: int
     attempt: int
+    incarnation: int
     info: dict[str, Any]
 
 
@@ -55,7 +58,7 @@ def publish(me: "RoleProcess", url: str, **info: Any) -> None:
     folder = _folder(me)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{me.role}.{me.index}.json"
-    write_atomic(path, msgspec.json.encode(_File(me.role, me.index, url, os.getpid(), me.attempt, info)))
+    write_atomic(path, msgspec.json.encode(_File(me.role, me.index, url, os.getpid(), me.attempt, me.incarnation, info)))
 
 
 def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
@@ -70,7 +73,7 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
         except msgspec.DecodeError as error:
             raise RunFailed(f"{path}: not an endpoint file ({error}); remove it and run again") from error
         if file.attempt == me.attempt and file.role == role:
-            found.append(Endpoint(file.role, file.index, file.url, file.pid, file.info))
+            found.append(Endpoint(file.role, file.index, file.url, file.pid, file.incarnation, file.info))
     return sorted(found, key=lambda endpoint: endpoint.index)
 
 
