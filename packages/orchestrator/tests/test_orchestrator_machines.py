@@ -22,7 +22,7 @@ from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
 from orrery.orchestrator.source import Source
 from orrery.orchestrator.state import Snapshot
-from orrery.transport.routes import RouteShape, without_routes
+from orrery.transport.routed_experts import RouteShape, without_routes
 
 GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
 

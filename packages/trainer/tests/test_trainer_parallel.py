@@ -17,7 +17,7 @@ from orrery.observe.metrics import read
 from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.transport.columns import Columns
-from orrery.transport.routes import route_shape
+from orrery.transport.routed_experts import route_shape
 from orrery.transport.weight_wire import remove_weight_dir
 
 # ‖a − b‖ / ‖b‖ of each gradient in float32. Layouts differ in the order of sums: over tokens, over partial softmaxes, over ranks. One

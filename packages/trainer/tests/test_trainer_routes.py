@@ -8,7 +8,7 @@ from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, wr
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_offload
-from orrery.transport.routes import route_shape, without_routes
+from orrery.transport.routed_experts import route_shape, without_routes
 
 MODEL = {"family": "qwen3_moe", "moe": {**MOE, "num_experts": 8, "num_experts_per_token": 3}}
 SHAPE = route_shape(manifest(model=MODEL).model)

@@ -14,7 +14,7 @@ from orrery.orchestrator.state import Cut
 from orrery.transport.columns import Columns
 from orrery.transport.packing import micro_batches, pack, quadratic_cost
 from orrery.transport.rollout_wire import Batch
-from orrery.transport.routes import COLUMN
+from orrery.transport.routed_experts import COLUMN
 
 
 def document(sample: Sample, temperature: float) -> Columns:

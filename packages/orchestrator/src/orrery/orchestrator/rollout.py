@@ -43,7 +43,9 @@ class Rollout:
     truncated: bool
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
-    routed_experts: np.ndarray | None = None  # as `orrery.transport.routes` has it, [n, layers, top_k]; None where the run carries none
+    routed_experts: np.ndarray | None = (
+        None  # as `orrery.transport.routed_experts` has it, [n, layers, top_k]; None where the run carries none
+    )
 
     @property
     def num_tokens(self) -> int:

@@ -23,7 +23,7 @@ from orrery.orchestrator.state import Snapshot
 from orrery.tasks.task import Message
 from orrery.transport import checkpoints, safetensors_columns
 from orrery.transport.columns import Columns
-from orrery.transport.routes import COLUMN
+from orrery.transport.routed_experts import COLUMN
 
 FORMAT = 3
 

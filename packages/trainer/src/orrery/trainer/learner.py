@@ -25,7 +25,7 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.pulse import mark
 from orrery.transport.columns import Columns
-from orrery.transport.routes import route_shape
+from orrery.transport.routed_experts import route_shape
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.loss import COMPONENTS, Targets
 from orrery.transport.columns import Columns
-from orrery.transport.routes import COLUMN, RouteShape, check_routes
+from orrery.transport.routed_experts import COLUMN, RouteShape, check_routes
 
 _ABSENT = {"rl_weight": 1.0, "cross_entropy_weight": 0.0, "reference_kl_weight": 0.0}
 
@@ -129,12 +129,10 @@ def _with_routes(batch: MicroBatch, columns: Columns, step: int, shape: RouteSha
         return batch
     if shape is None:
         raise RunFailed(f"batch {step}: it carries {COLUMN}, and this network has no experts; set transport.routed_experts to false")
-    routes = columns.token[COLUMN]
-    is_missing, num_routed = check_routes(routes, shape, _name(columns, step))
-    is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
-    # Few operations of torch take unsigned integers of two bytes; as signed ones, what is missing is −1.
-    tensor = _tensor(routes if routes.dtype == np.uint8 else routes.view(np.int16))
-    return replace(batch, routed_experts=tensor, routes_missing=int(np.count_nonzero(is_missing)), routes_replayed=num_routed * shape.top_k)
+    checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
+    checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
+    missing, replayed = int(np.count_nonzero(checked.is_missing)), checked.num_routed * shape.top_k
+    return replace(batch, routed_experts=_tensor(checked.ids), routes_missing=missing, routes_replayed=replayed)
 
 
 def _name(columns: Columns, step: int) -> str:

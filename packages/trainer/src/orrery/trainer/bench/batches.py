@@ -12,7 +12,7 @@ import numpy as np
 from orrery.manifest.schema import Model
 from orrery.trainer.bench.request import Request
 from orrery.transport.columns import Columns
-from orrery.transport.routes import route_shape
+from orrery.transport.routed_experts import route_shape
 
 
 def micro_batches(request: Request, step: int, data_rank: int) -> list[Columns]:

@@ -6,28 +6,34 @@ import pytest
 from orrery.manifest.errors import RunFailed
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_store import read_batch, write_batch
-from orrery.transport.routes import RouteShape, check_routes, without_routes
+from orrery.transport.routed_experts import RouteShape, check_routes, without_routes
 
-SMALL, LARGE = RouteShape(3, 2, 8), RouteShape(3, 2, 256)
+SMALL, BYTE, LARGE = RouteShape(3, 2, 8), RouteShape(3, 2, 256), RouteShape(3, 2, 300)
 
 
 def routes(shape, num_tokens=6, seed=0):
     return np.random.default_rng(seed).integers(0, shape.num_experts, (num_tokens, shape.num_layers, shape.top_k)).astype(shape.dtype)
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE, RouteShape(3, 2, 255)])
+@pytest.mark.parametrize("shape", [SMALL, RouteShape(3, 2, 255), BYTE, LARGE])
 def test_missing_routes_are_told_from_those_that_are_there(shape):
     column = routes(shape)
+    column[2, 1] = shape.num_experts - 1, 0
+    expected = column.astype(np.int64)
     column[1, 2] = column[4] = shape.no_route
-    is_missing, num_routed = check_routes(column, shape, "batch 1")
+    ids, is_missing, num_routed = check_routes(column, shape, "batch 1")
     assert is_missing.tolist() == [False, True, False, False, True, False] and num_routed == 6 * 3 - 4
-    assert check_routes(routes(shape), shape, "batch 1")[1] == 18
+    is_expert = (ids >= 0) & (ids < shape.num_experts)
+    assert not is_expert[1, 2].any() and not is_expert[4].any() and is_expert.sum() == 2 * num_routed
+    assert np.array_equal(ids[is_expert], expected[is_expert])
+    assert check_routes(routes(shape, seed=1) % (shape.num_experts - 1), shape, "batch 1").num_routed == 18
 
 
-def test_a_number_of_two_bytes_says_that_a_route_is_missing_where_experts_need_all_of_one_byte():
-    assert (RouteShape(1, 1, 255).dtype, RouteShape(1, 1, 256).dtype) == (np.uint8, np.uint16)
-    column = np.full((1, 3, 2), 255, dtype=np.uint16)  # an expert, not a route that is missing
-    assert check_routes(column, LARGE, "batch 1") == (np.array([False]), 3)
+def test_an_engine_may_tell_of_dense_layers_too():
+    shape = SMALL._replace(num_dense_layers=2)
+    column = routes(shape)
+    checked = check_routes(np.concatenate([np.full((6, 2, 2), 99, np.uint8), column], axis=1), shape, "batch 1")
+    assert np.array_equal(checked.ids, column) and checked.num_routed == 18
 
 
 @pytest.mark.parametrize("slots", [[8, 1], [200, 255], [255, 3]])
@@ -57,4 +63,4 @@ def test_what_an_engine_did_not_say_takes_no_memory_and_is_stored_with_the_rest(
     columns, _ = read_batch(tmp_path, 3)
     column = columns.token["routed_experts"]
     assert column.dtype == np.uint16 and np.array_equal(column[:6], said)
-    assert check_routes(column, LARGE, "batch 3")[0].tolist() == [False] * 6 + [True] * 4
+    assert check_routes(column, LARGE, "batch 3").is_missing.tolist() == [False] * 6 + [True] * 4
