@@ -1,8 +1,10 @@
 """`orrery bench trainer`: what is measured, made-up batches, phases of a trace, and a measurement on two CPU ranks."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
 from orrery.trainer.bench import phases
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
+from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Options, request
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
@@ -181,3 +184,84 @@ def test_short_documents_of_many_lengths_fill_a_micro_batch():
     asked = request(manifest(), Options(device="cpu", lengths="variable", document_tokens=2))
     (batch,) = micro_batches(asked, 0, 0)
     assert batch.num_tokens == asked.tokens_per_micro_batch
+
+
+def test_the_sft_loss_is_measured_with_the_optimizer_of_its_stage():
+    sgd = {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    spec = manifest(stages={"sft": {**manifest().stages.sft.model_dump(mode="json"), "optimizer": sgd, "max_grad_norm": 7.0}})
+    found = {loss: request(spec, Options(loss=loss)).trainer for loss in ("sft", "rl")}
+    assert (found["sft"].optimizer.kind, found["sft"].max_grad_norm) == ("sgd", 7.0)
+    assert (found["rl"].optimizer.kind, found["rl"].max_grad_norm) == ("adamw", 1.0)
+
+
+def test_the_trainer_itself_takes_other_values():
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}
+    asked = request(manifest(), Options(trainer=json.dumps({"lora": lora})))
+    assert asked.trainer.lora.rank == 4 and asked.overrides == {"trainer.lora": [None, lora]}
+    with pytest.raises(OrreryError, match=r"--trainer: trainer\.optimizr"):
+        request(manifest(), Options(trainer='{"optimizr": {}}'))
+
+
+def test_copies_are_hidden_where_a_kernel_computes_beside_them():
+    events = [
+        _event("user_annotation", "orrery.step", 0, 100),
+        _event("kernel", "gemm", 10, 20, tid=7),
+        _event("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 20, tid=8),
+        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 5, 10, tid=9, bytes=100),  # half of it beside the product
+        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 12, 3, tid=10, bytes=10),  # beside the other copy
+        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 25, 20, tid=9, bytes=200),  # mostly beside a collective alone
+        _event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 60, 10, tid=7, bytes=400),
+        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 95, 10, tid=9, bytes=50),  # the step ends in the middle of it
+    ]
+    found = host_copies(events, "orrery.step")
+    assert set(found) == {"to host", "to device"}
+    assert (found["to host"].num_bytes, found["to host"].num_copies) == (110, 2)
+    assert found["to host"].seconds == pytest.approx(10e-6) and found["to host"].hidden_s == pytest.approx(5e-6)
+    assert found["to device"].seconds == pytest.approx(25e-6) and found["to device"].hidden_s == pytest.approx(5e-6)
+    assert host_copies(events[:1], "orrery.step") == {}
+
+
+@pytest.fixture
+def levers(monkeypatch):
+    """benchmarks/trainer/levers.py."""
+    folder = Path(__file__).resolve().parents[3] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("levers", folder / "trainer" / "levers.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "levers", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_levers_differ_from_the_manifest_and_from_each_other(levers):
+    for name, devices, layers in (("tiny", 2, None), ("qwen3_30b_a3b_16k", 4, 12), ("qwen3_8b_8k", 4, 18)):
+        every = levers.levers(levers.SHAPES[name], devices, layers)
+        assert every[0].name == levers.BASE and len({one.asked.trainer.model_dump_json() for one in every}) == len(every)
+        assert ("ep 4" in [one.name for one in every]) == (name == "qwen3_30b_a3b_16k")
+    assert {section for _, _, changes in levers.LEVERS for section in changes} <= set(Options.__dataclass_fields__)
+
+
+def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(levers, monkeypatch, tmp_path, capsys):
+    """Rows of 10 s by a clock of our own, in calls of 35 s."""
+    asked, now = [], [0.0]
+
+    def measure(lever, manifest, traces, limit_s):
+        asked.append(lever.name)
+        now[0] += 10.0
+        row = {"variant": lever.name, "value": 100.0, "unit": "tokens/s/GPU", "goal": None, "planned_peak_bytes": 1, "wall_s": 10.0}
+        row |= {"peak_allocated_bytes": 1, "host_copies": {}}
+        return row | {"value": None, "error": "no memory"} if lever.name == "fsdp.cpu_offload" else row
+
+    monkeypatch.setattr(levers, "measure", measure)
+    monkeypatch.setattr(levers, "ROW_S", 10.0)
+    monkeypatch.setattr(levers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "argv", ["levers.py", "tiny", "--devices", "2", "--limit-s", "35", "--out", str(tmp_path)])
+    names = [one.name for one in levers.levers(levers.SHAPES["tiny"], 2, None)]
+    for _ in range(len(names) // 3 + 1):
+        levers.main()
+    assert asked == names and "every lever is measured" in capsys.readouterr().out
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "levers_tiny.json").read_text())["rows"]}
+    assert list(rows) == names and rows["fsdp.cpu_offload"]["error"] == "no memory" and rows["muon"]["speed_ratio"] == 1.0
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--again", "muon"])
+    levers.main()
+    assert asked == [*names, "muon"]

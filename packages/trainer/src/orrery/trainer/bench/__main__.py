@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--memory", metavar="JSON", help='merged over trainer.memory, as {"activation_offload": true}')
     one.add_argument("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
     one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
+    one.add_argument("--trainer", metavar="JSON", help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}')
     one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="instead of trainer.compile")
     one.add_argument("--json", type=Path, metavar="FILE")
     one.add_argument("--profile", type=Path, metavar="FOLDER", help="keep the trace of the profiled step there")

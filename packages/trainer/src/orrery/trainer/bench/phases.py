@@ -75,7 +75,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def divide(events: list[dict[str, Any]], step: str) -> Phases:
     """The time of the step whose host range is called `step`. Raises ValueError where the trace has none."""
-    begin, end = _window(events, step)
+    begin, end = window(events, step)
     found = [piece for piece in pieces(events, step) if piece.end > begin and piece.begin < end]
     by_kind = {kind: seconds / 1e6 for kind, seconds in _exclusive(found, begin, end).items()}
     by_pass: dict[str, dict[str, float]] = {}
@@ -126,7 +126,8 @@ def pieces(events: list[dict[str, Any]], step: str) -> list[Piece]:
     return found
 
 
-def _window(events: list[dict[str, Any]], step: str) -> tuple[float, float]:
+def window(events: list[dict[str, Any]], step: str) -> tuple[float, float]:
+    """When the host range `step` began and ended, in microseconds of the trace's clock. Raises ValueError where there is none."""
     for event in events:
         if event.get("ph") == "X" and event.get("name") == step and event.get("cat") == "user_annotation":
             return event["ts"], event["ts"] + event["dur"]

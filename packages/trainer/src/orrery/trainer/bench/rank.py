@@ -24,10 +24,10 @@ from orrery.models import lora, weights
 from orrery.models.placement import local_tensor
 from orrery.trainer.bench import phases
 from orrery.trainer.bench.batches import micro_batches
+from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.memory_plan.out_of_memory import device_bytes, sentence
-from orrery.trainer.memory_plan.plan import Load
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form
 
@@ -49,8 +49,7 @@ def main() -> None:
 
 
 def out_of_memory(request: Request, rank: int, step: int | None, error: BaseException) -> dict[str, Any]:
-    load = Load(request.tokens_per_micro_batch, request.document_tokens, request.micro_batches)
-    return {"out_of_memory": sentence(str(error), rank, step, request.model, request.trainer, load, device_bytes())}
+    return {"out_of_memory": sentence(str(error), rank, step, request.model, request.trainer, request.load, device_bytes())}
 
 
 def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
@@ -76,9 +75,10 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
             "memory": memory(device),
             "num_parameters": sum(weight.numel() for weight in learner.policy.parameters()),
             "num_trained_parameters": sum(weight.numel() for weight in learner.weights.values()),
+            "device_bytes": device_bytes(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
-        answer["phases"] = profiled_step(learner, request, folder, world)
+        answer |= profiled_step(learner, request, folder, world)
     except torch.OutOfMemoryError as error:
         return out_of_memory(request, rank, None if learner is None else learner.step + 1, error)
     dissolve(world)  # here alone: ranks that failed leave collectives in flight, and end without order
@@ -116,8 +116,11 @@ def timed_step(learner: Learner, request: Request, step: int) -> dict[str, Any]:
     return {"step_s": step_s, "lengths": lengths, "metrics": outcome.metrics}
 
 
-def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any] | None:
-    """One more step, under the profiler on the first rank: its time by kind of work. The trace stays as FOLDER/trace.json."""
+def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any]:
+    """One more step, under the profiler on the first rank: its time by kind of work, and what host copies of it hide.
+
+    The trace stays as FOLDER/trace.json.
+    """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])
     batches = micro_batches(request, request.warmup + request.steps, world.data_rank)
     totals = count_totals(batches, world)
@@ -133,10 +136,12 @@ def profiled_step(learner: Learner, request: Request, folder: Path, world: World
         learner.learn(iter(batches), len(batches), totals, 1.0)
         wait_for(world.device)
     if trace is None:
-        return None
+        return {}
     path = folder / "trace.json"
     trace.export_chrome_trace(str(path))
-    return asdict(phases.divide(phases.read(path), STEP))
+    events = phases.read(path)
+    copies = {direction: asdict(one) for direction, one in host_copies(events, STEP).items()}
+    return {"phases": asdict(phases.divide(events, STEP)), "host_copies": copies}
 
 
 def wait_for(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, expected
 from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request
+from orrery.trainer.memory_plan.plan import plan
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 
@@ -42,6 +43,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
     predicted = expected(request, answers[0]["steps"][-1]["lengths"])
     rates = RATES.get(request.accelerator)
     mean_s = statistics.mean(step_s)
+    planned = plan(model, trainer, request.load, answers[0]["device_bytes"])
     return {
         "name": request.name,
         "manifest_id": request.id12,
@@ -75,10 +77,13 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "allocated_before_steps_bytes": max(answer["memory_before_steps"]["allocated_bytes"] for answer in answers),
         "num_allocation_retries": max(answer["memory"]["num_allocation_retries"] for answer in answers),
         "expandable_segments": EXPANDABLE in os.environ.get(ALLOCATOR, EXPANDABLE),
+        "planned_peak_bytes": planned.peak_bytes,
+        "planned_fullest": planned.fullest,
         "num_parameters": answers[0]["num_parameters"],
         "num_trained_parameters": answers[0]["num_trained_parameters"],
         "expected_s": predicted,
         "phases": answers[0]["phases"],
+        "host_copies": answers[0]["host_copies"],
         "metrics": answers[0]["steps"][-1]["metrics"],
         "command": shlex.join(["python", "-m", "orrery.trainer.bench", *map(_anywhere, sys.argv[1:])]),
         "hardware": hardware(answers),
@@ -149,7 +154,13 @@ def show(result: dict[str, Any]) -> None:
     )
     if result["peak_allocated_bytes"]:  # torch counts on a GPU only
         segments = f"expandable segments {result['expandable_segments']}"
-        facts.add_row("peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{reserved}; {segments}")
+        planned = f"planned {result['planned_peak_bytes'] / gib:.1f} GiB"
+        facts.add_row("peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{planned}; {reserved}; {segments}")
+    for direction, copies in result["host_copies"].items():
+        if copies["num_bytes"] >= gib:
+            rate = f"{copies['num_bytes'] / 1e9 / copies['seconds']:.0f} GB/s"
+            hidden = f"{100 * copies['hidden_s'] / copies['seconds']:.1f} % of it beside computation"
+            facts.add_row(f"copies {direction}", f"{copies['num_bytes'] / gib:.1f} GiB", f"{rate}, {hidden}")
     console.print(facts)
     phases, predicted = result["phases"], result["expected_s"] or {}
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -2,18 +2,22 @@
 
 - `devices` other than the mesh's change `dp_shard`, and `ep` where it no longer divides the ranks.
 - `layers` makes the model shallower, so that a model that needs eight devices can be measured on fewer.
+- The SFT loss is measured with the optimizer and the clipping of the SFT stage, where the manifest has one.
 """
 
 import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest, Mesh, Model, Trainer, fit_mesh
+
+if TYPE_CHECKING:
+    from orrery.trainer.memory_plan.plan import Load
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Options:
     memory: str | None = None  # JSON merged over trainer.memory
     fsdp: str | None = None  # the same over trainer.fsdp
     mesh: str | None = None  # the same over trainer.mesh
+    trainer: str | None = None  # the same over the trainer itself: its optimizer, its adapters, its dtypes
     compile: bool | None = None
 
 
@@ -66,6 +71,12 @@ class Request:
         """Of one step, over all ranks."""
         return self.tokens_per_micro_batch * self.micro_batches * self.trainer.mesh.num_data_ranks
 
+    @property
+    def load(self) -> "Load":
+        from orrery.trainer.memory_plan.plan import Load  # here: a misspelt option does not wait for torch
+
+        return Load(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
+
     def write(self, path: Path) -> None:
         fields = {**self.__dict__, "model": self.model.model_dump(mode="json"), "trainer": self.trainer.model_dump(mode="json")}
         path.write_text(json.dumps(fields))
@@ -89,7 +100,9 @@ def request(manifest: Manifest, options: Options) -> Request:
         if options.layers > model.num_layers:
             raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
         model = model.model_copy(update={"num_layers": change("model.num_layers", model.num_layers, options.layers)})
-    for section in ("memory", "fsdp", "mesh"):
+    if options.loss == "sft" and (sft := manifest.stages.sft) is not None:
+        trainer = trainer.model_copy(update={"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm})
+    for section in ("memory", "fsdp", "mesh", "trainer"):
         if (text := getattr(options, section)) is not None:
             trainer = merged(manifest, trainer, section, text, change)
     if options.compile is not None:
@@ -137,22 +150,23 @@ def request(manifest: Manifest, options: Options) -> Request:
 
 
 def merged(manifest: Manifest, trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
-    """`trainer` with the JSON object `text` over one of its sections, checked by the schema."""
+    """`trainer` with the JSON object `text` over one of its sections, or over itself, checked by the schema."""
     try:
         new = json.loads(text)
         if not isinstance(new, dict):
             raise ValueError(f'{text} is no JSON object; write it as {{"field": value}}')
     except ValueError as error:
         raise OrreryError(f"--{section}: {error}") from None
-    old = trainer.model_dump(mode="json")
-    fields = {**old, section: {**old[section], **new}}
+    whole = trainer.model_dump(mode="json")
+    old = whole if section == "trainer" else whole[section]
+    fields = {**whole, **new} if section == "trainer" else {**whole, section: {**old, **new}}
     try:
         checked = Trainer.model_validate(fields)
     except ValueError:
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")  # says which field, as of any manifest
         raise
     for field, value in new.items():
-        change(f"trainer.{section}.{field}", old[section].get(field), value)
+        change(f"trainer.{field}" if section == "trainer" else f"trainer.{section}.{field}", old.get(field), value)
     return checked
 
 
