@@ -1,9 +1,9 @@
-"""One of four ranks that train one step in many layouts: `parallel_rank.py FOLDER PORT RANK`; test_trainer_parallel.py starts them.
+"""One of several ranks that train one step in many layouts: `parallel_rank.py FOLDER PORT NUM_RANKS RANK`.
 
 FOLDER/cases.json is {name: keywords of `manifest`}. Layouts of four ranks run one after the other on all; of those of two ranks every
-other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3. A case's name begins with that of its network, whose weights
-are the folder FOLDER/<network>. Each case's gradients go to FOLDER/<name>.safetensors; the last line of stdout says, for each case that
-this rank took part in, what the step said.
+other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3; of those of one rank each takes its share. A case's name
+begins with that of its network, whose weights are the folder FOLDER/<network>. Each case's gradients go to
+FOLDER/<name>.safetensors; the last line of stdout says, for each case that this rank took part in, what the step said.
 """
 
 import json
@@ -14,12 +14,12 @@ import deep_ep_fake
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from trainer_cases import make_learner, manifest
+from trainer_cases import make_learner, manifest, rank_device
 
 from orrery.models.mixture import Experts
-from orrery.models.placement import local_tensor
+from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel import activation_offload
+from orrery.trainer.parallel import activation_offload, fsdp
 from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport.columns import Columns
@@ -39,7 +39,7 @@ def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.
 
     def keep(*_: object) -> None:
         for name, weight in learner.weights.items():
-            gradients[name] = (weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad).clone()
+            gradients[name] = full_tensor(weight.grad).clone()
 
     learner.max_grad_norm = 1e9
     learner.optimizer.step = keep
@@ -54,7 +54,9 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     from test_trainer_parallel import documents
 
     spec = manifest(**fields)
-    learner = make_learner(spec, folder / name.partition("_")[0], world_of(spec.trainer.mesh, world.rank, world.device))
+    if world.mesh is not None:
+        world = world_of(spec.trainer.mesh, world.rank, world.device)
+    learner = make_learner(spec, folder / name.partition("_")[0], world)
     metrics, gradients = one_step(learner, documents(spec, name.startswith("replayed")))
     if world.is_first:
         save_file(gradients, folder / f"{name}.safetensors")
@@ -84,18 +86,20 @@ def exchanges(world: World) -> dict[str, list]:
 
 
 def main() -> None:
-    folder, port, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    cases = json.loads((folder / "cases.json").read_text())
+    folder, port, num_ranks, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    cases = {name: (fields, manifest(**fields).trainer) for name, fields in json.loads((folder / "cases.json").read_text()).items()}
     activation_offload.apply.__defaults__ = (64,)  # bytes: what these blocks keep is small
-    store, answers = dist.TCPStore("127.0.0.1", port, 4, rank == 0, wait_for_workers=False), {}
-    for size, parts in ((4, 1), (2, 2)):
+    store, answers = dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, wait_for_workers=False), {}
+    for size in (4, 2, 1):
         part, place = divmod(rank, size)
-        mine = [name for name, fields in cases.items() if manifest(**fields).trainer.mesh.world_size == size][part::parts]
+        mine = [name for name, (_, trainer) in cases.items() if trainer.mesh.world_size == size]
+        mine = mine[part :: num_ranks // size] if size <= num_ranks else []
         if mine:
-            own = dist.PrefixStore(f"{size}.{part}", store)
-            world = form(manifest(**cases[mine[0]]).trainer.mesh, place, torch.device("cpu"), own)
+            is_needed = any(fsdp.is_needed(cases[name][1]) for name in mine)
+            own = dist.PrefixStore(f"{size}.{part}", store) if is_needed else None
+            world = form(cases[mine[0]][1].mesh, place, rank_device(rank), own)
             for name in mine:
-                answers[name] = do(name, cases[name], folder, world)
+                answers[name] = do(name, cases[name][0], folder, world)
             if size == 4:
                 answers["exchanges"] = exchanges(world)
             dissolve(world)

@@ -12,6 +12,7 @@ import torch
 
 from orrery.manifest.schema import Manifest
 from orrery.models import build, weights
+from orrery.models.placement import full_tensor
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner
 from orrery.trainer.parallel.world import World
@@ -177,24 +178,33 @@ def make_learner(spec: Manifest, start: Path, world: World | None = None) -> Lea
 
 
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: (w.full_tensor() if hasattr(w, "full_tensor") else w).detach().clone() for name, w in learner.weights.items()}
+    return {name: full_tensor(weight.detach()).clone() for name, weight in learner.weights.items()}
 
 
-def run_ranks(num_ranks: int, folder: Path, jobs: list[dict]) -> list[dict[str, dict]]:
+def rank_device(rank: int) -> torch.device:
+    """The device of rank `rank`: a GPU of its own where `run_script` was told so."""
+    if os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def run_ranks(num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu") -> list[dict[str, dict]]:
     """Do the jobs, one after the other, on `num_ranks` processes (trainer_rank.py says what a job is): each rank's answers by job name.
 
     Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
-    return run_script("trainer_rank.py", folder, num_ranks, num_ranks, deadline_s=100)
+    return run_script("trainer_rank.py", folder, num_ranks, deadline_s=100, device=device)
 
 
-def run_script(script: str, folder: Path, num_ranks: int, *words: object, deadline_s: float) -> list[dict]:
-    """`script FOLDER PORT [words …] RANK` as every rank: each one's last line, JSON. Fails with the stderr of all where one failed."""
+def run_script(script: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu") -> list[dict]:
+    """`script FOLDER PORT NUM_RANKS RANK` as every rank: each one's last line, JSON. Fails with the stderr of all where one failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(HERE / script), str(folder), str(port), *map(str, words)]
+    environment["TRAINER_TEST_DEVICE"] = device
+    command = [sys.executable, str(HERE / script), str(folder), str(port), str(num_ranks)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for rank in range(num_ranks)

@@ -11,10 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from trainer_cases import batch_columns, make_learner, manifest, share, whole_weights, write_start_weights
+from trainer_cases import batch_columns, make_learner, manifest, rank_device, share, whole_weights, write_start_weights
 
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
@@ -97,7 +96,7 @@ def main() -> None:
     folder, port, size, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     jobs = json.loads((folder / "jobs.json").read_text())
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
-    world = form(manifest(**jobs[0]["manifest"]).trainer.mesh, rank, torch.device("cpu"), store)
+    world = form(manifest(**jobs[0]["manifest"]).trainer.mesh, rank, rank_device(rank), store)
     answers = {job["name"]: do(job, folder, world) for job in jobs}
     dissolve(world)
     print(json.dumps(answers))

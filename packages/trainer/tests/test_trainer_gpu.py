@@ -1,0 +1,133 @@
+"""What only GPUs can show: layouts over NCCL, what waits in host memory beside CUDA, and checkpoints from GPUs, each against one GPU."""
+
+import json
+
+import pytest
+import torch
+import trainer_cases
+from safetensors.torch import load_file
+from test_trainer_parallel import ADAPTERS, AWAY, DENSE, FSDP, MIXTURE, RELATIVE
+from trainer_cases import MEMORY, make_learner, manifest, run_ranks, run_script, whole_weights, write_start_weights
+
+from orrery.trainer import checkpoint
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
+    pytest.mark.timeout(300),
+]
+
+HOSTED = {"fsdp": {**FSDP, "cpu_offload": True}}
+MESHES = {
+    "fsdp2": {"dp_shard": 2},
+    "hsdp": {"dp_replicate": 2},
+    "ep2": {"dp_shard": 2, "ep": 2},
+    "ulysses2": {"cp": 2, "cp_style": "ulysses"},
+    "ring2": {"cp": 2, "cp_style": "ring"},
+    "ep2_ring2": {"cp": 2, "ep": 2, "cp_style": "ring"},
+}
+LEVERS = {"hosted": HOSTED, "away": AWAY, "reducing": {"fsdp": FSDP}}
+NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "adapted": MIXTURE}
+CASES = {
+    **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
+    **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
+    **{f"mixture_fsdp2_{name}": {"mesh": MESHES["fsdp2"], "model": MIXTURE, "trainer": fields} for name, fields in LEVERS.items()},
+    **{f"mixture_ep2_{name}": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": fields} for name, fields in LEVERS.items()},
+    "adapted_ep2_away": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": {**ADAPTERS, **AWAY}},
+    "adapted_ep2_hosted": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": {**ADAPTERS, **HOSTED}},
+}
+ALONE = {f"{name}_alone": {"model": model, "trainer": ADAPTERS if name == "adapted" else {}} for name, model in NETWORKS.items()}
+
+# In half precision, with shapes that the fast kernels take. Compiled blocks have graphs of their own.
+HALF = {"compute_dtype": "bfloat16"}
+WIDE = {"hidden_size": 256, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
+WIDE |= {"family": "qwen3_moe", "moe": {**trainer_cases.MOE, "num_experts": 8, "expert_intermediate_size": 64}}
+HALVES = {
+    "half_alone": {"model": WIDE, "trainer": HALF},
+    **{f"half_{name}": {"model": WIDE, "mesh": mesh, "trainer": HALF} for name, mesh in MESHES.items()},
+    "half_fsdp2_compiled": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, "compile": True}},
+    "half_ep2_ring2_compiled": {"model": WIDE, "mesh": MESHES["ep2_ring2"], "trainer": {**HALF, "compile": True}},
+    "half_ep2_compiled_away": {"model": WIDE, "mesh": MESHES["ep2"], "trainer": {**HALF, **AWAY, "compile": True}},
+    "half_fsdp2_hosted": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, **HOSTED}},
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder with every case's gradients."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for network, model in {**NETWORKS, "half": WIDE}.items():
+        write_start_weights(manifest(model=model), folder / network)
+    (folder / "cases.json").write_text(json.dumps({**CASES, **ALONE, **HALVES}))
+    run_script("parallel_rank.py", folder, 2, deadline_s=250, device="cuda")
+    return folder
+
+
+def errors(folder, name):
+    """‖a − b‖ / ‖b‖ of each gradient against one GPU's."""
+    found, expected = (load_file(folder / f"{one}.safetensors") for one in (name, f"{name.partition('_')[0]}_alone"))
+    assert found.keys() == expected.keys()
+    return {one: (torch.linalg.vector_norm(found[one] - expected[one]) / torch.linalg.vector_norm(expected[one])).item() for one in found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_over_nccl_makes_the_gradients_of_one_gpu(ran, name):
+    worst = max(errors(ran, name).items(), key=lambda one: one[1])
+    assert worst[1] <= RELATIVE, worst
+
+
+@pytest.mark.parametrize("name", [name for name in HALVES if name != "half_alone"])
+def test_a_layout_in_half_precision_makes_the_gradients_of_one_gpu(ran, name):
+    # A rounding of bfloat16 is 4e-3, and a gradient is tens of them deep, with random signs. What float32 has shown above is not shown
+    # again: that no token is lost. This is about kernels that take nothing but half precision.
+    worst = max(errors(ran, name).items(), key=lambda one: one[1])
+    assert worst[1] <= 0.05, worst
+
+
+ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+MUON = {"kind": "muon", "lr": 2e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "num_newton_schulz_steps": 5, "rest": ADAMW}
+
+
+def test_state_in_host_memory_changes_no_bit_and_weights_there_the_last(tmp_path):
+    """Three steps of AdamW and of Muon, on two GPUs."""
+    away = {"memory": {**MEMORY, "optimizer_offload": True}}
+    jobs = []
+    for kind, optimizer in {"adamw": ADAMW, "muon": MUON}.items():
+        for name, fields in {"here": {}, "offloaded": away, "hosted": HOSTED}.items():
+            trainer = {"optimizer": optimizer, **fields}
+            jobs.append(
+                {"name": f"{kind}_{name}", "manifest": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": trainer}, "steps": [1, 2, 3]}
+            )
+    run_ranks(2, tmp_path, jobs, device="cuda")
+    for kind in ("adamw", "muon"):
+        here, offloaded, hosted = (load_file(tmp_path / f"{kind}_{name}.safetensors") for name in ("here", "offloaded", "hosted"))
+        for name, weight in here.items():
+            assert torch.equal(offloaded[name], weight), (kind, name)
+            # The processor's kernel rounds elsewhere; Adam divides by the root of what it rounds, so steps of 1e-2 differ by 1e-5 of them.
+            torch.testing.assert_close(hosted[name], weight, rtol=0, atol=2e-5 if kind == "adamw" else 2e-3, msg=f"{kind} {name}")
+
+
+def test_a_checkpoint_of_gpus_is_read_on_other_meshes_and_on_a_cpu(tmp_path):
+    trainer, before, jobs = {"memory": {**MEMORY, "optimizer_offload": True}}, None, []
+    for name, fields in {
+        "shards": {"mesh": MESHES["fsdp2"]},
+        "experts": {"mesh": MESHES["ep2"], "trainer": trainer},
+        "context": {"mesh": MESHES["ep2_ring2"]},
+        "hosted": {"mesh": MESHES["ep2"], "trainer": HOSTED},
+    }.items():
+        job = {"name": name, "manifest": {"model": MIXTURE, **fields}, "steps": [] if before else [1, 2], "save": tmp_path / name}
+        jobs.append(job | ({"resume": tmp_path / before} if before else {}))
+        before = name
+    run_ranks(2, tmp_path, jobs, device="cuda")
+    spec = manifest(model=MIXTURE)
+    start = write_start_weights(spec, tmp_path / "start")
+    seen = []
+    for name in ("shards", "hosted"):
+        alone = make_learner(spec, start)
+        checkpoint.load(alone, tmp_path / name)
+        seen.append({key: held.local.clone() for key, held in checkpoint.state_of(alone).items()})
+        assert alone.step == 2
+    for key, tensor in seen[0].items():
+        assert torch.equal(tensor, seen[1][key]), key
+    trained = load_file(tmp_path / "shards.safetensors")
+    for name, weight in whole_weights(alone).items():
+        assert torch.equal(weight, trained[name]), name
