@@ -33,8 +33,8 @@ REFUSED = [
     ),
     (
         changed("reverse_text", inference__tensor_parallel=2),
-        "inference.data_parallel·tensor_parallel = 2: an engine of several processes is not built yet on cpu; "
-        "set both to 1, and inference.num_replicas to 2 for as many engines",
+        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, for vLLM exchanges tokens between experts on GPUs "
+        "alone; set both to 1, and inference.num_replicas to 2 for as many engines",
     ),
     (
         changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),

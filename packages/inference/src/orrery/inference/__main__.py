@@ -17,7 +17,7 @@ def main() -> None:
         arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port)
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
-        serve(me, arguments, fork_engine=manifest.hardware.accelerator == "cpu")
+        serve(me, arguments)
 
 
 if __name__ == "__main__":

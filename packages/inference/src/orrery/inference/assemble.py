@@ -8,8 +8,9 @@ import json
 import os
 from pathlib import Path
 
+from orrery.inference import releases
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
 
@@ -59,6 +60,8 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
     ]
     if inference.enforce_eager:
         flags.append("--enforce-eager")
+    if manifest.transport.routed_experts:
+        flags.append("--enable-return-routed-experts")
     if manifest.hardware.accelerator == "cpu":
         if inference.devices_per_replica != 1:
             raise OrreryError(
@@ -68,8 +71,26 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         # threads in the worker's environment, which `nobind` and OMP_NUM_THREADS leave nothing of.
         arguments["--distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
-        arguments["--tensor-parallel-size"] = str(inference.tensor_parallel)
+        arguments |= _spread(inference)
+        if inference.expert_parallel:
+            flags.append("--enable-expert-parallel")
+    arguments |= releases.arguments(manifest)
     return [*(part for pair in arguments.items() for part in pair), *flags]
+
+
+def _spread(inference: Inference) -> dict[str, str]:
+    """How one replica is spread over its GPUs, and in which numbers it computes.
+
+    Data parallelism is vLLM's own: one server, which gives each request to the rank with fewest; tokens of all ranks meet at the experts.
+    """
+    arguments = {"--tensor-parallel-size": str(inference.tensor_parallel)}
+    if inference.data_parallel > 1:
+        arguments["--data-parallel-size"] = str(inference.data_parallel)
+    if inference.quantization == "fp8":
+        # Weights in blocks of 128 × 128 with a scale each, made anew from what each update brings: DeepGEMM's format, and the trainer's.
+        # Routers stay as they come, as in the trainer: a rounded score is another choice of experts.
+        arguments |= {"--quantization": "fp8_per_block", "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]})}
+    return arguments
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
@@ -83,6 +104,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
+        **releases.environment(manifest),
     )
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

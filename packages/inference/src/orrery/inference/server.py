@@ -1,7 +1,8 @@
 """One vLLM server in this process: start, say where it listens, end with everything it started.
 
 - In: vLLM's own arguments. Out: the rendezvous endpoint, published once /health answers and the weight receiver is set up.
-- The engine core is a child process; it dies with this one (`plugin`), and this one ends within WATCH_S of its death, with a sentence.
+- Engine cores (one a data-parallel rank) and their workers (one a further GPU) are processes below this one; they die with it (`plugin`),
+  and it ends within WATCH_S of an engine core's death, with a sentence. A worker's death is its engine core's.
 - SIGTERM ends both; whatever is not gone after STOP_S is killed.
 - Composed from the pieces of vLLM's `run_server`, to hold the engine client between "engine is up" and "serving".
 """
@@ -21,12 +22,9 @@ import psutil
 import uvloop
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client, setup_server
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from orrery.inference import plugin
-from orrery.inference.patches import vllm as patches
+from orrery.inference import plugin, releases
 from orrery.manifest.errors import RunFailed
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -38,18 +36,17 @@ HANG_UP_S = 0.3  # for answers on their way out, once the engine has stopped
 START_DEADLINE_S = 300.0
 
 
-def serve(me: RoleProcess, arguments: Sequence[str], fork_engine: bool) -> None:
+def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
     plugin.register()
-    if fork_engine:
-        patches.fork_engine_core()
-        patches.inspect_models_here()
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
-    validate_parsed_serve_args(args)
+    releases.correct(me.manifest)
+    vllm = releases.api_server()
+    args = vllm.make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
+    vllm.validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, _stop_early)
     scratch = _scratch_folder()
     try:
-        uvloop.run(_serve(me, args))
+        uvloop.run(_serve(me, vllm, args))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting; its own log has the cause
         raise RunFailed(f"inference {me.index}: vLLM did not start ({error}); read logs/{me.name}.log") from error
     finally:
@@ -80,14 +77,14 @@ def _exit_now() -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(me: RoleProcess, args: Namespace) -> None:
-    address, socket = setup_server(args, reuse_port=False)
+async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> None:
+    address, socket = vllm.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     me.health.doing("starting the engine")
-    async with build_async_engine_client(args) as engine:
+    async with vllm.build_async_engine_client(args) as engine:
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         stopping = _announce_stop(engine)
-        serving = asyncio.ensure_future(build_and_serve(engine, address, socket, args))
+        serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args.host, args.port))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         done, _ = await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,8 +11,7 @@ PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 WEIGHT_WIRES = ("files",)
 ROUTED_EXPERTS = (False,)
-QUANTIZATIONS = ("none",)
-DATA_PARALLEL = (1,)
+QUANTIZATIONS = ("none", "fp8")
 KV_OFFLOADS = ("none",)
 RESTARTS = (0,)
 ADMISSIONS = ("fixed",)
@@ -25,8 +24,8 @@ def check_built(manifest: Manifest) -> None:
         raise OrreryError(f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}")
     if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
-            f"inference.data_parallel·tensor_parallel = {devices}: an engine of several processes is not built yet on {accelerator}; "
-            f"set both to 1, and inference.num_replicas to {devices} for as many engines"
+            f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is one process, for vLLM exchanges tokens "
+            f"between experts on GPUs alone; set both to 1, and inference.num_replicas to {devices} for as many engines"
         )
     if accelerator not in PREFILL_APART and (count := inference.prefill_replicas):
         raise OrreryError(
@@ -37,7 +36,6 @@ def check_built(manifest: Manifest) -> None:
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
         ("inference.quantization", inference.quantization, QUANTIZATIONS),
-        ("inference.data_parallel", inference.data_parallel, DATA_PARALLEL),
         ("inference.kv_offload.kind", inference.kv_offload.kind, KV_OFFLOADS),
         ("inference.max_restarts", inference.max_restarts, RESTARTS),
         ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),

@@ -1,0 +1,144 @@
+"""Corrections to vLLM 0.26, which 0.32 does not need. None touches vLLM's files; each is one call before the engine client is built.
+
+1. `keep_signal_handlers`. Upstream: `uvicorn.Server.serve` installs its own SIGTERM handler over the one with which `serve_http` stops the
+   engine; requests in flight then hold the server for as long as they take (vllm-project/vllm#49668). Versions: 0.26 (read). Remove with
+   0.26: 0.32 has `NoSignalServer`.
+2. `label_versions`. Upstream: the engine has no word for which weights sampled a token; 0.32 has `/finish_weight_update` with a
+   `weight_version` and answers with `weight_versions`. Here the API server keeps that account: weights change only while generation is
+   paused, and a pause with mode "keep" completes when every output of the old weights is on its way, in order, on the socket that the end
+   of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly. Versions: 0.26
+   (read; held against 0.32's own account in `test_inference_releases.py`). Remove with 0.26.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+UNNAMED = "default"  # as 0.32 calls the weights that an engine was started with
+
+
+def keep_signal_handlers() -> None:
+    """Have uvicorn leave SIGTERM and SIGINT to vLLM."""
+    import uvicorn
+
+    @contextlib.contextmanager
+    def leave_alone(_self: Any) -> Iterator[None]:
+        yield
+
+    if not hasattr(uvicorn.Server, "capture_signals"):
+        raise RuntimeError("uvicorn has no Server.capture_signals any more; see orrery/inference/patches/vllm_0_26.py")
+    uvicorn.Server.capture_signals = leave_alone  # type: ignore[method-assign,assignment]
+
+
+class Account:
+    """Which version sampled which token of the requests in flight. One an API server, as there is one engine client."""
+
+    def __init__(self) -> None:
+        self.version = UNNAMED
+        self._loading: str | None = None  # what the update under way brings
+
+    def loading(self, update_info: dict[str, Any]) -> None:
+        """An update names its version with everything it loads."""
+        if "version" not in update_info:
+            raise ValueError(f"update_info {sorted(update_info)} names no version; tokens sampled from these weights would have none")
+        self._loading = str(update_info["version"])
+
+    def mark(self, processor: Any) -> Callable[[], None]:
+        """What to put among the outputs: where it is met, tokens so far are the old version's and those to come the new one's."""
+        version, self._loading = self._loading, None
+
+        def met() -> None:
+            for state in processor.request_states.values():
+                if state.detokenizer is not None:
+                    state.__dict__.setdefault("cuts", []).append((self.version, state.detokenizer.num_output_tokens()))
+            self.version = self.version if version is None else version
+
+        return met
+
+    def spans(self, state: Any) -> list[dict[str, Any]]:
+        """As 0.32 has them: [{"version", "start", "end"}] over a request's output tokens, none empty."""
+        ends = [*getattr(state, "cuts", ()), (self.version, state.detokenizer.num_output_tokens())]
+        spans: list[dict[str, Any]] = []
+        start = 0
+        for version, end in ends:
+            if end > start:
+                spans.append({"version": version, "start": start, "end": end})
+            start = end
+        return spans
+
+
+def label_versions() -> None:
+    """Have answers of /inference/v1/generate say which weights sampled which token."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import RequestState
+
+    account = Account()
+    update_weights, finish_weight_update = AsyncLLM.update_weights, AsyncLLM.finish_weight_update
+
+    async def update(self: Any, request: Any) -> None:
+        account.loading(request.update_info)
+        await update_weights(self, request)
+
+    async def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+        await finish_weight_update(self, *args, **kwargs)
+        self.engine_core.outputs_queue.put_nowait(account.mark(self.output_processor))
+
+    AsyncLLM.update_weights, AsyncLLM.finish_weight_update = update, finish  # type: ignore[method-assign]
+    _meet_marks(AsyncMPClient)
+    _attach_spans(RequestState, account)
+    _answer_with_spans()
+
+
+def _meet_marks(client: Any) -> None:
+    """Outputs are taken one after another, each processed before the next is asked for: a mark is met between two."""
+    get_output = client.get_output_async
+
+    async def get_output_async(self: Any) -> Any:
+        while callable(output := await get_output(self)):
+            output()
+        return output
+
+    client.get_output_async = get_output_async
+
+
+def _attach_spans(request_state: Any, account: Account) -> None:
+    new_completion_output = request_state._new_completion_output
+
+    def with_spans(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_completion_output(self, *args, **kwargs)
+        if output.finish_reason is not None:
+            output.weight_versions = account.spans(self)
+        return output
+
+    request_state._new_completion_output = with_spans
+
+
+def _answer_with_spans() -> None:
+    """The response's models have no field for spans: they get one, and the handler fills it from what the engine's outputs carry."""
+    from vllm.entrypoints.scale_out.token_in_token_out import serving
+
+    class Choice(serving.GenerateResponseChoice):  # type: ignore[name-defined]
+        weight_versions: list[dict[str, Any]] | None = None
+
+    class Response(serving.GenerateResponse):  # type: ignore[name-defined]
+        choices: list[Choice]
+
+    serving.GenerateResponseChoice, serving.GenerateResponse = Choice, Response
+    answer = serving.ServingTokens.serve_tokens_full_generator
+
+    async def serve_tokens_full_generator(self: Any, request: Any, results: AsyncIterator[Any], *rest: Any) -> Any:
+        last = None
+
+        async def watched() -> AsyncIterator[Any]:
+            nonlocal last
+            async for last in results:
+                yield last
+
+        response = await answer(self, request, watched(), *rest)
+        if isinstance(response, Response) and last is not None:
+            for choice, output in zip(response.choices, last.outputs, strict=True):
+                choice.weight_versions = output.weight_versions
+        return response
+
+    serving.ServingTokens.serve_tokens_full_generator = serve_tokens_full_generator

@@ -1,0 +1,93 @@
+"""What differs between the releases of vLLM that Orrery runs: 0.26 (torch 2.11) and 0.32 (torch 2.13). No other file asks which it is.
+
+| | 0.26 | 0.32 |
+|---|---|---|
+| the API server's pieces | in `vllm.entrypoints.openai` | in `vllm.entrypoints.launchers` |
+| SIGTERM | uvicorn replaces vLLM's handler: `patches.vllm_0_26` | vLLM keeps uvicorn from it |
+| versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
+| data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
+| routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; no P/D connector beside them |
+| routed experts on CPU | – | `patches.vllm_routes` |
+
+- A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
+- `test_inference_releases.py` holds the names and flags of this package against the installed release, and against the source of
+  another where ORRERY_VLLM_SOURCE names its folder.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+LAUNCHERS = "entrypoints/launchers/api_server/entry.py"
+AUX_OUTPUT = "distributed/aux_output_connector/worker.py"
+
+
+@dataclass(frozen=True)
+class ApiServer:
+    """The pieces of vLLM's `run_server`, by the names that both releases give them."""
+
+    make_arg_parser: Callable[..., Any]
+    validate_parsed_serve_args: Callable[..., Any]
+    setup_server: Callable[..., Any]
+    build_async_engine_client: Callable[..., Any]
+    build_and_serve: Callable[..., Any]
+
+
+def api_server() -> ApiServer:
+    """Imports vLLM."""
+    if _has(LAUNCHERS):
+        from vllm.entrypoints.launchers.api_server import entry
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    else:
+        from vllm.entrypoints.openai import api_server as entry
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    return ApiServer(
+        make_arg_parser, validate_parsed_serve_args, entry.setup_server, entry.build_async_engine_client, entry.build_and_serve
+    )
+
+
+def arguments(manifest: Manifest) -> dict[str, str]:
+    """Flags that one release needs and the other does not."""
+    if manifest.inference.data_parallel > 1 and not _has(LAUNCHERS):
+        return {"--worker-cls": "orrery.inference.patches.vllm_0_26_worker.SeededWorker"}
+    return {}
+
+
+def environment(manifest: Manifest) -> dict[str, str]:
+    """Variables that one release needs and the other does not; they are read as vLLM is imported."""
+    if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu" and _has(AUX_OUTPUT):
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # else vLLM may choose the other runner, and refuse to start with it
+    return {}
+
+
+def correct(manifest: Manifest) -> None:
+    """Apply the corrections that this release needs, in the process that becomes the API server and before vLLM reads its arguments."""
+    if manifest.hardware.accelerator == "cpu":
+        from orrery.inference.patches import vllm, vllm_routes
+
+        vllm.fork_engine_core()
+        vllm.inspect_models_here()
+        if manifest.transport.routed_experts:
+            vllm_routes.routes_on_cpu()
+    if not _has(LAUNCHERS):
+        from orrery.inference.patches import vllm_0_26
+
+        vllm_0_26.keep_signal_handlers()
+        vllm_0_26.label_versions()
+    if manifest.inference.data_parallel > 1:
+        from orrery.inference.patches import vllm_data_parallel
+
+        vllm_data_parallel.answer_for_every_rank()
+
+
+def _has(file: str) -> bool:
+    """Whether the installed vLLM has this file; vLLM is not imported."""
+    found = find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise OrreryError("inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or locks/inference.cpu.txt")
+    return (Path(found.submodule_search_locations[0]) / file).is_file()

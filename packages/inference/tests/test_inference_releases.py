@@ -1,0 +1,183 @@
+"""One code path, two releases: the names, flags, addresses and metrics that Orrery uses of vLLM are there, in the source of a release.
+
+Of the installed release always; of another one where ORRERY_VLLM_SOURCE names the folder of its `vllm` package. Nothing here imports vLLM.
+"""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from inference_servers import REPOSITORY
+
+from orrery.inference import releases
+from orrery.inference.assemble import server_arguments
+from orrery.manifest.check import check
+from orrery.transport import engine as client
+
+INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
+INSTALLED = Path(find_spec("vllm").submodule_search_locations[0])
+TREES = [INSTALLED, *(Path(folder) for folder in [os.environ.get("ORRERY_VLLM_SOURCE")] if folder)]
+
+# What patches replace or rely on, beyond what they import: file, then class and attribute.
+CORRECTED = {
+    "vllm.py": [("v1/engine/utils.py", "get_mp_context"), ("model_executor/models/registry.py", "_run_in_subprocess")],
+    "vllm_0_26.py": [
+        ("v1/engine/async_llm.py", "AsyncLLM.update_weights"),
+        ("v1/engine/async_llm.py", "AsyncLLM.finish_weight_update"),
+        ("v1/engine/core_client.py", "AsyncMPClient.get_output_async"),
+        ("v1/engine/core_client.py", "AsyncMPClient.outputs_queue"),
+        ("v1/engine/output_processor.py", "RequestState._new_completion_output"),
+        ("v1/engine/output_processor.py", "OutputProcessor.request_states"),
+        ("v1/engine/detokenizer.py", "IncrementalDetokenizer.num_output_tokens"),
+        ("entrypoints/scale_out/token_in_token_out/serving.py", "ServingTokens.serve_tokens_full_generator"),
+    ],
+    "vllm_0_26_worker.py": [
+        ("v1/worker/gpu_worker.py", "Worker.init_device"),
+        ("config/parallel.py", "ParallelConfig.data_parallel_index"),
+    ],
+    "vllm_data_parallel.py": [
+        ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
+        ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
+        ("v1/engine/core_client.py", "DPLBAsyncMPClient.call_utility_async"),
+    ],
+    "vllm_routes.py": [
+        ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
+        ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
+        ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.prepare_output"),
+        ("distributed/aux_output_connector/worker.py", "PendingAuxOutput.enqueue_cpu_copy"),
+        ("v1/outputs.py", "ModelRunnerOutput.aux_output_connector_output"),
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner.execute_model_state"),
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens"),
+    ],
+}
+PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/start_weight_update", "/update_weights",
+         "/finish_weight_update", "/collective_rpc", "/health"]  # fmt: skip
+
+
+@pytest.fixture(params=TREES, ids=lambda tree: "installed" if tree == INSTALLED else "named")
+def tree(request, monkeypatch):
+    monkeypatch.setattr(releases, "_has", lambda file: (request.param / file).is_file())
+    return request.param
+
+
+def is_new(tree: Path) -> bool:
+    return (tree / releases.LAUNCHERS).is_file()
+
+
+def applies(file: Path, tree: Path) -> bool:
+    """Corrections for CPU are for the release that has a build for CPU; the old release has corrections of its own."""
+    if file.name.startswith("vllm_0_26"):
+        return not is_new(tree)
+    return is_new(tree) or file.parent.name != "patches" or file.name not in ("vllm.py", "vllm_routes.py")
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def imports(node: ast.AST, new: bool) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import from vLLM, of the branch that `_has(LAUNCHERS)` takes where it is asked."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("_has(LAUNCHERS)", "not _has(LAUNCHERS)"):
+            taken = child.body if new == (ast.unparse(child.test) == "_has(LAUNCHERS)") else child.orelse
+            for statement in taken:
+                yield from imports(ast.Module([statement], []), new)
+        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
+            yield from ((child.module, alias.name) for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from ((alias.name, "") for alias in child.names if alias.name.split(".")[0] == "vllm")
+        else:
+            yield from imports(child, new)
+
+
+def module_file(tree: Path, module: str) -> Path | None:
+    path = tree.joinpath(*module.split(".")[1:])
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that these statements bind, also inside conditions; `self.x = …` of a class's methods counts as the class's x."""
+    for statement in body:
+        for node in ast.walk(statement) if isinstance(statement, ast.If | ast.Try | ast.Assign | ast.AnnAssign) else [statement]:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+
+
+def attributes(class_: ast.ClassDef) -> set[str]:
+    kept = {node.attr for node in ast.walk(class_) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return kept | set(defined(class_.body))
+
+
+def test_every_name_that_we_import_is_there(tree):
+    missing, seen = [], 0
+    for file in sorted(INFERENCE.rglob("*.py")):
+        if not applies(file, tree):
+            continue
+        for module, name in imports(parsed(file), is_new(tree)):
+            seen += 1
+            found = module_file(tree, module)
+            if found is None or (name and name not in set(defined(parsed(found).body)) and module_file(tree, f"{module}.{name}") is None):
+                missing.append(f"{file.name}: from {module} import {name}")
+    assert not missing and seen > 20
+
+
+def test_every_attribute_that_a_correction_replaces_is_there(tree):
+    missing = []
+    for patch, places in CORRECTED.items():
+        for file, dotted in places if applies(INFERENCE / "patches" / patch, tree) else []:
+            name, _, attribute = dotted.partition(".")
+            body = parsed(tree / file).body
+            class_ = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+            there = attribute in attributes(class_) if class_ is not None else not attribute and name in set(defined(body))
+            if not there:
+                missing.append(f"{patch}: {file} has no {dotted}")
+    assert not missing
+
+
+def manifests():
+    """A run on CPU, and one on GPUs that asks for everything."""
+    cpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
+    gpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
+    gpu["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+    gpu["inference"] |= {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "quantization": "fp8"}
+    for each in (cpu, gpu):
+        each["transport"]["routed_experts"] = True
+        yield check(each, "test")
+
+
+def test_every_flag_is_there(tree):
+    args = (tree / "engine/arg_utils.py").read_text()
+    frontend = tree / ("entrypoints/launchers/cli_args.py" if is_new(tree) else "entrypoints/openai/cli_args.py")
+    files = [frontend] + ([tree / "entrypoints/openai/cli_args.py"] if is_new(tree) else [])
+    fields = {name for file in files if file.is_file() for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
+              for name in attributes(node)}  # fmt: skip
+    flags = {word for manifest in manifests() for word in server_arguments(manifest, Path("w"), 0, "h", 1) if word.startswith("--")}
+    assert {"--quantization", "--data-parallel-size", "--enable-expert-parallel", "--enable-return-routed-experts"} <= flags
+    assert [flag for flag in flags if f'"{flag}"' not in args and flag[2:].replace("-", "_") not in fields] == []
+
+
+def test_every_address_and_metric_of_the_client_is_there(tree):
+    source = "\n".join(file.read_text() for file in sorted((tree / "entrypoints").rglob("*.py")))
+    assert [path for path in PATHS if not re.search(rf'@router\.(?:post|get)\(\s*"{path}"', source)] == []
+    metrics = "\n".join(file.read_text() for file in (tree / "v1/metrics").rglob("*.py"))
+    assert [name for name in client._METRICS if f'"{name.removesuffix("_total")}"' not in metrics] == []
+
+
+def test_what_the_quantization_flag_says_is_known(tree):
+    text = (tree / "config/quantization.py").read_text()
+    assert '"fp8_per_block"' in text and "ignore: list[str]" in text
+    assert (
+        '"re:"' in (tree / "model_executor/layers/quantization/utils/quant_utils.py").read_text()
+        or "re:" in (tree / "model_executor/layers/quantization/compressed_tensors/utils.py").read_text()
+    )
