@@ -1,6 +1,8 @@
 """Stand-ins for what the orchestrator meets: engine, trainer, task, chat format, process. The only place for them."""
 
 import asyncio
+import base64
+import io
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.transport.engine import EngineGone, Generation, GenerationFailed
+from orrery.transport.route_bytes import Routes, split
 
 PROMPT_TOKENS = 3
 
@@ -93,6 +96,15 @@ def rollout(request: Request, versions: list[int], reward: float | None = None) 
         messages=[Message("user", f"{key}"), Message("assistant", "said")],
         metrics={"exact": 1.0},
     )
+
+
+def routes(start: int, end: int) -> Routes:
+    """What an engine of 2 layers and 2 experts a token says of the tokens in [start, end): experts t and t + 1 at position t."""
+    file = io.BytesIO()
+    np.save(file, (np.arange(start, end)[:, None, None] + np.array([0, 1]) + np.zeros((2, 1))).astype(np.uint8))
+    _, found = split(b'{"routed_experts":"' + base64.b64encode(file.getvalue()) + b'"}', start)
+    assert found is not None
+    return found
 
 
 class FakeTask:
@@ -174,7 +186,8 @@ class FakeFleet:
                 versions[token] = self.version
             ids = (np.arange(n, dtype=np.int32) + sum(map(ord, request_id))) % 50 + 20
             reason = "length" if fate == "length" or n < self.num_tokens else "stop"
-            return Generation(request_id, ids, np.full(n, -0.25, np.float32), versions, fate if fate == "abort" else reason, 0)
+            parts = () if options.get("routes_from") is None else (routes(options["routes_from"], len(token_ids) + n - 1),)
+            return Generation(request_id, ids, np.full(n, -0.25, np.float32), versions, fate if fate == "abort" else reason, 0, parts)
         finally:
             del self.in_flight[request_id]
 

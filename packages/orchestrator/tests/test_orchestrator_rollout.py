@@ -9,13 +9,14 @@ import pytest
 
 from orrery.orchestrator.rollout import RolloutFailed, play
 from orrery.tasks.task import Judgement
+from orrery.transport.routed_experts import RouteShape
 
 
-def episode(fleet, task=None, max_turns=3, max_model_len=64):
+def episode(fleet, task=None, max_turns=3, max_model_len=64, **options):
     return play(
         task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns, renderer=fakes.FakeRenderer(), engine=fleet,
         sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len, cache_salt="7", name="train-1-0",
-        timeout_s=9.0,
+        timeout_s=9.0, **options,
     )  # fmt: skip
 
 
@@ -38,6 +39,17 @@ def test_all_turns_of_a_rollout_have_one_salt_and_ids_of_their_own():
     asyncio.run(episode(fleet, fakes.FakeTask(replies=2)))
     assert [request["cache_salt"] for request in fleet.requests] == ["7"] * 3
     assert len({request["request_id"] for request in fleet.requests}) == 3
+
+
+def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are_there():
+    fleet = fakes.FakeFleet(version=3)
+    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
+    assert rollout.num_tokens == 3 + 4 + 2 + 4 + 2 + 4
+    assert [request["routes_from"] for request in fleet.requests] == [0, 6, 12]  # the last sampled token of a turn is an input of the next
+    assert rollout.routed_experts.shape == (19, 2, 2) and rollout.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(rollout.routed_experts[:18, 1, 0], np.arange(18))
+    assert (rollout.routed_experts[18] == 255).all()
+    assert asyncio.run(episode(fakes.FakeFleet(version=3))).routed_experts is None
 
 
 def test_a_turn_that_is_cut_by_its_length_ends_the_episode_truncated():

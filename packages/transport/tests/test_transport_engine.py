@@ -1,5 +1,8 @@
 """The engine client against a stand-in server: what it makes of answers, good and bad. The real vLLM is in the inference room's tests."""
 
+import base64
+import io
+
 import numpy as np
 import pytest
 from aiohttp import web
@@ -59,6 +62,29 @@ def test_the_request_says_what_was_asked_for_and_nothing_else():
             },
         )
     ]
+
+
+def with_routes(num_rows):
+    generated = answer([7, 8], [("3", 0, 2)])
+    file = io.BytesIO()
+    np.save(file, np.arange(num_rows * 4, dtype=np.uint16).reshape(num_rows, 2, 2))
+    generated["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    return generated
+
+
+def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens():
+    stand_in = StandIn(generated=with_routes(2))
+    generation = generate(stand_in, routes_from=1)
+    assert stand_in.asked[0][1]["sampling_params"]["routed_experts_prompt_start"] == 1
+    (part,) = generation.routes
+    assert (part.start, part.shape) == (1, (2, 2, 2)) and generation.token_ids.tolist() == [7, 8]
+    assert generate(StandIn(generated=with_routes(3))).routes == ()  # nobody asked
+
+
+@pytest.mark.parametrize(("generated", "says"), [(with_routes(2), "3 tokens .* those of 2"), (answer([7, 8], [("3", 0, 2)]), "none")])
+def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(generated, says):
+    with pytest.raises(GenerationFailed, match=says):
+        generate(StandIn(generated=generated), routes_from=0)
 
 
 @pytest.mark.parametrize(

@@ -801,7 +801,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def engines_fit(self) -> "Manifest":
-        inference, accelerator, moe = self.inference, self.hardware.accelerator, self.model.moe
+        inference, accelerator = self.inference, self.hardware.accelerator
         if self.model.num_heads % inference.tensor_parallel:
             raise ValueError(
                 f"inference.tensor_parallel {inference.tensor_parallel} does not divide {self.model.num_heads} query heads; "
@@ -811,11 +811,6 @@ class Manifest(Record):
             raise ValueError(
                 f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM makes FP8 weights from bfloat16, and "
                 f"multiplies them on GPUs alone; set inference.quantization to 'none'"
-            )
-        if self.transport.routed_experts and moe is not None and moe.num_experts_per_token == 1 and moe.num_experts in (256, 65536):
-            raise ValueError(
-                f"transport.routed_experts: {moe.num_experts} experts, one a token, leave no number for a token without a route; "
-                f"set transport.routed_experts to false"
             )
         return self
 

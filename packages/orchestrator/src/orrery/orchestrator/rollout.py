@@ -3,6 +3,7 @@
 - The prompt comes from the renderer; every later turn appends tokens to what the engine sampled, which stays verbatim: a token is
   never decoded and encoded again on its way to the trainer.
 - Each sampled token carries log-prob and policy version; tokens of prompts and tools are untrained, version −1.
+- Where routes are replayed, each turn brings those of the tokens that became inputs in it, and they are decoded once, at the end.
 - `truncated`: the last turn was cut by a length limit. Such a rollout is judged as it stands.
 - What is not the policy's doing is never a reward: an empty generation, an engine or task or judge that raises, is `RolloutFailed(reason)`.
 - Cancelling `play` aborts the request in the engine.
@@ -19,6 +20,8 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.tasks.task import Message
+from orrery.transport.route_bytes import Routes, column
+from orrery.transport.routed_experts import RouteShape
 
 NO_POLICY = -1  # version of a token that no policy sampled
 
@@ -71,6 +74,7 @@ class _Tokens:
     def __init__(self, prompt: list[int]):
         self.chunks = [self._untrained(prompt)]
         self.length = len(prompt)
+        self.routes: list[Routes] = []
 
     @staticmethod
     def _untrained(ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -85,6 +89,12 @@ class _Tokens:
         n = len(generation.token_ids)
         self.chunks.append((generation.token_ids, generation.logprobs, np.ones(n, np.bool_), generation.versions))
         self.length += n
+        self.routes += generation.routes
+
+    @property
+    def routes_from(self) -> int:
+        """The first token whose experts no turn has told: the last of the turn before, which is an input only now."""
+        return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
         return np.concatenate([chunk[index] for chunk in self.chunks])
@@ -103,10 +113,12 @@ async def play(
     name: str,
     timeout_s: float,
     seed: int | None = None,
+    routes: RouteShape | None = None,
 ) -> Rollout:
     """One episode of problem `problem_index`, from its prompt to its judgement. Raises RolloutFailed.
 
-    `name` is unique among rollouts in flight; with `seed`, turn t samples with `seed + t`.
+    `name` is unique among rollouts in flight; with `seed`, turn t samples with `seed + t`. With `routes`, which say
+    what the model's look like, the rollout has its `routed_experts`; a turn asks for those of the tokens that no turn before has had.
     """
     problem = _guard("task", lambda: task.problem(problem_index))
     messages = list(problem.messages)
@@ -128,6 +140,7 @@ async def play(
             stop_token_ids=renderer.stop_token_ids,
             seed=None if seed is None else seed + turn,
             timeout_s=timeout_s,
+            **({} if routes is None else {"routes_from": tokens.routes_from}),
         )
         tokens.append_sampled(generation)
         messages.append(_guard("task", lambda ids=generation.token_ids: renderer.parse(ids.tolist())))
@@ -149,8 +162,9 @@ async def play(
     )
     if not np.isfinite([reward, *metrics.values()]).all():  # JSON has no such numbers: checkpoints could not hold them
         raise RolloutFailed("judge", f"problem {problem_index} was judged {reward} with {metrics}; rewards and metrics are finite numbers")
+    routed_experts = None if routes is None else _guard("engine", lambda: column(tokens.length, tokens.routes, routes))
     return Rollout(
-        tokens.column(0), tokens.column(1), tokens.column(2), tokens.column(3), reward, truncated, messages, metrics
+        tokens.column(0), tokens.column(1), tokens.column(2), tokens.column(3), reward, truncated, messages, metrics, routed_experts
     )  # fmt: skip
 
 

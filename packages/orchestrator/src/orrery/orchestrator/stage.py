@@ -13,6 +13,7 @@ from typing import Any
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.orchestrator.requests import ENGINE_GONE, Request
 from orrery.orchestrator.rollout import Engine, Rollout, RolloutFailed, play
+from orrery.transport.routed_experts import route_shape
 
 # A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.
 GONE_PAUSE_S = 1.0
@@ -33,6 +34,7 @@ class Stage:
         """`tasks` are the built tasks by purpose, in the manifest's order."""
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_finished, self.on_failed = on_finished, on_failed
+        self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._defect: BaseException | None = None
 
@@ -93,6 +95,7 @@ class Stage:
             # The loop's own clock ends a rollout earlier; this is for a connection that forgets to end.
             timeout_s=2 * settings.rollout_timeout_s,
             seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
+            routes=self._routes if group.purpose == "train" else None,
         )
 
 

@@ -5,6 +5,8 @@
 - The entry of a column at token t speaks of token t itself: `logprob[t]` is log p(token t | the tokens before it), and
   `trained[t]` says that the loss counts it. The first token of a sample has nothing before it and is never trained.
 - Columns that `TOKEN_COLUMNS` / `SAMPLE_COLUMNS` name have those dtypes; any other column is opaque and only carried along.
+- `routed_experts` is opaque here (`orrery.transport.routed_experts` says what it holds): at token t, what the engine's routers chose while
+  t was the input, which is what `logprob[t + 1]` comes from.
 - Absent weight columns mean: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
 

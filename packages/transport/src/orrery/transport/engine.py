@@ -24,6 +24,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe.deadline import scaled
+from orrery.transport.route_bytes import Routes, split
 
 if TYPE_CHECKING:
     from orrery.transport.weight_wire import Published
@@ -68,6 +69,7 @@ class Generation:
     versions: np.ndarray  # i32 [n], policy version that sampled the token; START_VERSION before the first update
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    routes: tuple[Routes, ...] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,13 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         ignore_eos: bool = False,
+        routes_from: int | None = None,
         timeout_s: float = 600.0,
     ) -> Generation:
         """Sample a continuation of `token_ids` (plain temperature sampling; 0 is greedy).
 
         Prefix-cache blocks are shared only among requests of one `cache_salt`. A stop token is part of the result.
+        `routes_from`: the position of the first token whose experts are wanted; an engine that returns none of them has failed.
         `request_id` is what `abort` takes; it must be unique among requests in flight.
         Raises GenerationFailed, or EngineGone. Cancelling the coroutine aborts the request in the engine.
         """
@@ -187,6 +191,8 @@ class EngineClient:
             sampling["seed"] = seed
         if ignore_eos:
             sampling["ignore_eos"] = True
+        if routes_from:
+            sampling["routed_experts_prompt_start"] = routes_from
         prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
         body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
         what = f"request {request_id!r}"
@@ -201,7 +207,7 @@ class EngineClient:
             raise
         if status != 200:
             raise GenerationFailed(f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}")
-        return _generation(request_id, answer, self.name)
+        return _generation(request_id, answer, self.name, len(prompt), routes_from)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their `generate` returns what there is, with finish_reason "abort". Unknown ids are ignored."""
@@ -311,9 +317,10 @@ class EngineClient:
             raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
 
 
-def _generation(request_id: str, answer: bytes, engine: str) -> Generation:
+def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None) -> Generation:
     """Arrays out of the response; GenerationFailed where it lacks what was asked for."""
     try:
+        answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
         choice = generated.choices[0]
         token_ids = np.asarray(choice.token_ids, dtype=np.int32)
@@ -330,9 +337,14 @@ def _generation(request_id: str, answer: bytes, engine: str) -> Generation:
             f"{engine} gave request {request_id!r} {len(token_ids)} tokens, {len(logprobs)} log-probs, "
             f"{unversioned} tokens without a version"
         )
+    parts = (routes,) if routes is not None and routes_from is not None else ()
+    expected = prompt_tokens + len(token_ids) - 1 - (routes_from or 0)
+    if routes_from is not None and choice.finish_reason != "abort" and (routes is None or routes.num_rows != expected):
+        found = "none" if routes is None else f"those of {routes.num_rows}"
+        raise GenerationFailed(f"{engine} was asked for the routes of {expected} tokens by request {request_id!r}, and returned {found}")
     details = generated.usage.prompt_tokens_details if generated.usage else None
     cached = (details.cached_tokens if details else None) or 0
-    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached)
+    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached, parts)
 
 
 _METRICS = {
