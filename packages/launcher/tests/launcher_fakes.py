@@ -1,7 +1,7 @@
 """Fakes for the launcher's tests: tiny roles as real processes, and a launcher as a real process.
 
 `python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
-`python launcher_fakes.py launch RUN_DIR` is a launcher with the plan in `<run_dir>/plan.json`.
+`python launcher_fakes.py launch RUN_DIR [RESTARTS]` is a launcher with the plan in `<run_dir>/plan.json`.
 """
 
 import json
@@ -21,6 +21,7 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe import wind_down
 from orrery.observe.process import role_process
 from orrery.observe.shared_memory import prefix
+from orrery.transport import rendezvous
 
 
 def be_a_role() -> None:
@@ -66,16 +67,31 @@ def be_a_role() -> None:
                 row = {"port": me.port, "attempt": me.attempt, "cores": sorted(os.sched_getaffinity(0))}
                 row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ORRERY_TOKEN")}
                 (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
+            elif act == "endpoint":
+                rendezvous.publish(me, f"http://127.0.0.1:{me.port}")
+            elif act == "until asked":
+                while not (me.run_dir / "go").exists():
+                    time.sleep(0.05)
             elif act == "ready":
                 (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
             else:
                 raise AssertionError(act)
 
 
-def launch(run_dir: Path) -> int:
+def launch(run_dir: Path, restarts: int) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
     shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
-    job = Job(run_dir, StagePlan("rl", (), processes), ("init", "rl", "report"), None, 10, "make demo", Site(), Workspace(run_dir))
+    job = Job(
+        run_dir,
+        StagePlan("rl", (), processes),
+        ("init", "rl", "report"),
+        None,
+        10,
+        "make demo",
+        Site(),
+        Workspace(run_dir),
+        max_restarts=restarts,
+    )
     try:
         outcome = run_stage(job)
     except OrreryError as error:
@@ -87,5 +103,5 @@ def launch(run_dir: Path) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        raise SystemExit(launch(Path(sys.argv[2])))
+        raise SystemExit(launch(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
     be_a_role()

@@ -4,14 +4,13 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from launcher_stages import alive, end, launch, ready, wait_for
 
 from orrery.launcher import lock, status
 from orrery.launcher.observer import Observer
@@ -20,67 +19,7 @@ from orrery.observe import shared_memory, wind_down
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / f"fake-{os.urandom(6).hex()}"
-    path.mkdir()
-    yield path
-    for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
-        assert not alive(int(pid)), f"{pid} outlived the launcher"
-    assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(path)}*"))
-
-
-def launch(run_dir: Path, *processes: tuple[str, list[str]]) -> subprocess.Popen:
-    """A launcher over these (role, acts); inference and router end with the stage."""
-    plan, script = [], {}
-    for index, (role, acts) in enumerate(processes):
-        kind = "with_stage" if role in ("inference", "router") else "itself"
-        plan.append({"role": role, "index": index, "module": "launcher_fakes", "num_devices": 0, "ends": kind})
-        script[index] = [role, acts]
-    (run_dir / "plan.json").write_text(json.dumps(plan))
-    (run_dir / "script.json").write_text(json.dumps(script))
-    env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    env |= {"WANDB_API_KEY": "a key alone asks for nothing", "WANDB_PROJECT": ""}
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        cwd=run_dir.parent,
-    )
-
-
-def end(launcher: subprocess.Popen) -> tuple[int, str]:
-    _, stderr = launcher.communicate(timeout=90)
-    return launcher.returncode, stderr
-
-
-def ready(run_dir: Path, *names: str, within_s: float = 30) -> dict[str, int]:
-    """Pids of the processes, once each has said that it is there."""
-    return {name: int(wait_for(lambda name=name: text(run_dir / f"ready.{name}"), within_s)) for name in names}
-
-
-def text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def wait_for(condition, within_s: float):
-    limit = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.02)
-    return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir):

@@ -40,6 +40,11 @@ REFUSED = [
         changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
         "inference.prefill_replicas 1: engines that only prefill are not built yet on h200; set inference.prefill_replicas to 0",
     ),
+    (
+        changed("reverse_text_smoke", inference__max_restarts=2, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
+        "inference.max_restarts 2: engines that hand caches over are not started again yet; set it to 0, or inference.kv_transfer.kind to "
+        "'none'",
+    ),
 ]
 
 

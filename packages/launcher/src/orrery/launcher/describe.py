@@ -60,7 +60,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         else:
             does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
         where = f"pid {role.pid:<8}" if role.pid else f"{role.node:<12}"
-        lines.append(f"  {role.name:<16} {where} {step:<9} {does}")
+        again = f" · started again {role.restarts} ×" if role.restarts else ""
+        lines.append(f"  {role.name:<16} {where} {step:<9} {does}{again}")
     if status.stage == "sft":
         lines += _losses(run.path)
     if (checkpoint := newest_checkpoint(run.path)) is not None:

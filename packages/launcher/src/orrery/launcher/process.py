@@ -22,13 +22,14 @@ class Process:
     """A started `ProcessPlan`."""
 
     def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
-                 env: Mapping[str, str]):  # fmt: skip
-        self.plan, self.port, self.cores, self.node = plan, port, cores, socket.gethostname()
+                 env: Mapping[str, str], incarnation: int = 0):  # fmt: skip
+        self.plan, self.port, self.cores, self.env, self.node = plan, port, cores, env, socket.gethostname()
+        self.incarnation = incarnation
         self.name = f"{plan.role}.{plan.index}"
         self.log = run_dir / "logs" / f"{self.name}.log"
-        argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port), "--index", str(plan.index)]
+        argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation), "--index", str(plan.index)]
         with open(self.log, "ab") as log:
-            log.write(f"{header(stage, attempt)} {shlex.join(argv)}\n".encode())
+            log.write(f"{header(stage, attempt, incarnation)} {shlex.join(argv)}\n".encode())
             log.flush()
             self._log_begin = log.tell()
             self._popen = subprocess.Popen(
@@ -66,17 +67,19 @@ class Process:
         return last_line(self.log, self._log_begin)
 
 
-def role_argv(python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int) -> list[str]:
+def role_argv(python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int, incarnation: int = 0) -> list[str]:
     """The command of one role process, but for its index."""
     return [
         *(python, "-m", module, "--run-dir", str(run_dir), "--stage", stage),
         *("--attempt", str(attempt), "--port", str(port)),
+        *(("--incarnation", str(incarnation)) if incarnation else ()),
     ]
 
 
-def header(stage: str, attempt: int) -> str:
+def header(stage: str, attempt: int, incarnation: int = 0) -> str:
     """What a log has before every start."""
-    return f"=== {stage}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}:"
+    again = f", restart {incarnation}" if incarnation else ""
+    return f"=== {stage}, attempt {attempt}{again}, {time.strftime('%Y-%m-%d %H:%M:%S')}:"
 
 
 def signal_or_code(code: int | None) -> str | None:

@@ -109,6 +109,11 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     for remark in remarks(run.manifest) if stage_name == "rl" else ():
         print(f"note: {remark}", file=sys.stderr, flush=True)
     inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
+    if inside is not None and run.manifest.inference.max_restarts:
+        raise OrreryError(
+            f"inference.max_restarts {run.manifest.inference.max_restarts}: in a Slurm job engines are tasks of one step, which ends "
+            "with the first that does; set it to 0, and type the command again where an engine ended"
+        )
     if inside is not None:
         check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
     if inside is None and stage_plan.num_nodes > 1:
@@ -129,7 +134,8 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     num_steps = {"sft": sft.num_steps if sft else None, "rl": run.manifest.stages.rl.num_steps}.get(stage_name)
     num_devices = None if run.manifest.hardware.accelerator == "cpu" else run.manifest.hardware.devices_per_node
     resume = resume_command(run, stage_name, workspace, "slurm" if inside else "local")
-    return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside)
+    restarts = run.manifest.inference.max_restarts
+    return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside, restarts)
 
 
 def lock_of(manifest: Manifest) -> str:

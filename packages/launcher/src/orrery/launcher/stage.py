@@ -4,11 +4,12 @@
 - Out: an `Outcome`, `status.json`, and on success `stages/<stage>/DONE`.
 - Holds the run's lock throughout: two launchers never share a run directory.
 - The first process that fails (a server that ends early counts) ends all others within seconds; the outcome's sentence names it.
+- But an engine is started again, as the same index in its next incarnation, where the manifest allows it (`restarts.py`).
 - Processes are local ones, or tasks of the steps of the Slurm job that this launcher runs in; what is watched is the same.
 - SIGUSR1 asks for a wind-down (Slurm sends it before the time limit): the RL stage writes a checkpoint and ends, to be gone on with.
 - Whatever happens, no process and no shared memory of the run is left. If this process itself is killed, lifelines (in a Slurm job: Slurm)
   end the roles, and the next start clears what they left.
-- Never: retries. A stage ends; whoever wants it goes on by starting it again. A job that lost a node, or whose time was up, Slurm starts
+- A stage is never retried. Whoever wants it to go on starts it again. A job that lost a node, or whose time was up, Slurm starts
   again.
 """
 
@@ -36,6 +37,7 @@ from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import share_cores, share_devices
 from orrery.launcher.process import Process
+from orrery.launcher.restarts import ROLE, Restarts
 from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
 from orrery.launcher.steps import Task, failed_node
@@ -44,7 +46,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.workspace import Workspace
-from orrery.observe import shared_memory, watchdog, wind_down
+from orrery.observe import fence, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import TOKEN, adopt_orphans
@@ -74,7 +76,7 @@ RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 class Job:
     """What to run. `num_devices` is None on a CPU; `resume` is what a person types to go on; `num_steps` is for the view.
 
-    `allocation` is None for a stage of local processes.
+    `allocation` is None for a stage of local processes. `max_restarts`: of engines, in this stage.
     """
 
     run_dir: Path
@@ -86,6 +88,7 @@ class Job:
     site: Site
     workspace: Workspace
     allocation: Allocation | None = None
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,9 @@ class _Stage:
         self.attempt = self.last.attempt + 1 if self.last else 1
         self.token = secrets.token_hex(16)
         self.processes: list[Process] | list[Task] = []
+        self.restarts = Restarts(job.max_restarts)
+        self.fenced: dict[str, str] = {}  # why, by process, of incarnations that are or were being ended for that
+        self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
         self.stillness = Stillness(STILL_S * job.site.roles.deadline_scale)
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
@@ -183,7 +189,7 @@ class _Stage:
         self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), socket.gethostname(), slurm_job, time.time())
 
     def run(self) -> Outcome:
-        for folder in (health_dir(self.run_dir, self.stage), self.run_dir / "stages" / self.stage / "endpoints"):
+        for folder in (health_dir(self.run_dir, self.stage), self._endpoints, fence.fence_dir(self.run_dir, self.stage)):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         for asked in (wind_down.path(self.run_dir, self.stage), stay_path(self.run_dir, self.stage)):
@@ -251,7 +257,7 @@ class _Stage:
             self.run_dir, self.stage, self.attempt, outcome.state, outcome.message, self.status.started_s, self.status.ended_s,
             nodes=sorted({process.node for process in self.processes}), images=self.images.facts() if self.images else {},
             slurm_job_id=allocation.job if allocation else None, workspace_root=self.job.workspace.root,
-            code=self.code, secrets=[self.token],
+            code=self.code, secrets=[self.token], engine_restarts=self.restarts.by_name,
         )  # fmt: skip
 
     # Starting ---------------------------------------------------------------------------------------------------------
@@ -307,7 +313,7 @@ class _Stage:
                 return self._stopped()
             if (outcome := self._wind_down()) is not None:
                 return outcome
-            if any(map(self._failed, self.processes)):
+            if any(map(self._failed, self.processes)) and not self._start_again():
                 return self._failure()
             if all(process.poll() == 0 for process in self.processes if process.plan.ends == "itself"):
                 return Outcome("done", f"{self.stage}: done in {duration(time.time() - self.status.started_s)}", 0)
@@ -366,6 +372,66 @@ class _Stage:
             return any(other.poll() == WOUND_DOWN for other in self.processes if other.plan.role == process.plan.role)
         return code in ENDED_AS_ASKED
 
+    # Engines that end, and start again ----------------------------------------------------------------------------------
+
+    @property
+    def _endpoints(self) -> Path:
+        return self.run_dir / "stages" / self.stage / "endpoints"
+
+    def _start_again(self) -> bool:
+        """Start the engines that have ended once more. False, with `refusal`, where somebody else has failed too, or one may not."""
+        if not self.job.max_restarts:
+            return False
+        time.sleep(SETTLE_S)  # whoever it took along shows up within this
+        ended = [process for process in self.processes if self._failed(process)]
+        self.health = read_health(self.run_dir, self.stage, self.attempt)
+        others = [health for health in self.health.values() if health.role != ROLE]
+        if any(process.plan.role != ROLE for process in ended) or any(health.doing == FAILED for health in others):
+            return False
+        for process in ended:
+            has_served = (self._endpoints / f"{process.name}.json").exists()
+            refusal = self.restarts.refusal(process.name, has_served, process.poll())
+            if refusal is not None:
+                self.refusal = refusal
+                return False
+            self._replace(process, has_served)
+        self._say_state("running", "")
+        return True
+
+    def _replace(self, process: Process | Task, has_served: bool) -> None:
+        """The next incarnation of an engine that has ended, with nothing left of this one that could be taken for it."""
+        assert isinstance(process, Process)
+        process.kill_group()
+        process.wait()
+        for folder in (self._endpoints, health_dir(self.run_dir, self.stage)):
+            (folder / f"{process.name}.json").unlink(missing_ok=True)
+        sentence = self._sentence(process).removeprefix(f"{self.stage}: ")
+        [port] = free_ports(1)
+        incarnation = process.incarnation + 1
+        started = Process(process.plan, self.run_dir, self.stage, self.attempt, port, process.cores, process.env, incarnation)
+        self.processes = [started if one is process else one for one in self.processes if isinstance(one, Process)]
+        for known in (self.health, self.fenced):
+            known.pop(process.name, None)
+        self.metrics.write(
+            event="engine_restart", process=process.name, incarnation=incarnation, ending=process.ending, has_served=has_served,
+            why=sentence,
+        )  # fmt: skip
+        text = f"{sentence}; started again ({self.restarts.by_name.total()} of {self.job.max_restarts}): pid {started.pid}, port {port}"
+        self._log(text)
+        print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
+
+    def _end_fenced(self) -> None:
+        """Kill what nobody asks any more, dead or not: it is to be started again."""
+        if not self.job.max_restarts:
+            return
+        for one in fence.asked(self.run_dir, self.stage, self.attempt):
+            for process in self.processes:
+                if isinstance(process, Process) and (process.name, process.incarnation) == (one.name, one.incarnation):
+                    if process.poll() is None and one.name not in self.fenced:
+                        self._log(f"{one.name} is fenced, and ended: {one.why}")
+                        process.kill_group()
+                    self.fenced[one.name] = one.why
+
     def _failed(self, process: Process | Task) -> bool:
         code = process.poll()
         if self.wind_down_until_s is not None and code is not None and process.plan.ends == "itself" and self._wound_down(process):
@@ -374,11 +440,14 @@ class _Stage:
 
     def _look(self) -> Outcome | None:
         self.health = read_health(self.run_dir, self.stage, self.attempt)
+        self._end_fenced()
         running = {process.name for process in self.processes if process.poll() is None}
         now_s = time.time()
         for name, health in self.health.items():
             if name in running and health.doing == FAILED and now_s - health.time_s > HUNG_S:
-                return self._failure()
+                if health.role != ROLE or not self.job.max_restarts:
+                    return self._failure()
+                next(process for process in self.processes if process.name == name).kill_group()
         scale = self.job.site.roles.deadline_scale
         living = {name: health for name, health in self.health.items() if name in running}
         stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
@@ -418,7 +487,8 @@ class _Stage:
             return ended
         others = any(process is not first and process.plan.role == first.plan.role and process.poll() is None for process in self.processes)
         evidence = f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""  # it left no word of its own
-        return Outcome("failed", f"{sentence}; its log is {first.log}{evidence}; {self._go_on()}", 1)
+        refusal = f"; {self.refusal}" if self.refusal else ""
+        return Outcome("failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1)
 
     def _lost(self, seen: str) -> Outcome | None:
         """The outcome where a node of our job is gone, which is why we `seen` what we did."""
@@ -472,6 +542,7 @@ class _Stage:
             how = f"on {process.node} {how}"
         doing = f" while {health.last}" if health and code != 0 else "" if health else " before it said anything"
         error = health.error if health else None
+        error = self.fenced.get(process.name) if error is None else error
         if error is None and code != -signal.SIGKILL and (words := process.last_words()):
             error = f"its last line is {words!r}"
         return f"{self.stage}: {process.name} {how}{doing}" + (f": {error}" if error else "")
@@ -524,7 +595,7 @@ class _Stage:
         self.status.roles = [
             RoleStatus(
                 process.name, process.node, process.pid, process.port, sorted(process.cores) if process.cores else None,
-                "running" if process.ending is None else "ended", process.ending,
+                "running" if process.ending is None else "ended", process.ending, self.restarts.by_name[process.name],
             )
             for process in self.processes
         ]  # fmt: skip

@@ -18,7 +18,10 @@ State = Literal["running", "stopping", "done", "failed", "stopped"]
 
 @dataclass
 class RoleStatus:
-    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL"). `pid` 0: a step of a Slurm job."""
+    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL"). `pid` 0: a step of a Slurm job.
+
+    `restarts`: how often it was started again within the attempt.
+    """
 
     name: str
     node: str
@@ -27,6 +30,7 @@ class RoleStatus:
     cores: list[int] | None
     state: Literal["running", "ended"]
     exit: str | None = None
+    restarts: int = 0
 
 
 @dataclass

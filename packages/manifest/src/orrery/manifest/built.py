@@ -13,7 +13,6 @@ WEIGHT_WIRES = ("files",)
 ROUTED_EXPERTS = (False,)
 QUANTIZATIONS = ("none", "fp8")
 KV_OFFLOADS = ("none",)
-RESTARTS = (0,)
 ADMISSIONS = ("fixed",)
 
 
@@ -32,12 +31,21 @@ def check_built(manifest: Manifest) -> None:
             f"inference.prefill_replicas {count}: engines that only prefill are not built yet on {accelerator}; "
             f"set inference.prefill_replicas to 0"
         )
+    if inference.max_restarts and manifest.hardware.num_nodes > 1:
+        raise OrreryError(
+            f"inference.max_restarts {inference.max_restarts}: on several nodes engines are tasks of one Slurm step, which ends with the "
+            "first that does, so one alone cannot be started again yet; set it to 0, and a lost engine costs the way back to a checkpoint"
+        )
+    if inference.max_restarts and inference.kv_transfer.kind != "none":
+        raise OrreryError(
+            f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
+            "or inference.kv_transfer.kind to 'none'"
+        )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
         ("inference.quantization", inference.quantization, QUANTIZATIONS),
         ("inference.kv_offload.kind", inference.kv_offload.kind, KV_OFFLOADS),
-        ("inference.max_restarts", inference.max_restarts, RESTARTS),
         ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),
     )
     for field, value, built in choices:

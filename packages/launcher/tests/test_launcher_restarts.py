@@ -1,0 +1,110 @@
+"""Engines that end and are started again: the rule, and the launcher with real processes."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launcher_stages import alive, end, launch, ready, text, wait_for
+
+from orrery.launcher import status
+from orrery.launcher.restarts import Restarts
+from orrery.observe import fence
+from orrery.observe.metrics import read
+
+pytestmark = pytest.mark.timeout(120)
+endings = st.lists(st.tuples(st.sampled_from(["inference.0", "inference.1"]), st.booleans(), st.sampled_from([-9, 1, 0])), max_size=12)
+
+
+@given(st.integers(0, 5), endings)
+def test_engines_are_started_again_no_oftener_than_allowed_and_never_after_two_vain_starts(most, endings):
+    restarts, vain = Restarts(most), {"inference.0": 0, "inference.1": 0}
+    for name, has_served, code in endings:
+        vain[name] = 0 if has_served else vain[name] + 1
+        before = restarts.by_name.total()
+        is_again = restarts.refusal(name, has_served, code) is None
+        assert is_again == (before < most and vain[name] < 2)
+        assert restarts.by_name.total() == before + is_again <= most
+
+
+def test_a_persons_mistake_is_not_repeated():
+    assert "would say the same" in Restarts(3).refusal("inference.0", False, 2)
+
+
+def restarted(run_dir: Path, name: str, before: int) -> int:
+    """The pid of the next incarnation, once it serves."""
+    return int(wait_for(lambda: (pid := text(run_dir / f"ready.{name}")) and int(pid) != before and pid, 30))
+
+
+def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
+    launcher = launch(run_dir, ("inference", ["child", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"]), restarts=2)
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    children = text(run_dir / "children").split()
+    os.kill(pids["inference.0"], signal.SIGKILL)
+    second = restarted(run_dir, "inference.0", pids["inference.0"])
+    assert not alive(int(children[0])), "what was in the dead engine's group"
+    endpoint = json.loads((run_dir / "stages/rl/endpoints/inference.0.json").read_text())
+    assert (endpoint["incarnation"], endpoint["pid"]) == (1, second)
+    [role] = [role for role in status.read(run_dir).roles if role.name == "inference.0"]
+    assert (role.pid, role.state, role.restarts) == (second, "running", 1)
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2): pid" in stderr
+    assert alive(pids["trainer.1"]) is False and text(run_dir / "ready.trainer.1") == str(pids["trainer.1"])
+    log = (run_dir / "logs/inference.0.log").read_text()
+    headers = [line.split(", ")[:3] for line in log.splitlines() if line.startswith("===")]
+    assert headers[0][:2] == ["=== rl", "attempt 1"] and headers[1] == ["=== rl", "attempt 1", "restart 1"] and len(headers) == 2
+    [row] = [row for row in read(run_dir / "metrics/launcher.0.jsonl") if row.get("event") == "engine_restart"]
+    assert (row["process"], row["incarnation"], row["ending"], row["has_served"]) == ("inference.0", 1, "SIGKILL", True)
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    assert receipt["stages"]["rl"]["attempts"][0]["engine_restarts"] == {"inference.0": 1}
+
+
+def test_one_loss_more_than_allowed_ends_the_stage_and_says_so(run_dir):
+    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=1)
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    os.kill(pids["inference.0"], signal.SIGKILL)
+    os.kill(restarted(run_dir, "inference.0", pids["inference.0"]), signal.SIGSEGV)
+    code, stderr = end(launcher)
+    assert code == 1
+    assert "rl: inference.0 was killed by SIGSEGV" in stderr and "inference.max_restarts allows no more; its log is" in stderr
+
+
+def test_an_engine_that_ends_twice_before_it_serves_ends_the_stage_with_its_own_sentence(run_dir):
+    code, stderr = end(launch(run_dir, ("inference", ["fail"]), ("trainer", ["serve"]), restarts=9))
+    assert code == 1
+    assert "while acting (step 3): the moon is in the way; it ended twice before it served, so it is not started again" in stderr
+
+
+def test_who_fails_besides_an_engine_ends_the_stage_as_ever(run_dir):
+    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=9)
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    code, stderr = end(launcher)
+    assert code == 1 and "was killed by SIGKILL" in stderr and "started again" not in stderr
+
+
+def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_asked_of_it_is_not_done_to_the_next(run_dir):
+    roles = ("inference", ["ignore SIGTERM", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"])
+    launcher = launch(run_dir, *roles, restarts=1)
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    os.kill(pids["inference.0"], signal.SIGSTOP)
+    fence.ask(run_dir, "rl", 1, "inference.0", 0, "engine 0 did not finish /pause within 120 s")
+    restarted(run_dir, "inference.0", pids["inference.0"])
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again" in stderr
+
+
+def test_a_stage_that_is_stopped_starts_nothing_again(run_dir):
+    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=9)
+    ready(run_dir, "inference.0", "trainer.1")
+    launcher.send_signal(signal.SIGTERM)
+    code, stderr = end(launcher)
+    assert code == 128 + signal.SIGTERM and "started again" not in stderr
