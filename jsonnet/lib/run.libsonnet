@@ -86,7 +86,10 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
   // Seeds of problems: training follows the run's seed, held-out problems are the same for every seed, and no two streams meet (see laws).
   seeds:: { training: run.seed, warm_start: 10000 + run.seed, held_out: 20000 },
   // Tasks whose args have a `split` keep the texts of the two sides apart as well.
-  local side(problem, split) = problem.args + if std.objectHas(problem.args, 'split') then { split: split } else {},
+  local of_side(args, split) = args + if std.objectHas(args, 'split') then { split: split } else {},
+  // The args of a task within a task are its own `args`.
+  local side(problem, split) =
+    of_side(problem.args, split) + if std.objectHas(problem.args, 'args') then { args: of_side(problem.args.args, split) } else {},
   tasks: {
     train: [problem { seed: run.seeds.training, args: side(problem, 'train') } for problem in run.problems],
     evaluation: [problem { seed: run.seeds.held_out, args: side(problem, 'held_out') } for problem in run.problems],

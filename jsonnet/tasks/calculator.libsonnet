@@ -4,7 +4,7 @@
     {
       name: 'calculator',
       kind: 'calculator',
-      args: { max_operand: 20, num_operations: 1, operators: '+-', call_reward: 0.3, split: 'train' },
+      args: { max_operand: 20, num_operations: 1, operators: '+-', call_reward: 0.3, call_syntax: 'chat_format', split: 'train' },
       weight: 1,
       max_turns: 3,
     },

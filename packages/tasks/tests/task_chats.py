@@ -13,8 +13,23 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 
 ARGS = {
     "reverse_text": {"alphabet": "abcdef", "min_length": 4, "max_length": 7, "instruction": "reverse ", "split": "train"},
-    "calculator": {"max_operand": 30, "num_operations": 2, "operators": "+-*", "call_reward": 0.25, "split": "train"},
+    "calculator": {
+        "max_operand": 30,
+        "num_operations": 2,
+        "operators": "+-*",
+        "call_reward": 0.25,
+        "call_syntax": "chat_format",
+        "split": "train",
+    },
     "reasoning_gym": {"family": "spell_backward", "config": {"min_word_len": 5}},
+    "reverse_words": {"min_words": 3, "max_words": 4, "instruction": "reverse ", "split": "train"},
+    "few_shot": {
+        "kind": "calculator",
+        "args": {"max_operand": 30, "num_operations": 2, "operators": "+-", "call_reward": 0.25, "call_syntax": "text", "split": "train"},
+        "num_examples": 2,
+        "system": "be brief",
+    },
+    "lengths": {"median_tokens": 100, "sigma": 1.0, "max_tokens": 4000, "prompt_words": 5},
 }
 
 

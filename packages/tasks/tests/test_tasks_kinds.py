@@ -3,17 +3,21 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_chats import task_use
+from task_chats import ARGS, task_use
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import TaskUse
 from orrery.tasks import Message, ToolCall, make
 from orrery.tasks.calculator import evaluate, result
 from orrery.tasks.reverse_text import longest_common_subsequence
+from orrery.tasks.split import split_of
+
+SMALL = {"reverse_text": {"alphabet": "abc"}, "calculator": {"max_operand": 5}, "reverse_words": {"min_words": 2, "max_words": 2}}
 
 
-@pytest.mark.parametrize("kind", ["reverse_text", "calculator"])
+@pytest.mark.parametrize("kind", sorted(SMALL))
 def test_train_and_held_out_problems_never_meet(kind):
-    small = {"alphabet": "abc"} if kind == "reverse_text" else {"max_operand": 5}
+    small = SMALL[kind]
     texts = {}
     for split in ("train", "held_out"):
         tasks = [make(task_use(kind, seed, split=split, **small)) for seed in (0, 1)]
@@ -122,3 +126,60 @@ def test_a_family_without_reference_answers_says_so():
     task = make(task_use("reasoning_gym", family="boxnet", config={}))
     with pytest.raises(OrreryError, match="family boxnet has no reference answers"):
         task.demonstration(0)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"), [("c b a", 1.0), (" c  b\na ", 1.0), ("c b", 2 / 3), ("c b a a", 0.75), ("a b c", 1 / 3), ("b a c", 0.0), ("", 0.0)]
+)
+def test_reverse_words_counts_words_in_their_place(said, reward):
+    task = make(task_use("reverse_words", min_words=3, max_words=3))
+    problem = task.problem(0)
+    letter = dict(zip("cba", problem.answer.split(), strict=True))
+    words = "".join(letter.get(each, each) for each in said)
+    assert task.judge(problem, [*problem.messages, Message("assistant", words)]).reward == pytest.approx(reward)
+
+
+def test_a_call_in_text_is_a_call_where_the_format_has_none():
+    task = make(task_use("calculator", call_syntax="text"))
+    problem = task.problem(0)
+    expression = problem.messages[0].content
+    assert not problem.tools
+
+    def reward(*said: Message) -> float:
+        return task.judge(problem, [*problem.messages, *said]).reward
+
+    call, right = Message("assistant", f"calculator({expression})"), Message("assistant", problem.answer)
+    assert task.reply(problem, [*problem.messages, call]) == [Message("tool", problem.answer, name="calculator")]
+    assert task.reply(problem, [*problem.messages, Message("assistant", "calculator(1+)")])[0].content == "error not an expression"
+    assert task.reply(problem, [*problem.messages, Message("assistant", "calculator 1+1")]) is None
+    assert reward(call, Message("tool", problem.answer), right) == 1.0
+    assert reward(call) == 0.25
+    assert reward(right) == 0.75
+    assert reward(Message("assistant", f"calculator({problem.answer}")) == 0.0  # no call, and no answer
+
+
+def few_shot(kind: str, seed: int = 3, **changes):
+    args = {"kind": kind, "args": ARGS[kind] | changes, "num_examples": 3, "system": "be brief"}
+    return TaskUse(name="it", kind="few_shot", args=args, weight=1.0, seed=seed, max_turns=1)
+
+
+def test_examples_are_the_same_before_every_problem_and_of_the_training_side():
+    uses = [few_shot("reverse_words", seed, split=split) for seed in (0, 1) for split in ("train", "held_out")]
+    chats = [make(use).problem(index).messages for use in uses for index in range(2)]
+    assert len({chat[:-1] for chat in chats}) == 1 and len(chats[0]) == 1 + 2 * 3 + 1
+    assert all(split_of(message.content.removeprefix("reverse ")) == "train" for message in chats[0][1:-1:2])
+    assert len({chat[-1] for chat in chats}) == len(chats)
+
+
+def test_a_few_shot_task_needs_demonstrations_and_nests_no_further():
+    for kind, words in (("lengths", "has no demonstrations"), ("few_shot", "few_shot within few_shot")):
+        with pytest.raises(OrreryError, match=words):
+            make(few_shot(kind))
+
+
+def test_drawn_lengths_have_the_median_and_the_tail_that_the_args_say():
+    task = make(task_use("lengths"))
+    lengths = sorted(task.problem(index).exact_tokens for index in range(2000))
+    assert 90 <= lengths[1000] <= 111  # 100, and three standard errors of a median of 2000
+    assert lengths[-2] >= 10 * lengths[1000]
+    assert lengths == sorted(make(task_use("lengths")).problem(index).exact_tokens for index in range(2000))

@@ -3,7 +3,7 @@
     {
       name: 'sums',
       kind: 'calculator',
-      args: { max_operand: 9, num_operations: 1, operators: '+', call_reward: 0.3, split: 'train' },
+      args: { max_operand: 9, num_operations: 1, operators: '+', call_reward: 0.3, call_syntax: 'chat_format', split: 'train' },
       weight: 1,
       max_turns: 3,
     },

@@ -134,17 +134,18 @@ async def play(
             engine,
             f"{name}-{turn}",
             tokens.column(0),
-            max_tokens=min(sampling.max_tokens_per_turn, max_model_len_tokens - tokens.length),
+            max_tokens=min(problem.exact_tokens or sampling.max_tokens_per_turn, max_model_len_tokens - tokens.length),
             temperature=sampling.temperature,
             cache_salt=cache_salt,
-            stop_token_ids=renderer.stop_token_ids,
+            stop_token_ids=() if problem.exact_tokens else renderer.stop_token_ids,
+            ignore_eos=problem.exact_tokens is not None,
             seed=None if seed is None else seed + turn,
             timeout_s=timeout_s,
             **({} if routes is None else {"routes_from": tokens.routes_from}),
         )
         tokens.append_sampled(generation)
         messages.append(_guard("task", lambda ids=generation.token_ids: renderer.parse(ids.tolist())))
-        truncated = generation.finish_reason == "length"
+        truncated = generation.finish_reason == "length" and problem.exact_tokens is None
         if truncated or turn + 1 == max_turns:
             break
         reply = await _guard_async("task", lambda: task.reply(problem, messages))

@@ -25,6 +25,9 @@ KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.reverse_text:ReverseText",
     "calculator": "orrery.tasks.calculator:Calculator",
     "reasoning_gym": "orrery.tasks.reasoning_gym:ReasoningGym",
+    "reverse_words": "orrery.tasks.reverse_words:ReverseWords",
+    "few_shot": "orrery.tasks.few_shot:FewShot",
+    "lengths": "orrery.tasks.lengths:Lengths",
 }
 
 

@@ -1,7 +1,9 @@
 """Work out an integer expression with a calculator tool. Multi-turn.
 
-- The model calls `calculator` with the expression as its one argument `input` (the chat format gives the syntax of a call), gets the value
-  as a tool message, and then answers with the value alone. Three calls a turn are answered at most.
+- The model calls `calculator` with the expression as its one argument `input`, gets the value as a tool message, and then answers with the
+  value alone. Three calls a turn are answered at most.
+- `call_syntax`: "chat_format" leaves it to the chat format how a tool is announced and called; "text" is for models whose format has none:
+  `calculator(12+7)` in the answer's text is a call, and the prompt says nothing of it (`few_shot` can show it).
 - Reward: `call_reward` for at least one call that the calculator could evaluate, and the rest, 1 − `call_reward`, for the right answer.
   The partial reward is what a policy climbs on before it copies the result; 0 turns it off.
 - A malformed call is no call: it ends the episode like any other final answer.
@@ -12,7 +14,7 @@ import operator
 import random
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -32,6 +34,7 @@ TOOL = Tool(
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 MAX_EXPRESSION_CHARS = 200
 MAX_CALLS_PER_TURN = 3
+TEXT_CALL = re.compile(rf"{TOOL.name}\((.*)\)")  # to the last parenthesis of its line
 
 
 def evaluate(expression: str) -> int:
@@ -61,6 +64,7 @@ class Calculator:
         num_operations: PositiveInt
         operators: Annotated[str, Field(pattern=r"^[-+*]+$")]
         call_reward: Probability
+        call_syntax: Literal["chat_format", "text"]
         split: Split
 
     def __init__(self, args: Args, seed: int) -> None:
@@ -72,22 +76,31 @@ class Calculator:
 
     def problem(self, index: int) -> Problem:
         expression = draw(self.args.split, "calculator", self.seed, index, self._expression)
-        return Problem(index, (Message("user", expression),), answer=str(evaluate(expression)), tools=(TOOL,))
+        tools = (TOOL,) if self.args.call_syntax == "chat_format" else ()
+        return Problem(index, (Message("user", expression),), answer=str(evaluate(expression)), tools=tools)
+
+    def _calls(self, message: Message) -> Sequence[ToolCall]:
+        if self.args.call_syntax == "chat_format" or message.role != "assistant":
+            return message.tool_calls
+        return [ToolCall(TOOL.name, {"input": expression}) for expression in TEXT_CALL.findall(message.content)]
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | None:
-        calls = messages[-1].tool_calls
+        calls = self._calls(messages[-1])
         return [Message("tool", result(call), name=call.name) for call in calls[:MAX_CALLS_PER_TURN]] if calls else None
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         said = messages[len(problem.messages) :]
-        called = any(not result(call).startswith("error") for message in said for call in message.tool_calls)
-        right = said[-1].role == "assistant" and not said[-1].tool_calls and said[-1].content.strip() == problem.answer
+        called = any(not result(call).startswith("error") for message in said for call in self._calls(message))
+        right = said[-1].role == "assistant" and not self._calls(said[-1]) and said[-1].content.strip() == problem.answer
         reward = self.args.call_reward * called + (1.0 - self.args.call_reward) * right
         return Judgement(reward, {"called": float(called), "exact": float(right)})
 
     def demonstration(self, index: int) -> list[Message]:
         problem = self.problem(index)
-        call = Message("assistant", "", (ToolCall(TOOL.name, {"input": problem.messages[0].content}),))
+        expression = problem.messages[0].content
+        call = Message("assistant", "", (ToolCall(TOOL.name, {"input": expression}),))
+        if self.args.call_syntax == "text":
+            call = Message("assistant", f"{TOOL.name}({expression})")
         return [*problem.messages, call, Message("tool", problem.answer, name=TOOL.name), Message("assistant", problem.answer)]
 
 

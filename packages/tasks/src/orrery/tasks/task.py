@@ -41,12 +41,16 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The chat so far, ending before the assistant speaks, and the answer that the judge compares with (JSON)."""
+    """The chat so far, ending before the assistant speaks, and the answer that the judge compares with (JSON).
+
+    `exact_tokens`: every turn has so many sampled tokens, no more and no less, whatever they are; None: it ends with a stop token.
+    """
 
     index: int
     messages: tuple[Message, ...]
     answer: Any
     tools: tuple[Tool, ...] = ()
+    exact_tokens: int | None = None
 
 
 class Judgement(msgspec.Struct, frozen=True):
