@@ -1,4 +1,4 @@
-// Sums and differences of two numbers, from reasoning-gym's `chain_sum`, shown by examples. One turn.
+// Sums and differences of two or three digits, from reasoning-gym's `chain_sum`, shown by examples. One turn.
 {
   problems:: [
     {
@@ -6,8 +6,8 @@
       kind: 'few_shot',
       args: {
         kind: 'reasoning_gym',
-        args: { family: 'chain_sum', config: { min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2 } },
-        num_examples: 3,
+        args: { family: 'chain_sum', config: { min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 1 } },
+        num_examples: 4,
         system: null,
       },
       weight: 1,

@@ -7,7 +7,7 @@
       args: {
         kind: 'calculator',
         args: { max_operand: 99, num_operations: 1, operators: '+-', call_reward: 0.3, call_syntax: 'text', split: 'train' },
-        num_examples: 2,
+        num_examples: 1,
         system: 'Work out the sum with the calculator, then say its result.',
       },
       weight: 1,

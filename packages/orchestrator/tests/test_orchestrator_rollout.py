@@ -58,6 +58,19 @@ def test_a_turn_that_is_cut_by_its_length_ends_the_episode_truncated():
     assert rollout.truncated and len(fleet.requests) == 1
 
 
+def test_a_problem_that_names_a_length_gets_it_whatever_is_sampled():
+    class Exact(fakes.FakeTask):
+        def problem(self, index):
+            return msgspec.structs.replace(super().problem(index), exact_tokens=40)
+
+    fleet = fakes.FakeFleet(version=0, num_tokens=40, script={"train-1-0-0": "length"})
+    rollout = asyncio.run(episode(fleet, Exact()))
+    request = fleet.requests[0]
+    assert request["max_tokens"] == 40 > fakes.manifest().orchestrator.sampling.max_tokens_per_turn
+    assert request["ignore_eos"] and not request["stop_token_ids"]
+    assert int(rollout.trained.sum()) == 40 and not rollout.truncated
+
+
 def test_no_rollout_is_longer_than_the_engine_can_hold():
     fleet = fakes.FakeFleet(version=0, num_tokens=8)
     rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=9), max_turns=9, max_model_len=16))
