@@ -8,7 +8,7 @@
         kind: 'calculator',
         args: { max_operand: 99, num_operations: 1, operators: '+-', call_reward: 0.3, call_syntax: 'text', split: 'train' },
         num_examples: 1,
-        system: 'Work out the sum with the calculator, then say its result.',
+        system: 'Work out each sum with calculator(sum), then say its result.',
       },
       weight: 1,
       max_turns: 2,
