@@ -32,12 +32,15 @@ class StandIn:
     generated: object = field(default_factory=lambda: answer([7, 8], [("3", 0, 2)]))
     held: dict = field(default_factory=lambda: HELD)
     fail: dict = field(default_factory=dict)  # path → (status, body)
+    hang: set = field(default_factory=set)  # paths that are never answered
     delay_s: float = 0.0
     asked: list = field(default_factory=list)
 
     async def handle(self, request):
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.path_qs, body))
+        if request.path in self.hang:
+            await asyncio.sleep(60)
         if request.path in self.fail:
             status, content = self.fail[request.path]
             return web.json_response(content, status=status)
@@ -69,7 +72,7 @@ def run(stand_ins, scenario):
         for each in stand_ins:
             application = web.Application()
             application.router.add_route("*", "/{tail:.*}", each.handle)
-            runner = web.AppRunner(application)
+            runner = web.AppRunner(application, shutdown_timeout=0.1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             runners.append(runner)

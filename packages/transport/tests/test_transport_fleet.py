@@ -1,15 +1,25 @@
 """The fleet against stand-in servers: what it does to all engines, and what it makes of one that fails."""
 
+import asyncio
+from dataclasses import dataclass
+
 import pytest
 from engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport.engine import START_VERSION, TensorAttestation, UpdateFailed
+from orrery.observe import fence
+from orrery.observe.metrics import read
+from orrery.observe.process import RoleProcess
+from orrery.transport import engine as engine_module
+from orrery.transport import fleet as fleet_module
+from orrery.transport import rendezvous
+from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed, TensorAttestation, UpdateFailed, WeightsDiffer
 from orrery.transport.fleet import EngineFleet
+from orrery.transport.roster import Phase
 from orrery.transport.update import compare
 from orrery.transport.weight_wire import Published
 
-PUBLISHED = Published(3, "/nowhere/version_3", {"a": 1, "b": 2**64 - 1}, "d" * 16)
+PUBLISHED = Published(3, "/", {"a": 1, "b": 2**64 - 1}, "d" * 16)
 
 
 def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
@@ -95,3 +105,142 @@ def test_several_engines_without_a_router_are_refused():
 
 def test_equal_fingerprints_compare_silently():
     compare(3, {"a": 1}, {"a": TensorAttestation(1, "resident")}, "engine 0")
+
+
+# Engines that are lost and come back ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Engines:
+    """Stand-ins for two engines, their router and, started again, the second engine; and the orchestrator that drives them."""
+
+    me: RoleProcess
+    fleet: EngineFleet
+    urls: list[str]
+    stand_ins: list[StandIn]
+
+    def start_again(self, incarnation=1):
+        """What the launcher and the new process do."""
+        port = int(self.urls[3].rpartition(":")[2])
+        rendezvous.publish(RoleProcess("inference", self.me.run_dir, "rl", 1, 1, port, incarnation), self.urls[3])
+
+    def rows(self, event):
+        return [row for row in read(self.me.run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("event") == event]
+
+
+def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
+    """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
+    monkeypatch.setenv("ORRERY_TOKEN", "t")
+    monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
+    me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
+    stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
+
+    async def main(urls):
+        async with EngineFleet(urls[:2], urls[2], restarting=me) as fleet:
+            return await asyncio.wait_for(scenario(Engines(me, fleet, urls, stand_ins)), 20)
+
+    return run(stand_ins, main)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "CONTROL_TIMEOUT_S", 0.3)
+    stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        report = await fleet.update(PUBLISHED)
+        assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", "the other one goes on"
+        assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
+        [asked] = fence.asked(tmp_path, "rl", 1)
+        assert (asked.name, asked.incarnation) == ("inference.1", 0) and "did not finish /update_weights within 0.3 s" in asked.why
+        engines.start_again()
+        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        assert "/resume" not in engines.stand_ins[1].paths()
+        return engines
+
+    engines = lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
+    assert stand_ins[3].paths()[2:] == ["/update_weights", "/finish_weight_update", "/collective_rpc", "/resume"]
+    assert stand_ins[2].paths() == [f"/remove_worker?url={engines.urls[1]}", f"/add_worker?url={engines.urls[3]}"]
+    [lost], [back] = engines.rows("engine_fenced"), engines.rows("engine_healthy")
+    assert (lost["engine"], back["engine"], back["version"], back["incarnation"]) == (1, 1, 3, 1)
+
+
+def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(tmp_path, monkeypatch):
+    stand_ins = [StandIn(), StandIn(), StandIn(fail={"/inference/v1/generate": (500, {"error": "sent to nobody"})}), StandIn()]
+    request = {"max_tokens": 1, "temperature": 1.0, "cache_salt": "0", "request_id": "r"}
+
+    async def scenario(engines):
+        with pytest.raises(GenerationFailed, match="sent to nobody"):
+            await engines.fleet.generate([1], **request)
+        assert engines.fleet.roster.at(Phase.HEALTHY) == [0, 1]
+        stand_ins[1].fail["/health"] = (503, {})
+        with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 says that it is not well"):
+            await engines.fleet.generate([1], **request)
+        assert (await engines.fleet.metrics()).keys() == {0}
+        engines.start_again()
+        await until(lambda: engines.fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), "no version is wanted yet but the one that it starts with"
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over_when_one_is_back(tmp_path, monkeypatch):
+    stand_ins = [StandIn(fail={"/pause": (500, {}), "/health": (503, {})}) for _ in range(2)] + [StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert await fleet.metrics()
+        stand_ins[0].fail["/metrics"] = stand_ins[1].fail["/metrics"] = (500, {})
+        assert await fleet.metrics() == {} and not fleet.is_serving
+        with pytest.raises(GenerationFailed, match=r"no engine served within 0\.05 s"):
+            await fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="0", request_id="a", timeout_s=0.05)
+        updating = asyncio.create_task(fleet.update(PUBLISHED))
+        asking = asyncio.create_task(fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="b"))
+        await asyncio.sleep(0.1)
+        assert not updating.done() and not asking.done()
+        engines.start_again()
+        assert (await updating).version == 3 and len((await asking).token_ids) == 2
+        assert fleet.roster.at(Phase.HEALTHY) == [1]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch):
+    refusing = {"/update_weights": (500, {"error": {"message": "tensor 'q' is cut off"}})}
+    stand_ins = [StandIn(fail=dict(refusing)), StandIn(fail=dict(refusing)), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
+            await engines.fleet.update(PUBLISHED)
+        assert not fence.asked(tmp_path, "rl", 1)
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(tmp_path, monkeypatch):
+    async def scenario(engines):
+        with pytest.raises(WeightsDiffer, match="engine 1: tensor 'b' is missing"):
+            await engines.fleet.update(PUBLISHED)
+
+    lossy(tmp_path, monkeypatch, scenario, StandIn(), StandIn(held={"a": HELD["a"]}), StandIn(), StandIn())
+
+
+def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "RETURN_S", 0.2)
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        await engines.fleet.metrics()
+        with pytest.raises(RunFailed, match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well"):
+            while True:
+                engines.fleet.check()
+                await asyncio.sleep(0.01)
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)

@@ -2,7 +2,7 @@
 
 - Order: nothing starts any more → stale work is drained (cancelled, and gone from the engines) → pause, load, attest, resume (the fleet)
   → the state has the version. Aborting before the pause, not during it, keeps the engines' bookkeeping out of our way.
-- Every engine attests every tensor; a mismatch is the fleet's `RunFailed`, which names it.
+- Every engine attests every tensor; a mismatch is the fleet's `RunFailed`, which names it. A lost engine is the fleet's matter too.
 - An active evaluation keeps the version: then an update waits. Versions that were published meanwhile are skipped, newest wins.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 from orrery.observe.deadline import scaled
 from orrery.orchestrator.stage import Stage
 from orrery.orchestrator.state import State
+from orrery.transport.fleet import RETURN_S
 
 UPDATE_S = 300.0  # for the engines to load a version, beside the time that rollouts may take
 
@@ -35,9 +36,11 @@ class Updates:
         start_s = time.time()
         await self.stage.cancel(state.drain())
         drained_s = time.time()
+        manifest = self.me.manifest
+        return_s = RETURN_S if manifest.inference.max_restarts else 0.0  # an update without engines is over when one has come back
         with self.me.health.waiting(
             f"engines to take version {version} (inference)",
-            deadline_s=self.me.manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S),
+            deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
         ):
             report = await self.fleet.update(published)
         state.updated(version)

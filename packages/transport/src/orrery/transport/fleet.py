@@ -171,7 +171,7 @@ class EngineFleet:
             for error in failures.values():
                 if self._restarting is None or isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed):
                     raise error
-            if len(failures) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in failures.values()):
+            if failures and len(failures) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in failures.values()):
                 raise next(iter(failures.values()))  # it is not the engines that are broken
             for index, error in failures.items():
                 await self._fence(index, incarnations[index], f"update to version {published.version}: {error}")
