@@ -8,19 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from orrery.manifest.identity import load, run_dir
+from orrery.manifest.identity import canonical_json, load, run_dir
+from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.transport.checkpoints import latest, verify
 from orrery.transport.rollout_store import read_batch
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
+NUM_STEPS_WITH_LOSSES = 12
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -129,6 +132,64 @@ def test_a_finished_run_is_not_run_again(finished):
     before = (finished / "status.json").read_text()
     assert "Nothing to be done" in run(finished.parents[1], "snakemake", "--profile", "local", NAME)
     assert (finished / "status.json").read_text() == before
+
+
+def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_goes_on(finished, manifest, tmp_path):
+    """One in the midst of an update, which the other takes alone; then that other one, so that all waits until one is back."""
+    content = manifest.model_dump(mode="json")
+    content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = 2, NUM_STEPS_WITH_LOSSES
+    lossy = Manifest.model_validate(content)
+    workspace = new_workspace(tmp_path / "lossy")
+    folder = run_dir(workspace / "runs", lossy)
+    not_yet = shutil.ignore_patterns("rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs")
+    shutil.copytree(finished, folder, ignore=not_yet)
+    (folder / "manifest.json").write_bytes(canonical_json(lossy))
+
+    launcher = start(workspace, "orrery", "run", folder.name, "rl")
+    await_row(launcher, folder, "trainer", stage="rl", step=1)
+    kill_while_paused(folder, "inference.1")
+    await_row(launcher, folder, "orchestrator", event="engine_fenced", engine=1)
+    version = max(row["version"] for row in rows(folder, "orchestrator", event="update"))
+    await_row(launcher, folder, "orchestrator", event="update", version=version + 1)
+    assert not rows(folder, "orchestrator", event="engine_healthy"), "it came back before the others had gone on without it"
+    os.kill(pid_of(folder, "inference.0"), signal.SIGKILL)
+    output, _ = launcher.communicate()
+    assert launcher.returncode == 0, output
+
+    lost, back = (rows(folder, "orchestrator", event=event) for event in ("engine_fenced", "engine_healthy"))
+    assert [row["engine"] for row in lost] == [1, 0] and lost[0]["why"].startswith("update to version")
+    assert sorted((row["engine"], row["incarnation"]) for row in back) == [(0, 1), (1, 1)]
+    assert all(row["version"] > version for row in back), "an engine serves what it was started with"
+    trained = rows(folder, "trainer", stage="rl", event=None)
+    assert [row["step"] for row in trained] == list(range(1, NUM_STEPS_WITH_LOSSES + 1))
+    assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
+    last = rows(folder, "orchestrator", stage="rl", event="batch")[-1]
+    assert last["dropped"]["engine_gone"] > 0
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert receipt["stages"]["rl"]["attempts"][-1]["engine_restarts"] == {"inference.0": 1, "inference.1": 1}
+    assert "restart 1" in (folder / "logs" / "inference.0.log").read_text()
+    assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"orrery-{folder.name[-12:]}-*")) == []
+
+
+def await_row(launcher: subprocess.Popen, folder: Path, role: str, **wanted) -> None:
+    while not rows(folder, role, **wanted):
+        assert launcher.poll() is None, launcher.communicate()[0]
+        time.sleep(0.05)
+
+
+def pid_of(folder: Path, name: str) -> int:
+    return next(role["pid"] for role in json.loads((folder / "status.json").read_text())["roles"] if role["name"] == name)
+
+
+def kill_while_paused(folder: Path, name: str) -> None:
+    """`kill -9` between an update's pause and its resume, as the engine itself tells of them."""
+    pid = pid_of(folder, name)
+    url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
+    token = psutil.Process(pid).environ()["ORRERY_TOKEN"]
+    asked = urllib.request.Request(f"{url}/is_paused", headers={"Authorization": f"Bearer {token}"})
+    while not json.loads(urllib.request.urlopen(asked, timeout=60).read())["is_paused"]:
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_goes_on(finished, manifest, tmp_path):

@@ -3,7 +3,8 @@
 - In: the engines' endpoints, by rendezvous. Out: the router's own endpoint, once it answers and knows every engine.
 - The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
 - Everything listens on `me.host`, its Prometheus page too; the engines are reached without the site's proxy.
-- It retries nothing and breaks no circuit: a failed request is the caller's data, and an engine that dies ends the stage.
+- It retries nothing and breaks no circuit: a failed request is the caller's data, and it is told of engines that go and come back
+  (`orrery.transport.router`).
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 

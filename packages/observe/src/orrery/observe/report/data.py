@@ -42,6 +42,7 @@ class RunData:
     batches: list[Row]
     evaluations: list[Row]
     updates: list[Row]
+    engine_restarts: list[Row]
     usage: list[Row]
     spans: list[Span]  # of the RL stage's newest attempt
     result: Row  # stages/evaluate/result.json
@@ -70,6 +71,7 @@ class RunData:
             batches=event("batch"),
             evaluations=event("evaluation"),
             updates=event("update"),
+            engine_restarts=[row for row in read(metrics / "launcher.0.jsonl") if row.get("event") == "engine_restart"],
             usage=_usage(metrics),
             spans=_spans(metrics),
             result=_json(run_dir / "stages" / "evaluate" / "result.json"),

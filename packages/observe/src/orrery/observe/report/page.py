@@ -58,6 +58,8 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
     if spent := shares(run.spans):
         tiles.append((f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}", "of the RL time the engine · the trainer was busy"))
         tiles.append((f"{spent.overlapped:.0%}", "of the training time an engine was generating too"))
+    if run.engine_restarts:
+        tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
     tiles.append((duration(wall_s), "all stages, all attempts"))
     return tiles
 

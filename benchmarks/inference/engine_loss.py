@@ -1,0 +1,141 @@
+"""What the loss of an engine costs: seconds from `kill -9` until it serves again, and what is generated meanwhile.
+
+- The whole RL stage as a person starts it: launcher, two engines behind vllm-router, orchestrator, trainer; an untrained model.
+- One of the engines is killed while it generates, once the run is warm, `--kills` times in turn; each time the run goes on with the other.
+- Of each loss: until the orchestrator has fenced it, until the launcher has started it again, until it has the current version, attested,
+  and requests. Tokens are those of batches that were cut in that time, beside those of an equal time before the first kill.
+
+    python benchmarks/inference/engine_loss.py            # on a quiet machine; about 4 minutes
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.identity import canonical_json, run_dir
+from orrery.manifest.schema import Manifest
+from orrery.observe.metrics import rows as all_rows
+from record import record
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+NAME = "engine_loss"
+NEVER = 100_000  # steps
+WARM_STEPS = 4
+LIMIT_S = 600.0
+
+
+def manifest(kills: int) -> Manifest:
+    """The small demo with two engines, without an end, a warm start, or evaluations to speak of."""
+    content = json.loads((ROOT / "manifests" / "reverse_text_smoke.json").read_text())
+    content["name"] = NAME
+    content["inference"]["max_restarts"] = kills
+    content["trainer"]["checkpoint"]["interval_steps"] = NEVER
+    content["orchestrator"]["drop_zero_advantage_groups"] = False
+    content["orchestrator"]["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1}
+    content["stages"]["sft"] = None
+    content["stages"]["rl"] = {"num_steps": NEVER}
+    return Manifest.model_validate(content)
+
+
+class Run:
+    """A run in a workspace of its own."""
+
+    def __init__(self, workspace: Path, what: Manifest):
+        for name in ("jsonnet", "locks", "local", "Snakefile"):
+            (workspace / name).symlink_to(ROOT / name)
+        (workspace / "manifests").mkdir()
+        (workspace / "manifests" / f"{NAME}.json").write_bytes(canonical_json(what))
+        self.workspace, self.folder = workspace, run_dir(workspace / "runs", what)
+
+    def start(self, stage: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+        return subprocess.Popen(["orrery", "run", NAME, stage], cwd=self.workspace, env=env)
+
+    def rows(self, role: str, event: str) -> list[dict]:
+        path = self.folder / "metrics" / f"{role}.0.jsonl"
+        return [row for row in all_rows(path) if row.get("event") == event] if path.exists() else []
+
+    def pid(self, name: str) -> int:
+        roles = json.loads((self.folder / "status.json").read_text())["roles"]
+        return next(role["pid"] for role in roles if role["name"] == name)
+
+    def wait(self, launcher: subprocess.Popen[bytes], what: str, condition) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            if launcher.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"{what}: did not happen (launcher: {launcher.poll()})")
+            time.sleep(0.05)
+
+    def tokens_per_s(self, begin_s: float, end_s: float) -> float:
+        """Of the batches that were cut in this time."""
+        cut = [row for row in self.rows("orchestrator", "batch") if begin_s < row["time_s"] <= end_s]
+        return sum(sum(row["staleness_counts"]) for row in cut) / (end_s - begin_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=2)
+    kills = parser.parse_args().kills
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), manifest(kills))
+        if code := run.start("init").wait():
+            raise SystemExit(code)
+        launcher = run.start("rl")
+        try:
+            losses, ordinary = measure(run, launcher, kills)
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait()
+    record(
+        Path(__file__).with_suffix(".json"),
+        figure="inference/engine_loss",
+        value=statistics.median(loss["healthy_s"] for loss in losses),
+        unit="s",
+        goal=None,
+        better="lower",
+        details={"tokens_per_s_before": ordinary, "engines": 2, "losses": losses},
+    )
+
+
+def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[list[dict], float]:
+    """Each loss, and batch tokens/s before the first."""
+
+    def batches() -> int:
+        return len(run.rows("orchestrator", "batch"))
+
+    run.wait(launcher, "a warm run", lambda: batches() > WARM_STEPS)
+    begin_s = time.time()
+    time.sleep(30.0)
+    ordinary = run.tokens_per_s(begin_s, time.time())
+    losses = []
+    for number in range(kills):
+        killed_s, index = time.time(), 1 - number % 2
+        os.kill(run.pid(f"inference.{index}"), signal.SIGKILL)
+        run.wait(launcher, "an engine that serves again", lambda number=number: len(run.rows("orchestrator", "engine_healthy")) > number)
+        healthy = run.rows("orchestrator", "engine_healthy")[number]
+        lost = run.rows("orchestrator", "batch")[-1]["dropped"].get("engine_gone", 0)
+        losses.append({
+            "engine": index,
+            "fenced_s": run.rows("orchestrator", "engine_fenced")[number]["time_s"] - killed_s,
+            "started_again_s": run.rows("launcher", "engine_restart")[number]["time_s"] - killed_s,
+            "healthy_s": healthy["time_s"] - killed_s,
+            "version": healthy["version"],
+            "tokens_per_s_meanwhile": run.tokens_per_s(killed_s, healthy["time_s"]),
+            "rollouts_lost": lost - sum(loss["rollouts_lost"] for loss in losses),
+        })  # fmt: skip
+        have = batches()
+        run.wait(launcher, "batches of both engines", lambda have=have: batches() > have + 1)
+    return losses, ordinary
+
+
+if __name__ == "__main__":
+    main()
