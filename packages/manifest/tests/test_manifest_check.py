@@ -52,7 +52,12 @@ SENTENCES = [
     (broken(("seed",), 1.5), "seed = 1.5: "),
     (broken(("seed",), True), "seed = true: should be a valid integer"),
     (broken(("trainer", "loss"), KeyError), "trainer.loss: is missing"),
-    (broken(("trainer", "schedule", "kind"), "cosin"), "trainer.schedule = "),
+    (broken(("trainer", "schedule", "kind"), "cosin"), "trainer.schedule.kind = \"cosin\": there is no such kind; did you mean 'cosine'?"),
+    (
+        broken(("trainer", "optimizer", "kind"), "x"),
+        'trainer.optimizer.kind = "x": there is no such kind; the kinds here are adamw, muon, sgd, sign_sgd',
+    ),
+    (broken(("stages", "rl"), None), "stages.rl = null: it cannot be left out; write an object with num_steps"),
     (broken(("trainer", "schedule", "decay"), 3), "trainer.schedule.decay = 3: there is no such field"),
     (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
     (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),

@@ -62,6 +62,14 @@ def sentence(error: ValidationError) -> str:
         )
     elif first["type"] == "missing":
         text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
+    elif first["type"] == "union_tag_invalid":
+        kinds = [one.strip(" '") for one in first["ctx"]["expected_tags"].split(",")]
+        close = nearest(str(first["ctx"]["tag"]), kinds)
+        hint = f"did you mean {close!r}?" if close else f"the kinds here are {', '.join(kinds)}"
+        text = f"{path}.kind = {_short(first['ctx']['tag'])}: there is no such kind; {hint}"
+    elif first["type"] == "model_type" and first["input"] is None:
+        fields = [name for name in _walk((*first["loc"], ""))[1] if name]
+        text = f"{path} = null: it cannot be left out; write an object with {', '.join(fields)}"
     elif first["type"] == "value_error":
         text = f"{path}: {message}" if path else message
     else:
