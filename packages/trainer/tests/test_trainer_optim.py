@@ -9,7 +9,7 @@ from optim_cases import ADAMW, SHAPES, SPECS, Toy, gradients, run_ranks, spec_of
 from trainer_cases import MEMORY, make_learner, manifest, whole_weights, write_start_weights
 from trainer_rank import train
 
-from orrery.trainer.optim import clip, gradient_norm, make_optimizer, named_state
+from orrery.trainer.optim import clip, gradient_norm, make_optimizer, muon, named_state
 from orrery.trainer.optim.muon import is_block_matrix
 from orrery.trainer.optim.optimizer import Optimizer
 from orrery.trainer.optim.whole_matrices import _bounds, newton_schulz
@@ -207,6 +207,14 @@ def test_the_rest_of_muon_is_adamw():
 def test_what_is_no_matrix_of_a_block(name):
     assert not is_block_matrix(name, torch.empty(4, 4))
     assert is_block_matrix("network.layers.3.mlp.gate_proj.weight", torch.empty(4, 4))
+
+
+def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is():
+    shapes = {"gate_up_proj": (2, 12, 8), "gate_up_lora.a": (2, 4, 8), "gate_up_lora.b": (2, 12, 4), "down_lora.b": (2, 8, 4)}
+    weights = {f"network.layers.0.mlp.experts.{name}": torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    group, *_ = muon.groups(spec_of("muon"), weights)
+    fused = {name.rpartition("experts.")[2] for name, weight in weights.items() if weight in group.rule.fused}
+    assert len(group.weights) == 4 and fused == {"gate_up_proj", "gate_up_lora.b"}
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 7, 7)])

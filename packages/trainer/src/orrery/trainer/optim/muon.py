@@ -5,7 +5,8 @@
 
 - The factor gives updates the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, equation 4).
 - `orthogonal` wants whole matrices: `whole_matrices.py` brings shards together. Its input is in bfloat16 on CUDA, float32 on CPU.
-- A stack of experts is a matrix an expert, and a fused `gate_up_proj` is two: gate and up, one above the other.
+- A stack of experts is a matrix an expert, and a fused `gate_up_proj` is two: gate and up, one above the other. So is `b` of its adapter,
+  whose rows are those of the weight; its `a` is one.
 - Embedding, LM head, routers, norms and biases are `rest`'s, an AdamW. What is a matrix of a block is told by its name.
 - Every rank that shares a weight must have a gradient of it, or none: they meet in collectives.
 """
@@ -22,6 +23,7 @@ from orrery.trainer.optim.optimizer import Group, Piece
 from orrery.trainer.optim.whole_matrices import Matrices, orthogonalize
 
 RMS = 0.2
+FUSED = re.compile(r"\.gate_up_(proj(\.weight)?|lora\.b)$")  # stacked experts, and their adapter
 
 
 class MuonRule:
@@ -63,6 +65,6 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[Group]:
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
-    fused = {weight for name, weight in matrices.items() if name.removesuffix(".weight").endswith(".gate_up_proj")}
+    fused = {weight for name, weight in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
     return [Group(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay), *adamw.groups(spec.rest, rest)]
