@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from trainer_cases import MEMORY, make_learner, manifest, run_ranks, whole_weigh
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.errors import RunFailed
-from orrery.trainer import checkpoint, host_copy, safetensors_file
+from orrery.trainer import checkpoint, host_copy, replicas, safetensors_file
 from orrery.transport import checkpoints
 
 
@@ -64,8 +65,9 @@ def two_ranks(tmp_path_factory):
         {"name": "resumed", "manifest": shards, "steps": [3, 4], "resume": by_two},
         {"name": "shards_again", "manifest": shards, "save": folder / "shards_again", **by_one},
         {"name": "replicas_again", "manifest": replicas, "save": folder / "replicas_again", **by_one},
+        {"name": "replicas_apart", "manifest": replicas, "save": folder / "replicas_apart", "bit_flipped_on": 1, **by_one},
     ]
-    run_ranks(2, folder, jobs)
+    (folder / "answers.json").write_text(json.dumps(run_ranks(2, folder, jobs)))
     return folder
 
 
@@ -93,6 +95,21 @@ def test_two_ranks_read_what_one_wrote_and_write_the_same(two_ranks, name):
     checkpoint.load(one, two_ranks / "by_one")
     checkpoint.load(again, two_ranks / name)
     assert_same(state_of(again), state_of(one))
+
+
+def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored(two_ranks):
+    for answers in json.loads((two_ranks / "answers.json").read_text()):
+        assert "step 2: the weights of rank 1 are not those of rank 0, of which they are a copy" in answers["replicas_apart"]["error"]
+        assert "error" not in answers["replicas_again"]
+    assert not (two_ranks / "replicas_apart").exists()
+
+
+def test_a_fingerprint_tells_bits_and_places():
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0], dtype=torch.bfloat16)
+    assert replicas.fingerprint([one, other]) == replicas.fingerprint([one.clone(), other.clone()])
+    assert replicas.fingerprint([one, other]) != replicas.fingerprint([other, one])
+    assert replicas.fingerprint([-torch.zeros(1)]) != replicas.fingerprint([torch.zeros(1)])
+    assert replicas.fingerprint([]) == replicas.fingerprint([torch.empty(0)]) == 0
 
 
 def test_every_mesh_reads_what_every_other_wrote(tmp_path):
@@ -274,12 +291,33 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
     learner = make_learner(manifest(), start)
     monkeypatch.setattr(host_copy, "available_bytes", lambda: 1000)
     with (
-        pytest.raises(RunFailed, match=r"takes 0\.0 GB of host memory, of which 0\.0 GB are left"),
+        pytest.raises(RunFailed, match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left"),
         checkpoint.Saver(learner.world) as saver,
     ):
         saver.reserve(learner)
         while True:
             saver.check()
+
+
+@pytest.mark.parametrize(("hosts", "fits"), [([7, 7, 8], False), ([7, 9, 8], True)])
+def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
+    """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
+    told = iter([hosts, [100, 90, 100], [60, 60, 60]])
+    world = SimpleNamespace(rank=0, each=lambda value: next(told))
+    copy = host_copy.HostCopy(torch.device("cpu"))
+    if fits:
+        copy.check_room(60, world)
+    else:
+        with pytest.raises(RunFailed, match=r"in the copies of the 2 ranks on this host take 0\.0 GB of host memory, of which 0\.0"):
+            copy.check_room(60, world)
+
+
+def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path):
+    learner = make_learner(manifest(), start)
+    checkpoint.save(learner, tmp_path / "trainer")
+    half = make_learner(manifest(trainer=dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16")), start)
+    with pytest.raises(RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* set trainer\.param_dtype"):
+        checkpoint.load(half, tmp_path / "trainer")
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):

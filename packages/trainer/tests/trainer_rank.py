@@ -1,7 +1,8 @@
 """One rank of a test: `trainer_rank.py FOLDER PORT WORLD_SIZE RANK` does the jobs that `trainer_cases.run_ranks` wrote to FOLDER/jobs.json.
 
 A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
-(the first batch, after the steps), "resume" and "save" (checkpoint folders), "export" (a Hugging Face folder). Its weights go to
+(the first batch, after the steps), "resume" and "save" (checkpoint folders), "bit_flipped_on" (the rank whose first weight is another
+before it is saved), "export" (a Hugging Face folder). Its weights go to
 FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
 """
 
@@ -11,12 +12,14 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from trainer_cases import batch_columns, make_learner, manifest, rank_device, share, whole_weights, write_start_weights
 
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
+from orrery.models.placement import local_tensor
 from orrery.trainer import checkpoint, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
@@ -78,12 +81,14 @@ def do(job: dict, folder: Path, world: World) -> dict:
     answer = {}
     try:
         answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
+        if world.rank == job.get("bit_flipped_on"):
+            local_tensor(next(iter(learner.weights.values())).detach()).view(torch.int32).view(-1)[0] ^= 1
+        if "save" in job:
+            checkpoint.save(learner, Path(job["save"]))
     except RunFailed as error:
         answer["error"] = str(error)
     if "compare" in job:
         learner.compare(share(batch_columns(1), world.size, world.rank))
-    if "save" in job:
-        checkpoint.save(learner, Path(job["save"]))
     if "export" in job:
         weights.save(learner.policy.network, spec.model, Path(job["export"]))
     whole = whole_weights(learner)

@@ -42,6 +42,7 @@ from orrery.manifest.publish import sync, write_atomic
 from orrery.models.placement import Box, local_box, local_tensor
 from orrery.observe.deadline import scaled
 from orrery.observe.system_error import explain
+from orrery.trainer import replicas
 from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
@@ -77,6 +78,11 @@ def load(learner: Learner, folder: Path) -> None:
         if stored.shapes[name] != held.shape:
             raise RunFailed(
                 f"{folder}: {name} has shape {list(stored.shapes[name])}, the model's has {list(held.shape)}; it is of another model"
+            )
+        if stored.dtypes[name] != (mine_is := str(held.local.dtype).removeprefix("torch.")):
+            raise RunFailed(
+                f"{folder}: {name} is {stored.dtypes[name]}, the model's is {mine_is}, and rounding would change the run without a word; "
+                f"set trainer.param_dtype to what wrote it, or export it and start another run from the folder"
             )
     with torch.no_grad():
         for name, held in mine.items():
@@ -169,16 +175,17 @@ class Saver:
             self._work.abandon()
 
     def reserve(self, learner: Learner) -> None:
-        """Make room in host memory for the first copy, beside training."""
+        """Make room in host memory for the first copy, beside training. A collective."""
         self.wait()
         mine = [held.local for held in state_of(learner).values() if held.writes] + list(_rng_state(self._world.device).values())
         num_bytes = sum(tensor.nbytes for tensor in mine)
+        self._host.check_room(num_bytes, self._world)
         self._work = _Work(lambda stop: self._host.reserve(num_bytes), f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints")
 
     def copy(self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None) -> float:
         """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
 
-        A collective. Waits first for the checkpoint before, if it is not whole yet.
+        A collective. Waits first for the checkpoint before, if it is not whole yet. Raises RunFailed where replicas differ.
         """
         begin_s = time.monotonic()
         self.wait()
@@ -187,6 +194,7 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that died before the checkpoint was complete
             partial.mkdir(parents=True)
+        replicas.compare(learner.weights.values(), self._world, learner.step)
         self._world.barrier()
         mine = {name: held for name, held in state_of(learner).items() if held.writes and held.local.numel()}
         self._host.fill({name: held.local for name, held in mine.items()} | _rng_state(self._world.device))

@@ -5,7 +5,9 @@
   pinned blocks are powers of two. Pinning takes seconds for tens of gigabytes: `reserve` does it ahead, in a thread of its own.
 """
 
+import hashlib
 import logging
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer.parallel.world import World
 from orrery.trainer.safetensors_file import Layout, content, layout
 
 log = logging.getLogger(__name__)
@@ -25,6 +28,21 @@ class HostCopy:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
+
+    def check_room(self, num_bytes: int, world: World) -> None:
+        """Raises RunFailed where the ranks of this host together ask for more than it has. A collective; nothing is taken yet.
+
+        What is there is asked before anybody knows of the others, so before anybody begins to take.
+        """
+        hosts, room, asked = world.each(host_number()), world.each(available_bytes()), world.each(num_bytes - self._buffer.numel())
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        together, available = sum(max(0, asked[rank]) for rank in here), min(room[rank] for rank in here)
+        if together > available:
+            whose = "this rank's copy" if len(here) == 1 else f"the copies of the {len(here)} ranks on this host"
+            raise RunFailed(
+                f"trainer.checkpoint: weights and optimizer state in {whose} take {together / 1e9:.1f} GB of host memory, "
+                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
+            )
 
     def reserve(self, num_bytes: int) -> None:
         """Make room. Raises RunFailed where there is none."""
@@ -63,6 +81,15 @@ class HostCopy:
         if self._device.type == "cuda" and self._buffer.numel():
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def host_number() -> int:
+    """The same for processes of one host, since its boot."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = platform.node()
+    return int.from_bytes(hashlib.sha256(boot.encode()).digest()[:7], "big")
 
 
 def available_bytes() -> int:

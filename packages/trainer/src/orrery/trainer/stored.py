@@ -30,6 +30,7 @@ class Stored:
         self.world_size: int = state["world_size"]
         self.frozen: frozenset[str] = frozenset(state.get("frozen", ()))
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # as torch names them
         self._folder = folder
         self._files: dict[int, Any] = {}
         self._pieces: dict[str, list[tuple[int, Box]]] = {}
@@ -37,10 +38,10 @@ class Stored:
             for name, entry in read_json(folder / f"rank_{rank}.json").items():
                 box = tuple((start, stop) for start, stop in entry["box"])
                 self._pieces.setdefault(name, []).append((rank, box))
-                self.shapes[name] = tuple(entry["shape"])
+                self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Fill `target`, which is the box `box` of tensor `name`."""
+        """Fill `target`, which is the box `box` of tensor `name`, of the dtype in the files."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:  # a scalar has no dimensions to slice
