@@ -147,10 +147,9 @@ def measure(lever: Lever, manifest: str, traces: Path | None, limit_s: float) ->
         row["wall_s"] = time.monotonic() - begin_s
         print(done.stdout, flush=True)
         if done.returncode:
-            said = done.stderr.strip().splitlines()
-            sentence = next((line for line in said if line.startswith("error: ")), "\n".join(said[-8:]))
+            sentence = done.stderr[max(0, done.stderr.find("error: ")) :].strip().removeprefix("error: ")[-2000:]
             print(sentence, flush=True)
-            return row | {"error": sentence.removeprefix("error: ")[:2000]}
+            return row | {"error": sentence}
         bench = json.loads(path.read_text())
     bench["phases"]["longest"] = bench["phases"]["longest"][:8]
     row |= {name: bench[name] for name in ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "planned_peak_bytes", "host_copies")}

@@ -202,7 +202,7 @@ def whole(request, tmp_path_factory):
     spec = manifest(
         mesh={"dp_shard": num_ranks},
         stages={"sft": None, "rl": {"num_steps": 5}},
-        transport={"rollouts": wire, "weights": "files"},
+        transport={"rollouts": wire, "weights": "files", "routed_experts": False},
     )
     straight = start_run(tmp_path_factory.mktemp("whole") / "straight", spec)
     ends = run_rl(straight, spec, range(1, 6))
