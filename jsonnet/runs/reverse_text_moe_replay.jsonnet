@@ -1,0 +1,30 @@
+// Router replay: an engine in bfloat16 tells which experts it chose, and a trainer in float32 takes the same.
+(import 'lib/named.libsonnet')({
+  reverse_text_moe_replay:
+    (import 'lib/run.libsonnet') +
+    (import 'models/qwen3_moe_tiny.libsonnet') +
+    (import 'hardware/cpu.libsonnet') +
+    (import 'algorithms/grpo.libsonnet') +
+    (import 'tasks/reverse_text.libsonnet') +
+    (import 'memory/plain.libsonnet') + {
+      seed: 1,
+      trainer+: { checkpoint+: { interval_steps: 10 } },
+      inference+: { dtype: 'bfloat16' },
+      transport+: { routed_experts: true },
+      orchestrator+: {
+        rollouts_per_batch: 64,
+        evaluation: { interval_steps: 5, num_problems: 32, rollouts_per_problem: 1 },
+      },
+      stages+: {
+        sft+: {
+          num_steps: 60,
+          examples_per_batch: 32,
+          optimizer+: { lr: 2e-3 },
+          schedule: { kind: 'constant', warmup_steps: 10 },
+          data+: { num_problems: 4096 },
+        },
+        rl+: { num_steps: 10 },
+        evaluate+: { num_problems: 64 },
+      },
+    },
+})
