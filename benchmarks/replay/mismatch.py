@@ -147,13 +147,16 @@ def measure(run: Path) -> dict[str, Any]:
         "rows": rows,
         "num_sampled_tokens": int(sum(len(one.log_ratio) for one in scores["float32", True])),
         "num_versions": len(of_version),
-        "reward_of_batches": RunData.load(run).manifest.name and _rewards(run),
+        "num_layers": manifest.model.num_layers,
+        "experts": f"{manifest.model.moe.num_experts_per_token} of {manifest.model.moe.num_experts}",
+        "engine": f"vLLM in {manifest.inference.dtype} on {manifest.hardware.accelerator}",
+        "held_out_reward_by_version": held_out_rewards(run),
     }
 
 
-def _rewards(run: Path) -> list[float]:
-    data = RunData.load(run)
-    return [row["reward_mean"] for row in sorted(data.evaluations, key=lambda row: row["version"])]
+def held_out_rewards(run: Path) -> dict[int, float]:
+    rows = sorted(RunData.load(run).evaluations, key=lambda row: row["version"])
+    return {row["version"]: row["reward_mean"] for row in rows}
 
 
 def make_run(workspace: Path) -> Path:
@@ -164,3 +167,33 @@ def make_run(workspace: Path) -> Path:
         raise SystemExit(f"error: the run ended with code {code}; it and its logs are left in {workspace}")
     [folder] = checked_in(find_workspace(ROOT)).folders[RUN]
     return workspace / "runs" / folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, help=f"the folder of a finished run of {RUN}")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.run is not None:
+        found = measure(args.run)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(make_run(Path(folder)))
+    by_variant = {(row["trainer_dtype"], row["replay"]): row for row in found["rows"]}
+    for row in found["rows"]:
+        row["value"] = by_variant[row["trainer_dtype"], False]["mismatch_kl"] / row["mismatch_kl"]
+        print(f"{row['variant']}: KL {row['mismatch_kl']:.3g}, at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart")
+    record(
+        Path(__file__).with_suffix(".json"),
+        figure="mismatch KL of engine (vLLM, bfloat16, CPU) and trainer (float32) without router replay, over that with it",
+        value=by_variant["float32", True]["value"],
+        unit="×",
+        goal=GOAL,
+        better="higher",
+        details={name: value for name, value in found.items() if name != "rows"},
+        rows=found["rows"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -95,7 +95,7 @@ class Stage:
             # The loop's own clock ends a rollout earlier; this is for a connection that forgets to end.
             timeout_s=2 * settings.rollout_timeout_s,
             seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
-            routes=self._routes if group.purpose == "train" else None,
+            routes=self._routes,
         )
 
 
