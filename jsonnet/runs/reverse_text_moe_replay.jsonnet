@@ -13,17 +13,17 @@
       transport+: { routed_experts: true },
       orchestrator+: {
         rollouts_per_batch: 64,
-        evaluation: { interval_steps: 5, num_problems: 32, rollouts_per_problem: 1 },
+        evaluation: { interval_steps: 4, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {
-          num_steps: 60,
+          num_steps: 50,
           examples_per_batch: 32,
           optimizer+: { lr: 2e-3 },
           schedule: { kind: 'constant', warmup_steps: 10 },
           data+: { num_problems: 4096 },
         },
-        rl+: { num_steps: 10 },
+        rl+: { num_steps: 8 },
         evaluate+: { num_problems: 64 },
       },
     },

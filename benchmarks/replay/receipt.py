@@ -1,0 +1,74 @@
+"""How fast routes become a column and pass the trainer's check: answers of 131,072 tokens, 48 layers, 8 experts a token, on one core.
+
+An engine's answer holds 50 MB of routes as base64 of a .npy file. The orchestrator finds and decodes them into the rollout's column; then
+they travel as raw bytes (`benchmarks/transport/pack_and_wire.py` has packing and the wire, with 82 MB of routes a rollout); the trainer
+looks at them once. The figure is the orchestrator's part, the check stands beside it; both are bytes of routes a second of processor time.
+
+    python benchmarks/replay/receipt.py
+"""
+
+import base64
+import io
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orrery.transport.route_bytes import column, split
+from orrery.transport.routed_experts import RouteShape, check_routes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import record
+
+SHAPE = RouteShape(num_layers=48, top_k=8, num_experts=128)
+TOKENS = 131_072
+ROUNDS = 12
+GOAL = 10.0
+
+
+def answer(routes: np.ndarray) -> bytes:
+    """A body as vLLM writes it, of which all but the routes is left out."""
+    file = io.BytesIO()
+    np.save(file, routes)
+    return b'{"choices":[{"routed_experts":"' + base64.b64encode(file.getvalue()) + b'"}]}'
+
+
+def gigabits(call: Callable[[], Any], num_bytes: int) -> float:
+    rates = []
+    for _ in range(ROUNDS):
+        begin_s = time.process_time()
+        call()
+        rates.append(8e-9 * num_bytes / (time.process_time() - begin_s))
+    return statistics.median(rates)
+
+
+def main() -> None:
+    said = np.random.default_rng(0).integers(0, SHAPE.num_experts, (TOKENS - 1, SHAPE.num_layers, SHAPE.top_k), dtype=np.uint8)
+    body = answer(said)
+
+    def taken() -> np.ndarray:
+        _, routes = split(body, 0)
+        assert routes is not None
+        return column(TOKENS, [routes], SHAPE)
+
+    routes = taken()
+    assert np.array_equal(routes[:-1], said) and check_routes(routes, SHAPE, "batch 1").is_missing.sum() == 1
+    decoded = gigabits(taken, routes.nbytes)
+    checked = gigabits(lambda: check_routes(routes, SHAPE, "batch 1"), routes.nbytes)
+    record(
+        Path(__file__).with_suffix(".json"),
+        figure="routes of an engine's answer, decoded into a rollout's column (131,072 tokens, 48 layers, 8 of 128 experts, one core)",
+        value=decoded,
+        unit="Gb/s of processor time",
+        goal=GOAL,
+        better="higher",
+        details={"bytes": routes.nbytes, "characters": len(body), "rounds": ROUNDS, "check_gigabits_per_s": checked},
+    )
+
+
+if __name__ == "__main__":
+    main()
