@@ -12,12 +12,13 @@
       inference+: { dtype: 'bfloat16' },
       transport+: { routed_experts: true },
       orchestrator+: {
-        rollouts_per_batch: 64,
+        rollouts_per_batch: 256,
+        max_off_policy_steps: 0,  // every rollout is of one version: what engine and trainer differ in is arithmetic alone
         evaluation: { interval_steps: 4, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {
-          num_steps: 50,
+          num_steps: 120,
           examples_per_batch: 32,
           optimizer+: { lr: 2e-3 },
           schedule: { kind: 'constant', warmup_steps: 10 },
