@@ -1,0 +1,43 @@
+// The whole loop with random weights and answers of drawn lengths, on 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
+// train, half serve. Each beside its synchronous twin: bound 0, wait for all.
+local lengths = import 'tasks/lengths.libsonnet';
+local run =
+  (import 'lib/run.libsonnet') +
+  (import 'algorithms/grpo.libsonnet') + {
+    seed: 1,
+    trainer+: { optimizer+: { lr: 1e-6 }, checkpoint+: { interval_steps: $.stages.rl.num_steps } },
+    orchestrator+: {
+      drop_zero_advantage_groups: false,
+      max_off_policy_steps: 4,
+      evaluation: { interval_steps: $.stages.rl.num_steps, num_problems: 1, rollouts_per_problem: 1 },
+    },
+    stages+: { sft: null, evaluate+: { num_problems: 1 } },
+  };
+local h200 = (import 'hardware/h200_pair.libsonnet') + lengths(400, 8128) + {
+  orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
+  stages+: { rl+: { num_steps: 16 } },
+};
+local shapes = {
+  cpu:
+    run + (import 'models/qwen3_tiny.libsonnet') + (import 'hardware/cpu.libsonnet') + (import 'memory/plain.libsonnet') + lengths(32, 512) + {
+      orchestrator+: { rollouts_per_batch: 64 },
+      stages+: { rl+: { num_steps: 12 } },
+    },
+  h200_2: run + (import 'models/qwen3_4b.libsonnet') + h200 + (import 'memory/keep_all_16k.libsonnet') + {
+    hardware+: { devices_per_node: 2 },
+  },
+  h200_4: run + (import 'models/qwen3_8b.libsonnet') + h200 + (import 'memory/keep_all_16k.libsonnet') + {
+    layout+:: { trainer_ranks: 2, engines: 2 },
+    hardware+: { devices_per_node: 4 },
+  },
+  h200_8: run + (import 'models/qwen3_30b_a3b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + {
+    layout+:: { trainer_ranks: 4, engines: 4 },
+    // float32 weights and their gradients are 61 GB a device; the optimizer's state would be as much again
+    trainer+: { mesh+: { ep: 4 }, fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { optimizer_offload: true } },
+  },
+};
+local synchronous = { orchestrator+: { max_off_policy_steps: 0, max_batches_ahead: 0 } };
+(import 'lib/named.libsonnet')(
+  { ['asynchrony_' + shape]: shapes[shape] for shape in std.objectFields(shapes) } +
+  { ['asynchrony_%s_synchronous' % shape]: shapes[shape] + synchronous for shape in std.objectFields(shapes) }
+)
