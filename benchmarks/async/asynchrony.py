@@ -1,0 +1,85 @@
+"""Does asynchrony pay? Tokens a second of the asynchronous loop against the same loop with bound 0, which waits for all.
+
+    python benchmarks/async/asynchrony.py --shape h200_8       (cpu, h200_2, h200_4, h200_8: jsonnet/runs/asynchrony.jsonnet)
+
+- Random weights and answers of drawn lengths (log-normal, the longest more than ten medians), the same problems on both sides.
+- `asynchrony_<shape>.json`: the ratio of trained tokens a second once warm; a row a side with the share of time that the trainer waits.
+- `asynchrony_<shape>.png`: who did what when, from the spans of both runs, on one scale.
+- `--runs DIR`: both runs have finished there.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from shapes import SHAPES, numbers, run
+
+from orrery.observe.report.data import RunData
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import record
+
+HERE = Path(__file__).resolve().parent
+GOAL = 1.8
+COLORS = {
+    "generate": "#2f6fde",
+    "update": "#d64545",
+    "wait": "#d9dce1",
+    "forward_backward": "#1f9d6b",
+    "optimizer": "#0f6b47",
+    "publish": "#c2701c",
+}
+
+
+def draw(sides: dict[str, RunData], path: Path) -> None:
+    """One panel a side: a line a role, a bar a span, seconds since the first."""
+    figure, panels = pyplot.subplots(len(sides), 1, figsize=(11, 2.2 + 1.5 * len(sides)), sharex=True, layout="constrained")
+    for (side, data), axes in zip(sides.items(), panels, strict=True):
+        spans = [span for span in data.spans if span.name in COLORS]
+        start = min(span.start_s for span in spans if span.name == "generate")
+        roles = sorted({span.role for span in spans}, reverse=True)
+        for name, color in COLORS.items():
+            for line, role in enumerate(roles):
+                bars = [(s.start_s - start, s.end_s - s.start_s) for s in spans if s.name == name and s.role == role]
+                axes.broken_barh(bars, (line - 0.4, 0.8), color=color, label=name if line == 0 else None)
+        axes.set(yticks=range(len(roles)), yticklabels=roles, title=f"{side}: {numbers(data).tokens_per_s:.0f} trained tokens/s once warm")
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds since the first request")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    figure.legend(handles, COLORS, loc="outside lower center", ncols=len(COLORS), frameon=False)
+    figure.savefig(path, dpi=140, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="cpu")
+    parser.add_argument("--runs", type=Path, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
+    options = parser.parse_args()
+    name = f"asynchrony_{options.shape}"
+    sides = {"synchronous": run(f"{name}_synchronous", options.runs), "asynchronous": run(name, options.runs)}
+    measured = {side: numbers(data) for side, data in sides.items()}
+    record(
+        options.out / f"{name}.json",
+        figure=f"asynchronous over synchronous loop, trained tokens a second ({options.shape})",
+        value=measured["asynchronous"].tokens_per_s / measured["synchronous"].tokens_per_s,
+        unit="times",
+        goal=None if options.shape == "cpu" else GOAL,
+        better="higher",
+        rows=[each.row(side) for side, each in measured.items()],
+        details={
+            "runs": {side: data.run_dir.name for side, data in sides.items()},
+            "model": f"{sides['asynchronous'].manifest.model.family}",
+        },
+    )
+    draw(sides, options.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

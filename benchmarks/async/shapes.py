@@ -1,0 +1,89 @@
+"""The runs that asynchrony.py and whole_loop.py measure: `asynchrony_<shape>` of jsonnet/runs/asynchrony.jsonnet and its synchronous twin.
+
+- `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
+- Warm is what comes after step WARM_STEPS: the first steps compile, fill the engines, and have no batch ready.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orrery.observe.report.data import Interval, RunData, overlap_s, shares
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import ROOT
+
+SHAPES = ("cpu", "h200_2", "h200_4", "h200_8")
+WARM_STEPS = 3
+
+
+def run(name: str, runs: Path | None) -> RunData:
+    """The run `name`, from the folder `runs` where it has finished there, else run now. SystemExit with the folder where a stage fails."""
+    if runs is not None:
+        found = sorted(runs.glob(f"{name}-????????????"))
+        if len(found) != 1 or not (found[0] / "stages" / "rl" / "DONE").exists():
+            raise SystemExit(f"error: {runs}: it holds {len(found)} finished runs of {name}; give the folder of one, or leave --runs out")
+        return RunData.load(found[0])
+    workspace = Path(tempfile.mkdtemp(prefix="orrery-async-"))
+    for each in ("jsonnet", "manifests", "locks", "local", "Snakefile", "pyproject.toml", "weights"):
+        if (ROOT / each).exists():
+            (workspace / each).symlink_to(ROOT / each)
+    for stage in ("init", "rl"):
+        argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
+        if code := subprocess.run(argv, cwd=workspace, env=os.environ).returncode:
+            raise SystemExit(f"error: {stage} of {name} ended with code {code}; its logs are in {workspace}/runs")
+    return RunData.load(next((workspace / "runs").glob(f"{name}-????????????")))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one run says of its loop once warm; `tokens_per_s` counts sampled tokens that were trained."""
+
+    tokens_per_s: float
+    trainer_waits: float  # share of the time in which trainer.0 waited for a batch
+    trainer_busy: float  # share of the whole stage in forward, backward, optimizer
+    engines_busy: float  # share of the whole stage in which an engine had a request
+    staleness_mean: float
+    staleness_max: int
+    update_pause_s: float  # mean, engines paused for new weights
+    update_s: float  # mean, from drain to attested
+    step_s: float
+    median_tokens: float  # of the batches' mean answers
+    num_steps: int
+    dropped: dict[str, int]  # rollouts that were sampled and never trained, by reason
+
+    def row(self, variant: str) -> dict[str, Any]:
+        rest = {name: value for name, value in vars(self).items() if name != "tokens_per_s"}
+        return {"variant": variant, "value": self.tokens_per_s, "unit": "tokens/s", "better": "higher", "goal": None, **rest}
+
+
+def numbers(run: RunData) -> Numbers:
+    """Raises SystemExit where the run has too few steps to be warm."""
+    if len(run.rl) < WARM_STEPS + 2:
+        raise SystemExit(f"error: {run.run_dir.name}: {len(run.rl)} steps, of which {WARM_STEPS} warm up; nothing is left to measure")
+    begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], run.rl[-1]["time_s"]
+    window: list[Interval] = [(begin_s, end_s)]
+    waits = [(span.start_s, span.end_s) for span in run.spans if span.role == "trainer.0" and span.name == "wait"]
+    spent = shares(run.spans)
+    assert spent is not None
+    warm = [row for row in run.batches if row["step"] > WARM_STEPS]
+    updates = [row for row in run.updates if row["version"] >= WARM_STEPS]
+    means = sorted(row["completion_tokens_mean"] for row in warm)
+    return Numbers(
+        tokens_per_s=sum(row["num_trained_tokens"] for row in run.rl[WARM_STEPS:]) / (end_s - begin_s),
+        trainer_waits=overlap_s(waits, window) / (end_s - begin_s),
+        trainer_busy=spent.trainer_busy,
+        engines_busy=spent.engine_busy,
+        staleness_mean=sum(row["staleness_mean"] for row in warm) / len(warm),
+        staleness_max=max(row["staleness_max"] for row in warm),
+        update_pause_s=sum(row["pause_s"] for row in updates) / len(updates),
+        update_s=sum(row["update_s"] + row["drain_s"] + row["attest_s"] for row in updates) / len(updates),
+        step_s=(end_s - begin_s) / (len(run.rl) - WARM_STEPS),
+        median_tokens=means[len(means) // 2],
+        num_steps=len(run.rl),
+        dropped=run.batches[-1]["dropped"],
+    )
