@@ -1,0 +1,137 @@
+"""Does a real pretrained model learn? Curves of the finished runs of jsonnet/runs/smollm2.jsonnet and smollm2_staleness.jsonnet.
+
+    python benchmarks/async/learning.py --runs runs
+
+- `learning.json`: a row a task: the rise of its held-out reward, the mean of its seeds, with the largest mismatch KL of any step; the figure
+  is the lowest of the tasks. `learning.png`: the curves over steps.
+- `staleness.json`, `staleness.png`, where the runs of that file are there too: reward against wall time, a row a bound.
+- Runs are those of the checked-in manifests; tasks and bounds without a finished run are left out, and named.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from orrery.manifest.identity import load, run_dir
+from orrery.observe.report.data import RunData
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import ROOT, record
+
+HERE = Path(__file__).resolve().parent
+SEEDS, BOUNDS, BASE_BOUND = (1, 2, 3), (0, 1, 2, 4, 8), 2
+TASKS = ("reverse_words", "arithmetic", "calculator")
+GOAL = 0.3  # of the rise; the KL's is 1e-3
+
+
+def finished(name: str, runs: Path) -> RunData | None:
+    """The finished run of a checked-in manifest."""
+    folder = run_dir(runs, load(ROOT / "manifests" / f"{name}.json"))
+    if not (folder / "stages" / "evaluate" / "DONE").exists():
+        print(f"left out: {name} ({folder.name} has not finished there)")
+        return None
+    return RunData.load(folder)
+
+
+def curve(run: RunData) -> list[tuple[int, float, float]]:
+    """(policy version, seconds since the first batch began, held-out reward) of every evaluation."""
+    start_s = min(span.start_s for span in run.spans if span.name == "generate")
+    return sorted((row["version"], row["end_s"] - start_s, row["reward_mean"]) for row in run.evaluations)
+
+
+def said(run: RunData) -> dict[str, Any]:
+    """What one run comes to."""
+    before, after = run.result["before"]["reward_mean"], run.result["after"]["reward_mean"]
+    return {
+        "run": run.run_dir.name,
+        "before": before,
+        "after": after,
+        "rise": after - before,
+        "mismatch_kl_max": max(row["mismatch_kl"] for row in run.rl),
+        "staleness_mean": sum(row["staleness_mean"] for row in run.batches) / len(run.batches),
+        "rl_wall_s": run.stages["rl"]["wall_s"],
+        "curve": curve(run),
+    }
+
+
+def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
+    rows = []
+    for task, seeds in runs.items():
+        each = {seed: said(run) for seed, run in seeds.items()}
+        rise = sum(one["rise"] for one in each.values()) / len(each)
+        worst = max(one["mismatch_kl_max"] for one in each.values())
+        rows.append(
+            {"variant": task, "value": rise, "unit": "reward", "better": "higher", "goal": GOAL, "mismatch_kl_max": worst, "seeds": each}
+        )
+    record(
+        out / "learning.json",
+        figure="SmolLM2-135M-Instruct: rise of held-out reward by RL, mean of the seeds, lowest of the tasks",
+        value=min(row["value"] for row in rows),
+        unit="reward",
+        goal=GOAL,
+        better="higher",
+        rows=rows,
+    )
+    figure, panels = pyplot.subplots(1, len(runs), figsize=(4.5 * len(runs), 4), sharey=True, squeeze=False, layout="constrained")
+    for (task, seeds), axes in zip(runs.items(), panels[0], strict=True):
+        for seed, run in seeds.items():
+            versions, _, rewards = zip(*curve(run), strict=True)
+            axes.plot(versions, rewards, linewidth=2, label=f"seed {seed}")
+        axes.set(title=task, xlabel="RL step (policy version)", ylim=(0, 1.02))
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    panels[0][0].set_ylabel("held-out reward")
+    figure.savefig(out / "learning.png", dpi=140, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def by_bound(runs: dict[int, RunData], out: Path) -> None:
+    each = {bound: said(run) for bound, run in runs.items()}
+    record(
+        out / "staleness.json",
+        figure="reverse_words: held-out reward after RL, lowest of the bounds of staleness",
+        value=min(one["after"] for one in each.values()),
+        unit="reward",
+        goal=None,
+        better="higher",
+        rows=[
+            {"variant": f"bound {bound}", "value": one["after"], "unit": "reward", "better": "higher", "goal": None, **one}
+            for bound, one in each.items()
+        ],
+    )
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for bound, run in runs.items():
+        _, seconds, rewards = zip(*curve(run), strict=True)
+        axes.plot(seconds, rewards, linewidth=2, label=f"at most {bound} versions off policy")
+    axes.set(xlabel="seconds since the first request", ylabel="held-out reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(out / "staleness.png", dpi=140, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, metavar="DIR", default=ROOT / "runs")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
+    options = parser.parse_args()
+    found = {task: {seed: finished(f"smollm2_{task}_seed_{seed}", options.runs) for seed in SEEDS} for task in TASKS}
+    runs = {task: {seed: run for seed, run in seeds.items() if run is not None} for task, seeds in found.items()}
+    names = {bound: f"smollm2_staleness_{bound}" if bound != BASE_BOUND else "smollm2_reverse_words_seed_1" for bound in BOUNDS}
+    bounds = {bound: run for bound, name in names.items() if (run := finished(name, options.runs)) is not None}
+    if learned := {task: seeds for task, seeds in runs.items() if seeds}:
+        by_task(learned, options.out)
+    if len(bounds) > 1:
+        by_bound(bounds, options.out)
+    if not learned and len(bounds) < 2:
+        raise SystemExit(f"error: {options.runs}: no finished run of these manifests; run one there, for example `gpu_host.sh run`")
+
+
+if __name__ == "__main__":
+    main()
