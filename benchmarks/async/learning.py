@@ -2,7 +2,7 @@
 
     python benchmarks/async/learning.py --runs runs
 
-- `learning.json`: a row a task: the rise of its held-out reward, the mean of its seeds, with the largest mismatch KL of any step; the figure
+- `learning.json`: a row a task: the rise of its held-out reward, mean of its seeds, with the largest mismatch KL of any step; the figure
   is the lowest of the tasks. `learning.png`: the curves over steps.
 - `staleness.json`, `staleness.png`, where the runs of that file are there too: reward against wall time, a row a bound.
 - Runs are those of the checked-in manifests; tasks and bounds without a finished run are left out, and named.
