@@ -98,7 +98,7 @@ def free_port() -> int:
 def start_role(module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo") -> "subprocess.Popen[bytes]":
     """A role process in a process group of its own, writing to `logs/`."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in sorted(REPOSITORY.glob("packages/*/src"))),
+        "PYTHONPATH": os.pathsep.join(map(str, [*sorted(REPOSITORY.glob("packages/*/src")), Path(__file__).parent])),
         "OMP_NUM_THREADS": "1",
         "ORRERY_TOKEN": token,
         "ORRERY_INTERFACE": interface,

@@ -36,6 +36,8 @@ CORRECTED = {
         ("v1/engine/output_processor.py", "OutputProcessor.request_states"),
         ("v1/engine/detokenizer.py", "IncrementalDetokenizer.num_output_tokens"),
         ("entrypoints/scale_out/token_in_token_out/serving.py", "ServingTokens.serve_tokens_full_generator"),
+        ("entrypoints/scale_out/token_in_token_out/serving.py", "GenerateResponseChoice"),
+        ("entrypoints/scale_out/token_in_token_out/serving.py", "GenerateResponse"),
     ],
     "vllm_0_26_worker.py": [
         ("v1/worker/gpu_worker.py", "Worker.init_device"),

@@ -7,7 +7,7 @@
    `weight_version` and answers with `weight_versions`. Here the API server keeps that account: weights change only while generation is
    paused, and a pause with mode "keep" completes when every output of the old weights is on its way, in order, on the socket that the end
    of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly. Versions: 0.26
-   (read; held against 0.32's own account in `test_inference_releases.py`). Remove with 0.26.
+   (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
 """
 
 import contextlib
@@ -69,6 +69,12 @@ class Account:
 
 def label_versions() -> None:
     """Have answers of /inference/v1/generate say which weights sampled which token."""
+    keep_account()
+    _answer_with_spans()
+
+
+def keep_account() -> None:
+    """Have the outputs of finished requests carry `weight_versions`."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import RequestState
@@ -87,7 +93,6 @@ def label_versions() -> None:
     AsyncLLM.update_weights, AsyncLLM.finish_weight_update = update, finish  # type: ignore[method-assign]
     _meet_marks(AsyncMPClient)
     _attach_spans(RequestState, account)
-    _answer_with_spans()
 
 
 def _meet_marks(client: Any) -> None:
