@@ -37,6 +37,18 @@ REFUSED = [
         "alone; set both to 1, and inference.num_replicas to 2 for as many engines",
     ),
     (
+        changed(
+            "reverse_text_moe",
+            transport__routed_experts=True,
+            inference__num_replicas=2,
+            inference__router={"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+            inference__prefill_replicas=1,
+            inference__kv_transfer={"kind": "nixl"},
+        ),
+        "transport.routed_experts with inference.prefill_replicas 1: vLLM returns no routes beside caches that travel; "
+        "set transport.routed_experts to false, or inference.prefill_replicas to 0",
+    ),
+    (
         changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
         "inference.prefill_replicas 1: engines that only prefill are not built yet on h200; set inference.prefill_replicas to 0",
     ),

@@ -41,6 +41,11 @@ def check_built(manifest: Manifest) -> None:
             f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
             "or inference.kv_transfer.kind to 'none'"
         )
+    if manifest.transport.routed_experts and inference.prefill_replicas:
+        raise OrreryError(
+            f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
+            f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
+        )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
