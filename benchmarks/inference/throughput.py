@@ -1,0 +1,258 @@
+"""What rollouts cost an engine: tokens/s through the orchestrator's client and the router, with log-probs and routes, against vLLM's own.
+
+- Directly: an engine that returns neither log-probs nor routes, and a client that posts all requests at once and counts tokens.
+- Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
+  its column of routes in place.
+- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
+  alternate. A round is all requests, from the first that is sent to the last that is there. The figure is the ratio of the medians.
+
+    python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
+    python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32 --record throughput_cpu
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.identity import canonical_json
+from orrery.manifest.schema import Manifest
+from orrery.models.families import hf_config
+from orrery.observe.process import RoleProcess, parse_role
+from orrery.orchestrator import assemble
+from orrery.orchestrator.__main__ import event_loop
+from orrery.orchestrator.rollout import play
+from orrery.tasks.task import Judgement, Message, Problem
+from orrery.transport.routed_experts import route_shape
+from record import record
+
+ROOT = Path(__file__).parents[2]
+GOAL = 0.95
+SPARE_TOKENS = 64  # of cache and context beyond what the requests need
+
+
+def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
+    """The checked-in run with one engine behind a router, room for all requests at once, and routes or none."""
+    content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
+    moe, model = content["model"]["moe"], content["model"]
+    cpu = content["hardware"]["accelerator"] == "cpu"
+    length = 2 * args.tokens + SPARE_TOKENS
+    token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
+    content["inference"] |= {
+        "num_replicas": 1, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
+        "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
+        "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+    }  # fmt: skip
+    model["max_positions"] = max(model["max_positions"], length)
+    content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(length, content["trainer"]["memory"]["max_tokens_per_micro_batch"])
+    content["transport"]["routed_experts"] = routes and moe is not None
+    content["stages"]["sft"] = None
+    return Manifest.model_validate(content)
+
+
+def serve_dummies() -> None:
+    """This process as an engine whose weights nobody wrote: it reads `config.json` alone."""
+    from orrery.inference import __main__ as role
+
+    arguments = role.server_arguments
+    role.server_arguments = lambda *given: [*arguments(*given), "--load-format", "dummy"]
+    role.main()
+
+
+@contextmanager
+def engine(run_dir: Path) -> Iterator[None]:
+    """An engine, and a router before it, as the launcher starts them; both say where they are by rendezvous."""
+    commands = {"inference": [__file__, "--serve"], "router": ["-m", "orrery.inference.router"]}
+    processes = []
+    try:
+        for role in ("inference", "router"):
+            arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", str(free_port())]
+            log = open(run_dir / f"{role}.log", "wb")  # noqa: SIM115 (it lives as long as the process)
+            processes.append(subprocess.Popen([sys.executable, *commands[role], *arguments], stdout=log, stderr=log))
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarray:
+    """i32 [requests, tokens]; no two rounds share a prefix."""
+    return np.random.default_rng(number).integers(0, vocab_size, (args.requests, args.tokens), dtype=np.int32)
+
+
+async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int) -> int:
+    """All requests at once; returns the tokens that came."""
+    sampling = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(prompt: np.ndarray) -> int:
+            body = {"token_ids": prompt.tolist(), "cache_salt": str(number), "sampling_params": sampling}
+            async with session.post(f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)) as answer:
+                answer.raise_for_status()
+                return len(json.loads(await answer.read())["choices"][0]["token_ids"])
+
+        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(args, vocab_size, number))))
+
+
+class Prompts:
+    """Task and chat format of one round: problem i is its prompt i, and every answer is as good as any."""
+
+    stop_token_ids = ()
+
+    def __init__(self, ids: np.ndarray):
+        self.ids = ids
+
+    def problem(self, index: int) -> Problem:
+        return Problem(index, (Message("user", str(index)),), answer="")
+
+    def prompt(self, messages: Any, tools: Any = ()) -> list[int]:
+        return self.ids[int(messages[-1].content)].tolist()
+
+    def parse(self, token_ids: list[int]) -> Message:
+        return Message("assistant", "")
+
+    async def reply(self, problem: Problem, messages: list[Message]) -> None:
+        return None
+
+    def judge(self, problem: Problem, messages: list[Message]) -> Judgement:
+        return Judgement(0.0, {})
+
+
+class Published:
+    """The fleet with version 0 on every token: dummies were never published, and a rollout wants to know by whom it was sampled."""
+
+    def __init__(self, fleet: Any):
+        self.fleet = fleet
+
+    async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
+        generation = await self.fleet.generate(token_ids, ignore_eos=True, **options)
+        return replace(generation, versions=np.zeros_like(generation.versions))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.fleet.abort(request_ids)
+
+
+async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, number: int) -> int:
+    round_, shape = Prompts(prompts(args, spec.model.vocab_size, number)), route_shape(spec.model)
+    rollouts = await asyncio.gather(*(
+        play(
+            task=round_, problem_index=i, max_turns=1, renderer=round_, engine=Published(fleet),
+            sampling=SimpleNamespace(max_tokens_per_turn=args.tokens, temperature=1.0),
+            max_model_len_tokens=spec.inference.max_model_len_tokens,
+            cache_salt=str(number), name=f"{number}-{i}", timeout_s=3600.0, routes=shape,
+        )
+        for i in range(args.requests)
+    ))  # fmt: skip
+    assert all(rollout.routed_experts is None or (rollout.routed_experts[:-1] < shape.num_experts).all() for rollout in rollouts)
+    return sum(int(rollout.trained.sum()) for rollout in rollouts)
+
+
+async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> dict[bool, list[dict[str, float]]]:
+    """Rounds of each of these engines in turn; the first of each is not counted."""
+    rows: dict[bool, list[dict[str, float]]] = {routes: [] for routes in stages}
+    async with AsyncExitStack() as stack:
+        fleets = {routes: await stack.enter_async_context(await assemble.fleet(me)) for routes, me in stages.items()}
+        for number in range(args.rounds + 1):
+            for routes, me in stages.items():
+                begin = time.perf_counter()
+                if routes:
+                    tokens = await through_all(args, me.manifest, fleets[routes], number)
+                else:
+                    tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, number)
+                seconds = time.perf_counter() - begin
+                print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
+                if tokens != args.requests * args.tokens:
+                    raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
+                rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
+    return {routes: each[1:] for routes, each in rows.items()}
+
+
+@contextmanager
+def stage(args: argparse.Namespace, routes: bool) -> Iterator[RoleProcess]:
+    """A run directory with its servers."""
+    with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
+        run_dir, spec = Path(folder), manifest(args, routes)
+        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
+        init = run_dir / "weights" / "init"
+        init.mkdir(parents=True)
+        config = hf_config(spec.model) | {"eos_token_id": None, "dtype": spec.inference.dtype}
+        (init / "config.json").write_text(json.dumps(config))
+        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        try:
+            with engine(run_dir):
+                yield me
+        finally:
+            me.metrics.close()
+
+
+def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> dict[bool, list[dict[str, float]]]:
+    with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
+        return runner.run(rounds(args, {routes: stack.enter_context(stage(args, routes)) for routes in cases}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware")
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of an answer")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--record", default="throughput", help="name of the JSON beside this script")
+    args = parser.parse_args()
+
+    load_before = os.getloadavg()[0]
+    if manifest(args, False).hardware.accelerator == "cpu":  # both fit, and rounds that alternate see the same neighbours
+        measured = measure(args, (False, True))
+    else:
+        measured = measure(args, (False,)) | measure(args, (True,))
+    direct, through = (statistics.median(row["tokens_per_s"] for row in measured[routes]) for routes in (False, True))
+    record(
+        Path(__file__).with_name(f"{args.record}.json"),
+        figure="output tokens/s through orchestrator's client, router, log-probs and routes, as a share of vLLM's own",
+        value=through / direct,
+        unit="share",
+        goal=GOAL,
+        better="higher",
+        details={
+            "directly": measured[False],
+            "through_all": measured[True],
+            "tokens_per_s_directly": direct,
+            "tokens_per_s_through_all": through,
+            "load_average_before": load_before,
+            **vars(args),
+        },
+    )
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        sys.argv.remove("--serve")
+        serve_dummies()
+    else:
+        main()
