@@ -152,7 +152,7 @@ class Published:
         self.fleet = fleet
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
-        generation = await self.fleet.generate(token_ids, ignore_eos=True, **options)
+        generation = await self.fleet.generate(token_ids, **(options | {"ignore_eos": True}))
         return replace(generation, versions=np.zeros_like(generation.versions))
 
     async def abort(self, request_ids: list[str]) -> None:

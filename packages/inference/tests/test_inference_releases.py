@@ -18,6 +18,7 @@ from inference_servers import REPOSITORY
 from orrery.inference import releases
 from orrery.inference.assemble import server_arguments
 from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
 from orrery.transport import engine as client
 
 INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
@@ -156,6 +157,18 @@ def manifests():
     for each in (cpu, gpu):
         each["transport"]["routed_experts"] = True
         yield check(each, "test")
+
+
+def test_routes_beside_an_offloaded_cache_are_refused_by_the_release_that_would_lose_them(monkeypatch):
+    manifest = next(manifests())
+    tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk": False}
+    offloading = check(manifest.model_dump(mode="json") | {"inference": manifest.inference.model_dump() | {"kv_offload": tiers}}, "test")
+    monkeypatch.setattr(releases, "_has", lambda file: True)
+    assert releases.arguments(offloading) == {}
+    monkeypatch.setattr(releases, "_has", lambda file: False)
+    with pytest.raises(OrreryError, match=r"transport.routed_experts with inference.kv_offload.kind 'tiers'"):
+        releases.arguments(offloading)
+    assert releases.arguments(manifest) == {}
 
 
 def test_every_flag_is_there(tree):

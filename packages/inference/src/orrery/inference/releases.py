@@ -52,7 +52,12 @@ def api_server() -> ApiServer:
 
 
 def arguments(manifest: Manifest) -> dict[str, str]:
-    """Flags that one release needs and the other does not."""
+    """Flags that one release needs and the other does not. Raises OrreryError for what the installed one cannot do and another can."""
+    if manifest.transport.routed_experts and manifest.inference.kv_offload.kind != "none" and not _has(AUX_OUTPUT):
+        raise OrreryError(
+            f"transport.routed_experts with inference.kv_offload.kind {manifest.inference.kv_offload.kind!r}: this release of vLLM keeps "
+            f"routes by the place of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
+        )
     if manifest.inference.data_parallel > 1 and not _has(LAUNCHERS):
         return {"--worker-cls": "orrery.inference.patches.vllm_0_26_worker.SeededWorker"}
     return {}
