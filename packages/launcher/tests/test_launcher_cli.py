@@ -121,9 +121,8 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     (run_dir / "checkpoints/step_10/COMPLETE").touch()
     health = HealthFile(run_dir, "rl", "trainer", 0, 4)
     health.doing("training", step=12)
-    Status(
-        "rl", 4, "running", "", 999_999, HOST, None, time.time() - 70, roles=[RoleStatus("trainer.0", HOST, 1, 20_001, [0], "running")]
-    ).write(run_dir)
+    roles = [RoleStatus("trainer.0", HOST, 1, 20_001, [0], "running"), RoleStatus("inference.0", HOST, 2, 20_002, [1], "running", None, 2)]
+    Status("rl", 4, "running", "", 999_999, HOST, None, time.time() - 70, roles=roles).write(run_dir)
     with health.waiting("batch 13 from orchestrator"):
         from orrery.launcher import lock
 
@@ -132,6 +131,7 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     assert code == 0
     assert "rl running for 1 min 10 s, attempt 4" in out and "✓ init   ✓ sft   ▶ rl   · evaluate   · report" in out
     assert "waiting 0 s for batch 13 from orchestrator" in out and "step 12" in out
+    assert "starting · started again 2 ×" in out
     code, out, _ = orrery(capsys, "status", "reverse_text")
     assert "rl its launcher died" in out and "lost with its launcher" in out and "newest checkpoint: step 10" in out
     assert "type `snakemake --profile local reverse_text` to go on" in out
