@@ -56,6 +56,9 @@ class StandIn:
                 'vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0\n'
                 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
                 'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+                'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+                'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="100",num_gpu_blocks_override="None"} 1.0\n'
+                'vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_gpu_blocks_override="7"} 1.0\n'
                 'vllm:generation_tokens_total{engine="0"} 1e+03\n'
             )
         return web.json_response({})

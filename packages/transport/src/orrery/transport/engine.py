@@ -14,6 +14,7 @@
             └── WeightsDiffer it says that it did, and holds others
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -89,7 +90,8 @@ class EngineMetrics:
 
     running: int
     waiting: int
-    kv_usage: float  # share of KV blocks in use, 0 to 1
+    kv_usage: float  # share of KV blocks in use, 0 to 1; of several data-parallel caches the mean
+    kv_tokens: int  # that the KV blocks of all caches hold; 0 where the page does not say
     preemptions_total: int
     prefix_queries_total: int  # tokens looked up in the prefix cache
     prefix_hits_total: int  # tokens found there
@@ -359,13 +361,22 @@ _METRICS = {
 }
 
 
+_CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
+
+
 def _metrics(page: str) -> EngineMetrics:
     """Pick `_METRICS` out of a Prometheus text page; a series that is not there counts 0."""
-    values = dict.fromkeys(_METRICS.values(), 0.0)
+    values = dict.fromkeys([*_METRICS.values(), "kv_tokens"], 0.0)
+    num_caches = 0
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in _METRICS:
             values[_METRICS[name]] += float(line.rpartition(" ")[2])
+            num_caches += _METRICS[name] == "kv_usage"
+        elif name == "vllm:cache_config_info":  # its numbers are labels
+            sizes = dict(_CACHE_SIZES.findall(line))
+            values["kv_tokens"] += int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0))
+    values["kv_usage"] /= max(1, num_caches)
     return EngineMetrics(**{name: value if name == "kv_usage" else int(value) for name, value in values.items()})  # type: ignore[arg-type]
 
 
