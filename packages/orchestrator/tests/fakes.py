@@ -16,7 +16,7 @@ from orrery.manifest.schema import Manifest
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
-from orrery.transport.engine import EngineGone, Generation, GenerationFailed
+from orrery.transport.engine import EngineGone, EngineMetrics, Generation, GenerationFailed
 from orrery.transport.route_bytes import Routes, split
 
 PROMPT_TOKENS = 3
@@ -105,6 +105,14 @@ def routes(start: int, end: int) -> Routes:
     _, found = split(b'{"routed_experts":"' + base64.b64encode(file.getvalue()) + b'"}', start)
     assert found is not None
     return found
+
+
+def load(running: int, waiting: int = 0, kv_usage: float = 0.0, preemptions_total: int = 0, kv_tokens: int = 0) -> EngineMetrics:
+    """What an engine says of itself."""
+    return EngineMetrics(
+        running=running, waiting=waiting, kv_usage=kv_usage, kv_tokens=kv_tokens, preemptions_total=preemptions_total,
+        prefix_queries_total=0, prefix_hits_total=0, prompt_tokens_total=0, generation_tokens_total=0,
+    )  # fmt: skip
 
 
 class FakeTask:
@@ -210,7 +218,7 @@ class FakeFleet:
         pass
 
     async def metrics(self) -> dict[int, Any]:
-        return {0: SimpleNamespace(running=len(self.in_flight), waiting=0, kv_usage=0.0)}
+        return {0: load(running=len(self.in_flight))}
 
 
 class FakeTrainer:

@@ -26,7 +26,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
     @initialize(limit=st.integers(1, 6))
     def begin(self, limit):
-        self.dispatch = Dispatch(Admission(FixedAdmission(kind="fixed", max_in_flight=limit)))
+        self.dispatch = Dispatch(Admission(FixedAdmission(kind="fixed", max_in_flight=limit), max_model_len_tokens=64))
         self.offered, self.left, self.in_flight, self.version = {}, Counter(), {}, 0
         self.salts = {}
         self.now_s = 0.0

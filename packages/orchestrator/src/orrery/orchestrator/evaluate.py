@@ -8,6 +8,7 @@
 import asyncio
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 from orrery.manifest.plan import stage
@@ -15,6 +16,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import ENGINE_GONE, Failed, Finished, Request
@@ -68,13 +70,29 @@ class HeldOut:
         self.evaluations = Evaluations(
             me.manifest.tasks.evaluation, max(last_step, 1), settings.num_problems, settings.rollouts_per_problem, last_step
         )
-        self.dispatch = Dispatch(Admission(me.manifest.orchestrator.admission))
+        self.dispatch = Dispatch(Admission(me.manifest.orchestrator.admission, me.manifest.inference.max_model_len_tokens))
         self.pulse = Pulse()
         self.stage = Stage(me.manifest, tasks, renderer, fleet, self._finished, self._failed)
         self.me, self.fleet = me, fleet
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
+        """Play every problem on `version`, which the engines hold."""
+        watching = asyncio.create_task(self._watch_engines())
+        try:
+            return await self._play(version)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _watch_engines(self) -> None:
+        while True:
+            await asyncio.sleep(ENGINE_POLL_S)
+            await look(self.me, self.fleet, self.dispatch.admission)
+            self.pulse.ring()
+
+    async def _play(self, version: int) -> EvaluationResult:
         self.result = None
         for group in self.evaluations.begin(version, time.time()):
             self.dispatch.offer(group)

@@ -17,10 +17,10 @@ import time
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
-from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
 from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import Activity
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from orrery.orchestrator.evaluation import EvaluationResult
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Request
@@ -35,7 +35,6 @@ from orrery.transport import checkpoints, rollout_store
 
 TICK_S = 0.5  # timeouts of rollouts are this precise
 POLL_S = 0.03  # how often publications are looked for
-ENGINE_POLL_S = 0.5
 FIRST_VERSION_S = 600.0  # the trainer's start
 STALL_S = 600.0  # beyond a rollout's own time limit: nothing takes this long
 NUM_SAMPLES = 4  # decoded rollouts a batch
@@ -114,19 +113,16 @@ class Loop:
             await asyncio.sleep(POLL_S)  # not at every pulse: looking for a publication reads files
 
     async def watch_engines(self) -> None:
-        """Rows of what the engines say of themselves; the report's activity, where a router stands between."""
+        """What the engines say of themselves; the limit follows them, and the report's activity where a router stands between."""
         while not self.state.done:
             await asyncio.sleep(ENGINE_POLL_S)
-            try:
-                every = await self.fleet.metrics()
-            except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
-                self.me.log.warning("no numbers from the engines: %s", error)
+            if self.state.updating:  # what is paused says nothing of what fits
                 continue
-            for index, metrics in every.items():
-                numbers = {"running": metrics.running, "waiting": metrics.waiting, "kv_usage": metrics.kv_usage}
-                self.me.metrics.write(None, event="engine", engine=index, **numbers)
+            loads = await look(self.me, self.fleet, self.state.dispatch.admission)
+            for index, load in loads.items():
                 if self._routed:
-                    self.activity.observe(index, metrics.running + metrics.waiting, time.time())
+                    self.activity.observe(index, load.running + load.waiting, time.time())
+            self.pulse.ring()
 
     # What rollouts come to -------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class State:
         self.manifest = manifest
         self.rollouts_per_batch = settings.rollouts_per_batch
         self.clock = Clock(settings.max_off_policy_steps, manifest.stages.rl.num_steps)
-        self.dispatch = Dispatch(Admission(settings.admission))
+        self.dispatch = Dispatch(Admission(settings.admission, manifest.inference.max_model_len_tokens))
         self.groups = Groups()
         self.sink = Sink(settings.algorithm, settings.rollouts_per_batch, settings.drop_zero_advantage_groups)
         self.wanted = 0  # the newest batch that the trainer has asked for

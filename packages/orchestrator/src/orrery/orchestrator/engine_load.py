@@ -1,0 +1,30 @@
+"""Engine load: what the engines say of themselves, written down and given to admission."""
+
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.orchestrator.admission import Admission
+from orrery.transport.engine import EngineMetrics
+
+ENGINE_POLL_S = 0.5
+
+
+async def look(me: Any, fleet: Any, admission: Admission) -> dict[int, EngineMetrics]:
+    """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is."""
+    try:
+        loads: dict[int, EngineMetrics] = await fleet.metrics()
+    except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
+        me.log.warning("no numbers from the engines: %s", error)
+        return {}
+    for index, load in loads.items():
+        numbers = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "preemptions": load.preemptions_total}
+        me.metrics.write(None, event="engine", engine=index, **numbers)
+    # The first ones only prefill: rollouts live in the caches of the others.
+    serving = {index: load for index, load in loads.items() if index >= me.manifest.inference.prefill_replicas}
+    before = admission.limit
+    admission.observe(serving)
+    if admission.need is not None:
+        me.metrics.write(None, event="admission", limit=admission.limit, num_in_flight=admission.taken, share=admission.need.share)
+        if admission.limit != before:
+            me.log.debug("rollouts in flight: %d of %d at most, before %d", admission.taken, admission.limit, before)
+    return loads
