@@ -48,7 +48,9 @@ def run_dir(tmp_path: Path) -> Path:
     ]
     updates = [{**stamp, "event": "update", "time_s": 101.0, "step": None, "version": 1, "pause_s": 0.03}]
     write_rows(tmp_path / "metrics" / "trainer.0.jsonl", sft + trainer)
-    write_rows(tmp_path / "metrics" / "orchestrator.0.jsonl", batches + evaluations + updates)
+    admitted = [{**stamp, "event": "admission", "time_s": 100.0 + n, "step": None, "limit": 8 * n, "num_in_flight": 7 * n} for n in steps]
+    loads = [{**stamp, "event": "engine", "time_s": 100.0 + n, "step": None, "engine": 0, "kv_usage": 0.2 * n} for n in steps]
+    write_rows(tmp_path / "metrics" / "orchestrator.0.jsonl", batches + evaluations + updates + admitted + loads)
     usage = [
         {**stamp, "event": "usage", "time_s": 100.0 + n, "step": None, "processes": {"trainer.0": {"cpu_percent": 80.0, "rss_bytes": 1}}}
         for n in steps
@@ -85,7 +87,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_page_holds_every_figure_and_needs_nothing_from_outside(run_dir):
     html = render(RunData.load(run_dir), 132.0)
-    assert len(re.findall(r'id="figure-\d+"', html)) == 10
+    assert len(re.findall(r'id="figure-\d+"', html)) == 11
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="', html)
     assert "0.31 → 0.87" in html and "&lt;abc&gt;" in html and "zero_advantage" in html
 

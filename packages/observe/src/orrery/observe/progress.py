@@ -47,6 +47,8 @@ class Progress:
             self._take(row, generated_tokens_per_s="generated tokens/s", num_in_flight="in flight")
             if isinstance(row.get("reward_mean"), int | float):
                 self.rewards.append(row["reward_mean"])
+        elif event == "admission":
+            self._take(row, num_in_flight="in flight", limit="at most")
         elif event == "evaluation":
             self._take(row, reward_mean="held-out reward")
         elif event == "validation":

@@ -43,6 +43,8 @@ class RunData:
     evaluations: list[Row]
     updates: list[Row]
     engine_restarts: list[Row]
+    admission: list[Row]  # rollouts in flight and their limit, where it follows the engines
+    engines: list[Row]  # what engines say of themselves
     usage: list[Row]
     spans: list[Span]  # of the RL stage's newest attempt
     result: Row  # stages/evaluate/result.json
@@ -72,6 +74,8 @@ class RunData:
             evaluations=event("evaluation"),
             updates=event("update"),
             engine_restarts=[row for row in read(metrics / "launcher.0.jsonl") if row.get("event") == "engine_restart"],
+            admission=event("admission"),
+            engines=event("engine"),
             usage=_usage(metrics),
             spans=_spans(metrics),
             result=_json(run_dir / "stages" / "evaluate" / "result.json"),

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from orrery.observe.report.data import RunData, same_weights
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
+POINTS = 1000  # of a line that a long run would fill a page with
 SPAN_COLORS = {
     "forward_backward": TRAINER,
     "optimizer": "#7ba5f0",
@@ -148,6 +149,36 @@ def throughput(run: RunData) -> go.Figure | None:
     figure = _figure("step", "tokens / s", yaxis_rangemode="tozero")
     _line(figure, run.batches, "generated_tokens_per_s", "generated", ENGINE)
     _line(figure, run.rl, "tokens_per_s", "trained", TRAINER)
+    return figure
+
+
+def admission(run: RunData) -> go.Figure | None:
+    """Rollouts in flight, the limit that follows the engines' load, and how full the engines' caches are."""
+    if not run.admission:
+        return None
+    start = run.admission[0]["time_s"]
+    figure = _figure("seconds", "rollouts", yaxis_rangemode="tozero")
+    figure.update_layout(yaxis2={"overlaying": "y", "side": "right", "range": [0, 1.02], "title": "cache in use", "showgrid": False})
+    looks = run.admission[:: 1 + len(run.admission) // POINTS]
+    for key, name, color, shape in (("limit", "limit", REFERENCE, "hv"), ("num_in_flight", "in flight", ENGINE, "linear")):
+        figure.add_scatter(
+            x=[row["time_s"] - start for row in looks],
+            y=[row[key] for row in looks],
+            name=name,
+            mode="lines",
+            line={"color": color, "width": 2, "shape": shape},
+        )
+    for engine in sorted({row["engine"] for row in run.engines}):
+        rows = [row for row in run.engines if row["engine"] == engine]
+        rows = rows[:: 1 + len(rows) // POINTS]
+        figure.add_scatter(
+            x=[row["time_s"] - start for row in rows],
+            y=[row["kv_usage"] for row in rows],
+            name=f"cache of engine {engine}",
+            mode="lines",
+            line={"width": 1},
+            yaxis="y2",
+        )
     return figure
 
 

@@ -18,9 +18,17 @@ SECTIONS = (
         (("What each role did", figures.timeline), ("Staleness of trained tokens", figures.staleness), ("Versions", figures.versions)),
     ),
     ("Agreement of trainer and engine", (("Log-probs", figures.agreement),)),
-    ("Speed", (("Throughput", figures.throughput), ("Parts of a step", figures.step_parts), ("Processors", figures.processors))),
+    (
+        "Speed",
+        (
+            ("Throughput", figures.throughput),
+            ("Parts of a step", figures.step_parts),
+            ("Admission", figures.admission),
+            ("Processors", figures.processors),
+        ),
+    ),
 )
-WIDE = {figures.reward, figures.timeline, figures.agreement, figures.processors}
+WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
 
 
