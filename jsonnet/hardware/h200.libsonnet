@@ -16,5 +16,5 @@
     max_batched_tokens: 8192,
     enforce_eager: false,
   },
-  orchestrator+: { admission: { kind: 'fixed', max_in_flight: 512 } },
+  orchestrator+: { admission: { kind: 'adaptive', min_in_flight: 64, max_in_flight: 512 } },
 }

@@ -4,7 +4,10 @@
     (import 'runs/reverse_text.jsonnet').reverse_text {
       layout+:: { trainer_ranks: 2, engines: 2 },
       trainer+: { checkpoint+: { interval_steps: 4 } },
-      orchestrator+: { evaluation+: { interval_steps: 8, num_problems: 64 } },
+      orchestrator+: {
+        admission: { kind: 'adaptive', min_in_flight: 32, max_in_flight: 128 },
+        evaluation+: { interval_steps: 8, num_problems: 64 },
+      },
       stages+: {
         sft+: { data+: { num_problems: 1024 } },
         rl+: { num_steps: 24 },

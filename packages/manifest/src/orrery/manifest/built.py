@@ -13,7 +13,7 @@ WEIGHT_WIRES = ("files",)
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_OFFLOADS = ("none",)
-ADMISSIONS = ("fixed",)
+ADMISSIONS = ("fixed", "adaptive")
 
 
 def check_built(manifest: Manifest) -> None:
