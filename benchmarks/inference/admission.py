@@ -184,7 +184,7 @@ async def measure(me: RoleProcess, process: psutil.Process, args: argparse.Names
                 row = await play(me, fleet, lambda: computed_s(process), Admission(settings, context), args)
                 rows.append({"variant": name, "round": number, "load_average": os.getloadavg()[0], **row})
                 print(
-                    f"round {number} {name:10s} {row['tokens_per_s']:7.0f} tokens/s, {row['tokens_per_engine_cpu_s']:7.0f} per engine CPU s, "
+                    f"round {number} {name:10s} {row['tokens_per_s']:7.0f} tokens/s, {row['tokens_per_engine_cpu_s']:5.0f} per CPU s, "
                     f"{row['preemptions_per_rollout']:.2f} preemptions a rollout, cache {row['kv_usage_mean']:.0%}, "
                     f"limit {row['limit_p5_p50_p95']}, {row['seconds']:.0f} s",
                     flush=True,
@@ -231,9 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", default="reverse_text", help="which checked-in run's model and machine")
     parser.add_argument("--fixed", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64])
-    parser.add_argument(
-        "--floor", type=int, default=4, help="min_in_flight of the adaptive variant; its ceiling is twice the largest fixed"
-    )
+    parser.add_argument("--floor", type=int, default=4, help="of the adaptive limit; its ceiling is twice the largest fixed one")
     parser.add_argument("--kv-tokens", type=int, default=6144)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--median", type=float, default=160, help="sampled tokens of a rollout, log-normal")
@@ -279,6 +277,7 @@ def main() -> None:
             f"adaptive: {rates['adaptive'] / rates[best]:.3f} of {best} (goal {GOAL}), {preemptions['adaptive']:.2f} preemptions a rollout"
         )
         return
+    chosen = {name: value for name, value in vars(args).items() if name != "dry_run"}
     record(
         Path(__file__).with_suffix(".json"),
         figure=f"adaptive admission, {key} as a share of the best fixed limit's",
@@ -286,9 +285,9 @@ def main() -> None:
         unit="share",
         goal=GOAL,
         better="higher",
-        details={"best_fixed": best, "preemptions_per_rollout": preemptions, **{name: each for name, each in vars(args).items() if name != "dry_run"}},
-        rows=[{"variant": row["variant"], "value": row[key], **{name: each for name, each in row.items() if name != "looks"}} for row in rows],
-    )  # fmt: skip
+        details={"best_fixed": best, "preemptions_per_rollout": preemptions, **chosen},
+        rows=[{"value": row[key], **{name: value for name, value in row.items() if name != "looks"}} for row in rows],
+    )
     draw(rows, key, Path(__file__).with_suffix(".png"))
 
 

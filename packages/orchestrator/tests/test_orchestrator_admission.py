@@ -7,7 +7,7 @@ import orchestrator_fakes as fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_engine import Costs, SimulatedEngine, play
+from orchestrator_simulated_engine import Costs, SimulatedEngine, play
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
