@@ -11,7 +11,7 @@ from orchestrator_simulated_engine import Costs, SimulatedEngine, play
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.orchestrator.admission import FILL, Admission
+from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engine_load import look
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -91,13 +91,13 @@ def test_more_load_never_gives_a_higher_limit_and_more_ended_rollouts_never_a_lo
 
 
 @QUICK
-@given(st.floats(0.1, FILL), st.integers(1, 500))
+@given(st.floats(0.1, 1), st.integers(1, 500))
 def test_a_preemption_lowers_the_limit_by_what_did_not_fit_and_a_storm_by_a_bounded_part(kv_usage, num_preempted):
     admission, engines = settled(kv_usage)
     before = admission.limit
     admission.observe({0: replace(engines[0], preemptions_total=num_preempted)})
     lowered = before - admission.limit
-    assert 1 <= lowered <= max(2, math.ceil(0.05 * before) + 1, before - FILL / (kv_usage / admission.taken))
+    assert 1 <= lowered <= max(2, math.ceil(0.05 * before) + 1, before - 1 / (kv_usage / admission.taken))
     assert admission.taken > admission.limit
     admission.observe({0: replace(engines[0], preemptions_total=2 * num_preempted)})
     assert before - admission.limit == lowered, "not again before the pool has come down"
@@ -107,7 +107,7 @@ def test_a_preemption_lowers_the_limit_by_what_did_not_fit_and_a_storm_by_a_boun
 @given(st.floats(0.01, 0.5))
 def test_a_full_pool_without_pressure_grows_with_every_rollout_that_ends_up_to_what_the_caches_hold(kv_usage):
     admission, engines = settled(kv_usage)
-    fits = FILL * admission.taken / kv_usage
+    fits = admission.taken / kv_usage
     for _ in range(150):
         before = admission.limit
         turn_over(admission, admission.taken // 4)
@@ -134,7 +134,7 @@ def test_requests_that_queue_lower_the_limit_at_once_where_caches_are_full_and_e
     admission, _ = settled(0.9)
     running = admission.taken
     admission.observe({0: fakes.load(running - 20, waiting=20, kv_usage=0.99)})
-    assert admission.limit == int(FILL * (running - 20) / 0.99)
+    assert admission.limit == int((running - 20) / 0.99)
     admission, _ = settled(0.2)
     before = admission.limit
     turn_over(admission, 10)
@@ -143,7 +143,7 @@ def test_requests_that_queue_lower_the_limit_at_once_where_caches_are_full_and_e
 
 
 def test_an_engine_that_is_gone_takes_its_share_of_the_limit_along_and_brings_it_back():
-    admission, engines = settled(FILL, num_engines=2)
+    admission, engines = settled(1.0, num_engines=2)
     both = admission.limit
     admission.observe({1: engines[1]})
     admission.give_back(admission.taken // 2)
@@ -170,7 +170,7 @@ def test_it_starts_with_what_the_caches_hold_of_the_longest_rollouts_and_with_th
     admission = adaptive()
     assert admission.limit == BOUNDS.min_in_flight
     admission.observe({0: fakes.load(0, kv_tokens=40 * CONTEXT), 1: fakes.load(0, kv_tokens=40 * CONTEXT)})
-    assert admission.limit == int(FILL * 80 + 1e-9)
+    assert admission.limit == 80
     admission = adaptive()
     admission.observe({0: fakes.load(0)})
     assert admission.limit == BOUNDS.min_in_flight
@@ -208,7 +208,7 @@ def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm
     best = max(fixed.values(), key=lambda each: each.tokens_per_s)
     assert found.tokens_per_s >= 0.95 * best.tokens_per_s
     assert fixed[128].preemptions_per_rollout > 1, "128 are an overload"
-    assert found.preemptions_per_rollout < 0.5
+    assert found.preemptions_per_rollout < 0.25 * fixed[128].preemptions_per_rollout
     middle = sorted(found.limits)[len(found.limits) // 2]
     assert max(found.limits) <= 1.5 * middle and min(found.limits) >= 0.6 * middle
 
@@ -217,7 +217,7 @@ def test_four_engines_get_four_times_as_many_as_one():
     one = play(adaptive(), engines(COSTS["prefill is dear"]), LENGTHS["uniform"], 200, 100)
     four = play(adaptive(), engines(COSTS["prefill is dear"], 4), LENGTHS["uniform"], 200, 100)
     assert sum(four.limits) / len(four.limits) == pytest.approx(4 * sum(one.limits) / len(one.limits), rel=0.15)
-    assert four.preemptions_per_rollout < 0.5
+    assert four.preemptions_per_rollout < 1
 
 
 # A look at the fleet -------------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
     me, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
     prefill, serving = fakes.load(0, kv_tokens=CONTEXT), fakes.load(0, kv_tokens=50 * CONTEXT)
     assert list(await look(me, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
-    assert admission.limit == 95
+    assert admission.limit == 100
     assert list(await look(me, Fleet(prefill, None, serving), admission)) == [0, 2]
-    assert admission.limit == 47
+    assert admission.limit == 50
     assert await look(me, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission) == {}
-    assert admission.limit == 47
-    assert [row["limit"] for row in me.events("admission")] == [95, 47]
+    assert admission.limit == 50
+    assert [row["limit"] for row in me.events("admission")] == [100, 50]
     assert len(me.events("engine")) == 5

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.transport.engine import EngineMetrics
 
-FILL = 0.95  # of the caches, at the worst moment of a turnover; the rest is for what is sampled between two looks
 BACKOFF = 0.05  # of the limit, at a look that finds preemptions
 DECAY = 3.0  # what a turnover of the pool leaves of a need that is no longer measured, as a power of 1/e
 
@@ -62,21 +61,21 @@ class Need:
             elif was_full and not preempted and waiting <= num_ended:
                 self.share = measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight)
             if preempted and in_flight <= self.limit:
-                fits = min(self.limit, in_flight, FILL * len(loads) / self.share)
-                self.share = FILL * len(loads) / max(0.5, fits - min(preempted, max(1.0, BACKOFF * fits)))
+                fits = min(self.limit, in_flight, len(loads) / self.share)
+                self.share = len(loads) / max(0.5, fits - min(preempted, max(1.0, BACKOFF * fits)))
         self._follow(len(loads))
 
     def _follow(self, num_engines: int) -> None:
         assert self.share is not None
         most = self.bounds.max_in_flight
-        fits = most if self.share * most <= FILL * num_engines else int(FILL * num_engines / self.share + 1e-9)
+        fits = most if self.share * most <= num_engines else int(num_engines / self.share + 1e-9)
         self.limit = max(self.bounds.min_in_flight, fits)
 
     def _first_share(self, loads: Mapping[int, EngineMetrics]) -> float:
         kv_tokens = min(load.kv_tokens for load in loads.values())
         if not kv_tokens:
-            return FILL * len(loads) / self.bounds.min_in_flight
-        return min(FILL, self.max_model_len_tokens / kv_tokens)
+            return len(loads) / self.bounds.min_in_flight
+        return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
         """Preemptions since the last look; none at the first. An engine that started anew counts from 0 again."""
