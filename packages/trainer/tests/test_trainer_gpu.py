@@ -58,7 +58,7 @@ def ran(tmp_path_factory):
     for network, model in {**NETWORKS, "half": WIDE}.items():
         write_start_weights(manifest(model=model), folder / network)
     (folder / "cases.json").write_text(json.dumps({**CASES, **ALONE, **HALVES}))
-    run_script("parallel_rank.py", folder, 2, deadline_s=250, device="cuda")
+    run_script("parallel_rank", folder, 2, deadline_s=250, device="cuda")
     return folder
 
 

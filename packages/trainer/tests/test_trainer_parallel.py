@@ -114,7 +114,7 @@ def ran(tmp_path_factory):
     for network, model in NETWORKS.items():
         write_start_weights(manifest(model=model), folder / network)
     (folder / "cases.json").write_text(json.dumps({**CASES, **AGAIN}))
-    answers = run_script("parallel_rank.py", folder, 4, deadline_s=200)
+    answers = run_script("parallel_rank", folder, 4, deadline_s=200)
     return folder, {name: [answer[name] for answer in answers if name in answer] for name in (*CASES, *AGAIN, "exchanges")}
 
 

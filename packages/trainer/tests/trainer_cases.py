@@ -195,26 +195,26 @@ def run_ranks(num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu
     Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
-    return run_script("trainer_rank.py", folder, num_ranks, deadline_s=100, device=device)
+    return run_script("trainer_rank", folder, num_ranks, deadline_s=100, device=device)
 
 
-def run_script(script: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu") -> list[dict]:
-    """`script FOLDER PORT NUM_RANKS RANK` as every rank: each one's last line, JSON. Fails with the stderr of all where one failed."""
+def run_script(module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu") -> list[dict]:
+    """`main` of `module` with the words FOLDER PORT NUM_RANKS RANK as every rank: each one's last line, JSON.
+
+    Fails with the stderr of all where one failed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path]))}
     environment["TRAINER_TEST_DEVICE"] = device
-    command = [sys.executable, str(HERE / script), str(folder), str(port), str(num_ranks)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(num_ranks)
-    ]
+    command = [sys.executable, str(HERE / "ranks.py"), module, str(folder), str(port), str(num_ranks)]
+    ranks = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        outputs = [rank.communicate(timeout=deadline_s) for rank in ranks]
+        _, stderr = ranks.communicate(timeout=deadline_s)
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(stderr[-3000:] for _, stderr in outputs)
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+        if ranks.poll() is None:
+            ranks.terminate()  # it ends its ranks
+            ranks.wait()
+    said = {stream: [path.read_text() for path in sorted(folder.glob(f"rank_?.{stream}"))] for stream in ("out", "err")}
+    assert ranks.returncode == 0, "\n".join(text[-3000:] for text in (stderr, *said["err"]))
+    return [json.loads(text.splitlines()[-1]) for text in said["out"]]
