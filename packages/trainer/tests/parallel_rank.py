@@ -8,6 +8,7 @@ FOLDER/<name>.safetensors; the last line of stdout says, for each case that this
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import deep_ep_fake
@@ -103,6 +104,9 @@ def main() -> None:
             if size == 4:
                 answers["exchanges"] = exchanges(world)
             dissolve(world)
+    store.set(f"done.{rank}", "")
+    if rank == 0:  # it serves the store, and pairs end at different times
+        store.wait([f"done.{other}" for other in range(num_ranks)], timedelta(seconds=300))
     print(json.dumps(answers))
 
 
