@@ -14,17 +14,17 @@
       orchestrator+: {
         rollouts_per_batch: 256,
         max_off_policy_steps: 0,  // every rollout is of one version: what engine and trainer differ in is arithmetic alone
-        evaluation: { interval_steps: 4, num_problems: 32, rollouts_per_problem: 1 },
+        evaluation: { interval_steps: 2, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {
-          num_steps: 120,
+          num_steps: 70,
           examples_per_batch: 32,
           optimizer+: { lr: 2e-3 },
           schedule: { kind: 'constant', warmup_steps: 10 },
           data+: { num_problems: 4096 },
         },
-        rl+: { num_steps: 8 },
+        rl+: { num_steps: 4 },
         evaluate+: { num_problems: 64 },
       },
     },
