@@ -15,10 +15,12 @@ import torch
 from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop
 
 from orrery.manifest.identity import load
-from orrery.models.weights import named_hf_tensors
+from orrery.models.weights import named_hf_slices, named_hf_tensors
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, UpdateFailed
 from orrery.transport.fleet import EngineFleet
-from orrery.transport.weight_wire import Published, WeightPublisher
+from orrery.transport.weight_wire import Published, WeightPublisher, claim
+from orrery.transport.weight_wire.buckets import Held
+from orrery.transport.weight_wire.source import Source
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -101,6 +103,38 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
     assert generation.finish_reason == "length"
     assert (generation.versions == START_VERSION).all()
     assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+
+
+def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path):
+    policies.newest += 1
+    version, module = policies.newest, make_module(policies.manifest, seed=300)
+    folder = tmp_path / "wire"
+    folder.mkdir(mode=0o700)
+    source = Source("nccl", folder, "127.0.0.1", 0, 1, torch.device("cpu"), bucket_bytes=1 << 14)
+
+    def held():
+        return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
+
+    async def scenario(fleet):
+        flight = asyncio.ensure_future(sample(fleet, "in-flight-direct", max_tokens=300))
+        while (await fleet.metrics())[0].running == 0:
+            await asyncio.sleep(0)
+        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
+        report = await fleet.update(published)
+        return published, report, await fleet.fingerprints(), await flight, await sample(fleet, "after-direct")
+
+    try:
+        published, report, held_by, flight, after = drive(server[1], scenario)
+        source.settle()
+        assert claim(published, ["engine 0"]) is None, "the trainer has gone on"
+    finally:
+        source.close()
+    assert {name: each.fingerprint for name, each in held_by[0].items()} == published.fingerprints
+    assert sum(report.attested.values()) == len(published.fingerprints)
+    assert flight.finish_reason == "length" and len(flight.token_ids) == 300
+    assert (np.diff(flight.versions) >= 0).all() and flight.versions[-1] == version
+    assert (after.versions == version).all()
+    assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
 def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tensor(server, policies):

@@ -47,7 +47,7 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
     assert version == report.version == 3 and report.digest == PUBLISHED.digest
     assert report.attested == {"resident": 1, "as_consumed": 1}
     assert report.paused_s >= report.pause_s + report.update_s + report.attest_s
-    for engine in engines:
+    for index, engine in enumerate(engines):
         assert engine.paths() == [
             "/pause?mode=keep&clear_cache=false",
             "/start_weight_update",
@@ -56,7 +56,7 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
             "/collective_rpc",
             "/resume",
         ]
-        assert engine.asked[2][1] == {"update_info": {"path": PUBLISHED.path, "version": 3}}
+        assert engine.asked[2][1] == {"update_info": {"path": PUBLISHED.path, "version": 3, "engine": f"engine {index}"}}
         assert engine.asked[3][1] == {"weight_version": "3"}
     assert router.paths() == ["/inference/v1/generate"]
 

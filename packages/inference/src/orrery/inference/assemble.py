@@ -15,7 +15,7 @@ from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
-BACKEND = "orrery_files"  # name of our receiver among vLLM's weight-transfer backends
+BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
 

@@ -1,6 +1,7 @@
 """Attestation, engine end: what a worker answers when asked which weights it holds.
 
 - A worker extension of vLLM: its methods are called through /collective_rpc.
+- `update_parts` says what the last update spent its time on.
 - `fingerprints` is what `receiver` recorded in the last update that finished; a failed or unfinished update leaves nothing to attest.
 """
 
@@ -16,3 +17,8 @@ class AttestingWorker:
         """HF name → [fingerprint as 16 hex digits, "resident" | "as_consumed"]; empty before the first update."""
         held = getattr(self.weight_transfer_engine, "held", None) or {}
         return {name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in held.items()}
+
+    def update_parts(self) -> dict[str, float]:
+        """Seconds of the last update in this worker, by part; empty where it read files."""
+        parts = getattr(self.weight_transfer_engine, "parts", None)
+        return {} if parts is None else {name: round(seconds, 6) for name, seconds in parts.seconds.items()}

@@ -20,7 +20,7 @@ def register() -> None:
     _registered = True
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "FilesReceiver")
+    WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

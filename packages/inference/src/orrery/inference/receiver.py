@@ -1,6 +1,8 @@
 """Weights in: reads what the trainer published, loads it into the running model, and records which weights those were.
 
-- In: the path of a published version (`orrery.transport.weight_wire`), tensors by HF name. Out: `held`, name → (fingerprint, how).
+- In: the path of a published version (`orrery.transport.weight_wire`), whichever wire it is of. Out: `held`, name → (fingerprint, how).
+- From `files` come whole tensors; on a direct wire this rank receives the slices that it needs (`needs`), and puts them in place as they
+  come (`loading`).
 - Each tensor is fingerprinted as the model consumes it. After processing, tensors that the engine keeps as they came (embedding, norms, an
   untied output head) are fingerprinted again from the model itself ("resident"); those that it repacks can only be "as_consumed".
 - Always: every tensor that the model was first loaded with must come again, and every element of every layer must be filled.
@@ -8,6 +10,7 @@
   through.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +18,23 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from orrery.inference.loading import Loading, Run, runs
+from orrery.inference.needs import Needs, learn, put_back
 from orrery.inference.patches.vllm import forget_moe_kernels, repack_tied_heads
 from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import read_weights
+from orrery.transport.weight_wire.claims import Taking, read_taking
+from orrery.transport.weight_wire.meeting import Tensor
+from orrery.transport.weight_wire.plan import Parts, dtype_of
+from orrery.transport.weight_wire.slices import Box
+from orrery.transport.weight_wire.target import Round, Target
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
 # Modules whose parameter stays as it was loaded (ParallelLMHead is a VocabParallelEmbedding).
@@ -32,47 +43,59 @@ KEPT_AS_THEY_CAME = (RMSNorm, VocabParallelEmbedding)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: the file says all."""
+    """How many ranks this engine has, over all of its data-parallel parts; of what is published its path says all."""
+
+    num_ranks: int | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the published version is, and which it is (for error sentences)."""
+    """Where the published version is, which it is, and what this engine is called among the others."""
 
     path: str
     version: int
+    engine: str = "engine"
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a tensor looked like on its way in."""
+    """What a tensor looked like on its way in; `shape` is None where this rank has a part of it only."""
 
     fingerprint: int
-    shape: torch.Size
+    shape: torch.Size | None
     dtype: torch.dtype
 
 
-class FilesReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer backend `orrery_files`."""
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight-transfer backend `orrery`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held: dict[str, tuple[int, str]] = {}
+        self.parts = Parts()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
+        self._num_ranks = init_info.num_ranks
+        self._target: Target | None = None
 
     def start_weight_update(self) -> None:
         self.held = {}
+        self.parts = Parts()
         self._consumed = {}
         if self.device.type == "cpu":
             forget_moe_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        taking = read_taking(update_info.path)
         try:
-            self.model.load_weights(self._fingerprinted(update_info))
-            self._check_complete(update_info)
+            if taking is None:
+                self.model.load_weights(self._fingerprinted(update_info))
+                self._check_complete(update_info)
+            else:
+                with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                    self._take(update_info, taking)
         except BaseException:
             # Parameters of half-loaded layers are placeholders now. Give them storage again, so that the process can still answer; the
             # weights are nobody's version, `held` says so by being empty, and whoever drives the update ends the run.
@@ -87,6 +110,49 @@ class FilesReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.held = {}
+        if self._target is not None:
+            self._target.drop()
+
+    def _take(self, update: UpdateInfo, taking: Taking) -> None:
+        """Receive this rank's slices of a version on a direct wire, and put them in place as they come."""
+        if self._target is None:
+            parallel = self.parallel_config
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._target = Target(update.engine, rank, self._num_ranks or parallel.world_size_across_dp, self.device)
+        target = self._target
+        begin = time.perf_counter()
+        target.join(Path(update.path).parent, self._learn)
+        self.parts.add("learn_s", begin)
+        loading = Loading(self.model, self._needs)
+        for one, bucket in target.take(taking, self.parts):
+            begin = time.perf_counter()
+            loading.load(self._runs_of(one), bucket)
+            self.parts.add("load_s", begin)
+        loading.check()
+        begin = time.perf_counter()
+        for name, fingerprint in target.attest().items():
+            tensor = target.tensors[name]
+            whole = all(each.box == tuple((0, size) for size in tensor.shape) for each in self._needs.destinations.get(name, ()))
+            self._consumed[name] = Consumed(fingerprint, torch.Size(tensor.shape) if whole else None, dtype_of(tensor))
+        self.parts.add("attest_s", begin)
+
+    def _learn(self, tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
+        names = {tensor.name for tensor in tensors}
+        if missing := sorted(self._expected_names() - names):
+            raise ValueError(f"tensor {missing[0]!r} is missing from what the trainer publishes ({len(missing)} in all)")
+        put_back(self.model)
+        self._needs: Needs = learn(self.model, tensors)
+        initialize_layerwise_reload(self.model)
+        self._runs: dict[int, tuple[Round, list[Run]]] = {}
+        return {name: tuple(dict.fromkeys(each.box for each in found)) for name, found in self._needs.destinations.items()}
+
+    def _runs_of(self, one: Round) -> list[Run]:
+        """Worked out once for a group's round."""
+        assert self._target is not None
+        known = self._runs.get(one.number)
+        if known is None or known[0] is not one:
+            known = self._runs[one.number] = (one, runs(one.slices, self._needs, self._target.tensors))
+        return known[1]
 
     def _fingerprinted(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         try:
@@ -130,7 +196,7 @@ class FilesReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except AttributeError:  # fused under another name (q_proj in qkv_proj): repacked
             return consumed.fingerprint, AS_CONSUMED
         parameter = getattr(module, attribute, None)
-        if not isinstance(module, KEPT_AS_THEY_CAME) or parameter is None or parameter.dtype != consumed.dtype:
+        if consumed.shape is None or not isinstance(module, KEPT_AS_THEY_CAME) or parameter is None or parameter.dtype != consumed.dtype:
             return consumed.fingerprint, AS_CONSUMED
         if isinstance(module, VocabParallelEmbedding):
             parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding

@@ -9,7 +9,8 @@ from orrery.manifest.schema import Manifest
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
-WEIGHT_WIRES = ("files",)
+WEIGHT_WIRES = ("files", "nccl", "nixl")
+ADAPTED_WIRES = ("files",)  # that merge adapters on the way
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_OFFLOADS = ("none",)
@@ -46,6 +47,8 @@ def check_built(manifest: Manifest) -> None:
             f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
             f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
         )
+    if manifest.trainer.lora is not None and (kind := manifest.transport.weights) not in ADAPTED_WIRES:
+        raise OrreryError(f"transport.weights {kind!r}: sends shards as they stand, and adapters are not merged in them; set it to 'files'")
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),

@@ -31,7 +31,7 @@ TICK_S = 0.5
 async def run(me: Any) -> None:
     """The whole stage."""
     async with await assemble.fleet(me) as fleet:
-        publisher = make_publisher(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2)
+        publisher = make_publisher("files", me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2)
         try:
             results = await _both(me, fleet, publisher)
         finally:
@@ -48,6 +48,7 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
         with me.metrics.span("update", version):
             published = await asyncio.to_thread(publisher.publish_folder, version, folder)
             report = await fleet.update(published)
+            assert report is not None  # files stay
         me.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=0.0, pause_s=report.paused_s,
             update_s=report.update_s, attest_s=report.attest_s, num_in_flight=0, attested=report.attested,

@@ -43,6 +43,10 @@ class Updates:
             deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
         ):
             report = await self.fleet.update(published)
+        if report is None:  # the trainer has gone on since; what it makes next will do
+            state.updating = False
+            del state.digests[version]
+            return False
         state.updated(version)
         state.updating = False
         num_in_flight = state.dispatch.num_in_flight

@@ -18,11 +18,11 @@ from orrery.trainer.learner import Learner
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
-from orrery.trainer.publish import Publisher
+from orrery.trainer.publish import Direct, Publisher
 from orrery.trainer.pulse import pulse
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
-from orrery.transport.weight_wire import make_publisher
+from orrery.transport.weight_wire import DIRECT_KINDS, make_publisher, make_source
 
 STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
 ORCHESTRATOR_DEADLINE_S = 900.0  # it publishes its address before it waits for engines, but a big engine may be starting on the same disks
@@ -84,11 +84,8 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     manifest = me.manifest
     start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
     learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
-    # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
-    keep = manifest.orchestrator.max_batches_ahead + 3
-    num_nodes = stage(manifest, me.stage).num_nodes
-    wire = make_publisher(manifest.transport.weights, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
-    publisher = Publisher(learner.policy, wire)
+    publisher = _publisher(me, learner.policy, world, stage(manifest, me.stage).num_nodes)
+    learner.before_step = publisher.settle
     resumed = stage_checkpoints.resume(me, learner, "rl")
     if resumed is not None and world.is_first:
         publisher.restore(resumed / "trainer")
@@ -98,3 +95,14 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
         yield Rig(world, learner, publisher, receiver, start, scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s)
     finally:
         receiver.close()
+        publisher.close()
+
+
+def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) -> Publisher:
+    kind = me.manifest.transport.weights
+    if kind in DIRECT_KINDS:
+        source = make_source(kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device)
+        return Direct(policy, source, getattr(torch, me.manifest.inference.dtype), me)
+    # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
+    keep = me.manifest.orchestrator.max_batches_ahead + 3
+    return Publisher(policy, make_publisher(kind, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None)

@@ -8,7 +8,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,6 +50,7 @@ class Learner:
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
         self.step = 0
+        self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
         """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed."""
@@ -61,11 +62,12 @@ class Learner:
         norm = gradient_norm(self.weights.values(), self.world)
         if not math.isfinite(norm.item()):
             self._name_gradient(step)
+        settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
         self.optimizer.step(clip(norm, self.max_grad_norm))
         self.optimizer.zero_grad()
         self.step = step
-        metrics = {**values, "grad_norm": norm.item(), "learning_rate": self.peak_lr * lr_factor}
+        metrics = {**values, "grad_norm": norm.item(), "learning_rate": self.peak_lr * lr_factor, "settle_s": settle_s}
         return Outcome(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
 
     @torch.no_grad()

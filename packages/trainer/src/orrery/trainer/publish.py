@@ -1,7 +1,8 @@
-"""Publishing: the policy's weights go out after every step, whole, under Hugging Face names.
+"""Publishing: the policy's weights go out after every step, under Hugging Face names.
 
-- Every rank takes part (gathering a sharded tensor is a collective); rank 0 writes, one tensor at a time, so no rank ever holds
-  two whole tensors because of this.
+- Every rank takes part. On the wire `files` tensors are gathered and rank 0 writes, one tensor at a time, so no rank ever holds two whole
+  tensors because of this. On a direct wire each rank answers for its own part, and sends it when engines ask (`Direct`).
+- On a direct wire weights travel in the dtype that engines compute in; buffers, such as a bias of choice, in their own.
 - Version n is what batch n made; the version that a stage starts from is published before the first batch is asked for.
 - Rank 0 remembers the digest of every version, over resumes too (`published.json` in a checkpoint), and compares what a batch says of the
   weights that sampled it.
@@ -12,20 +13,28 @@ import shutil
 from collections import deque
 from pathlib import Path
 
+import torch
+
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Model
 from orrery.models.hf_folder import INDEX_FILE
-from orrery.models.weights import named_hf_tensors, save
+from orrery.models.hf_tensors import HfTensor, hf_tensors
+from orrery.models.placement import local_tensor
+from orrery.models.weights import named_hf_slices, named_hf_tensors, save
+from orrery.observe.deadline import scaled
+from orrery.observe.process import RoleProcess
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.stored import REMEDY
 from orrery.transport.weight_wire import Published, WeightPublisher
+from orrery.transport.weight_wire.buckets import Held
+from orrery.transport.weight_wire.source import SETTLE_S, Source
 
 PUBLISHED = "published.json"  # {version: digest}
 
 
 class Publisher:
-    """The trainer's end of the weight wire.
+    """The trainer's end of the wire `files`.
 
     It never closes the wire: engines may still be loading the last version when the trainer is done. The launcher frees the shared memory
     when the stage has ended, or where it has died the lifeline of any role.
@@ -44,6 +53,13 @@ class Publisher:
             return published
         deque(tensors, maxlen=0)
         return None
+
+    def settle(self) -> float:
+        """Called by all ranks just before the weights change; seconds that this took."""
+        return 0.0
+
+    def close(self) -> None:
+        """Called once, when nothing more is published."""
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
         """Raises RunFailed where batch `step` was not sampled by what was published. `stamped` are digests by version."""
@@ -67,6 +83,47 @@ class Publisher:
             self.digests = {int(version): digest for version, digest in json.loads((folder / PUBLISHED).read_text()).items()}
         except (OSError, ValueError, AttributeError) as error:
             raise RunFailed(f"{folder / PUBLISHED}: cannot be read ({error}); {REMEDY}") from error
+
+
+class Direct(Publisher):
+    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves, until `settle`."""
+
+    def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, me: RoleProcess):
+        super().__init__(policy, None)
+        self._source, self._dtype, self._me = source, dtype, me
+
+    def publish(self, version: int) -> Published | None:
+        network = self._policy.network
+        standing = [local_tensor(tensor) for tensor in (*network.parameters(), *network.buffers())]
+        published = self._source.publish(version, self._held, standing, self._sent)
+        if published is not None:
+            self.digests[version] = published.digest
+        return published
+
+    def settle(self) -> float:
+        with self._me.health.waiting("engines that have asked for these weights", deadline_s=scaled(SETTLE_S)):
+            return self._source.settle()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _held(self) -> list[Held]:
+        network = self._policy.network
+        trained = {name for name, _ in network.named_parameters()}
+        here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network)}
+
+        def held(hf: HfTensor) -> Held:
+            dtype = self._dtype if hf.parameter_name in trained else hf.dtype
+            box, local = here.get(hf.name, (tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)))
+            return Held(hf.name, hf.shape, dtype, box, local)
+
+        return [held(hf) for hf in hf_tensors(network)]
+
+    def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:
+        if self._source.rank == 0:
+            self._me.metrics.write(version, event="weights_sent", version=version, error=error or None, **parts)
+            if error:
+                self._me.log.warning("version %d was not sent: %s", version, error)
 
 
 def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path) -> None:

@@ -230,7 +230,7 @@ class EngineClient:
 
     async def load(self, published: "Published") -> None:
         """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete."""
-        body = {"update_info": {"path": str(published.path), "version": published.version}}
+        body = {"update_info": {"path": str(published.path), "version": published.version, "engine": self.name}}
         await self._control("/update_weights", body, error=UpdateFailed)
 
     async def finish_update(self, version: int) -> None:
@@ -252,6 +252,11 @@ class EngineClient:
                 names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
                 raise WeightsDiffer(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
         return {name: TensorAttestation(int(value, 16), how) for name, (value, how) in workers[0].items()}
+
+    async def update_parts(self) -> dict[str, float]:
+        """Seconds of the last update by part, the longest over this engine's workers; empty where it read files."""
+        workers = msgspec.json.decode(await self._control("/collective_rpc", {"method": "update_parts"}))["results"]
+        return {part: max(worker.get(part, 0.0) for worker in workers) for worker in workers for part in worker}
 
     async def metrics(self) -> EngineMetrics:
         """Numbers of /metrics, summed over label sets."""

@@ -44,7 +44,7 @@ def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None 
         start < 0 or start + size > full for start, size, full in zip(starts, shape, full_shape, strict=True)
     ):
         raise ValueError(f"a slice of shape {shape} at {starts} does not lie inside {full_shape}")
-    return _share(tensor.detach(), full_shape, starts) & MASK
+    return int(slice_share(tensor.detach(), full_shape, starts).item()) & MASK
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
@@ -67,16 +67,17 @@ def digest(fingerprints: dict[str, int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
+def slice_share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]) -> "torch.Tensor":
+    """The share as a signed i64 scalar on the tensor's device, so that nobody has to wait for it; the arguments are not checked."""
     import torch
 
     if tensor.numel() == 0:
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.is_contiguous() and tensor.numel() > CHUNK_ELEMENTS:  # by parts: flattening it whole would copy it whole
         dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
         half = tensor.shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
-        return _share(tensor.narrow(dim, 0, half), full_shape, starts) + _share(
+        return slice_share(tensor.narrow(dim, 0, half), full_shape, starts) + slice_share(
             tensor.narrow(dim, half, tensor.shape[dim] - half), full_shape, after
         )
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -88,7 +89,7 @@ def _share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[in
         chunk = bits[start : start + CHUNK_ELEMENTS].to(torch.int64)
         local = torch.arange(start, start + len(chunk), dtype=torch.int64, device=tensor.device)
         total += (chunk + 1).mul_(_coefficients(_global_index(local, tuple(tensor.shape), full_shape, starts))).sum()
-    return int(total.item())
+    return total
 
 
 def _global_index(local: "torch.Tensor", shape: tuple[int, ...], full_shape: tuple[int, ...], starts: tuple[int, ...]) -> "torch.Tensor":

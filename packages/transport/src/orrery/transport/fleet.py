@@ -36,6 +36,7 @@ from orrery.transport.engine import (
 from orrery.transport.roster import Phase, Roster
 from orrery.transport.router import RouterClient
 from orrery.transport.update import UpdateReport, update_engine
+from orrery.transport.weight_wire.claims import claim, is_direct, release
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
@@ -156,8 +157,10 @@ class EngineFleet:
         """By index, of the engines that are there."""
         return await self._every(EngineClient.fingerprints)
 
-    async def update(self, published: "Published") -> UpdateReport:
+    async def update(self, published: "Published") -> UpdateReport | None:
         """Bring every engine to `published` with requests in flight: pause, load, attest, resume. The report is the slowest engine's.
+
+        None where `published` is gone already, and something newer will come.
 
         Raises a RunFailed that names the engine, and the tensor where it was one; an engine that did not come through stays paused.
         """
@@ -166,7 +169,9 @@ class EngineFleet:
             self._published = published
             self._reports.clear()
             incarnations = {index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)}
-            results = await asyncio.gather(*(self._take(index, published) for index in incarnations), return_exceptions=True)
+            results = await self._take_together(published, list(incarnations))
+            if results is None:
+                return None
             failures = {index: error for index, error in zip(incarnations, results, strict=True) if isinstance(error, BaseException)}
             for error in failures.values():
                 if self._restarting is None or isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed):
@@ -178,6 +183,27 @@ class EngineFleet:
         await self._until(lambda: bool(self._reports))
         self.version = published.version
         return max(self._reports.values(), key=lambda report: report.paused_s)
+
+    async def _take_together(self, published: "Published", indices: list[int]) -> list[BaseException | None] | None:
+        """What came of these engines taking `published`, in order; None where it is gone.
+
+        On a direct wire one that is lost takes the others' update along: these try again without it.
+        """
+        results: dict[int, BaseException | None] = {}
+        waiting = list(indices)
+        while waiting:
+            claimed = claim(published, [self.engines[index].name for index in waiting])
+            if claimed is None:
+                # Who has failed in a take of it keeps to its failure; the others are as they were.
+                return None if not results else [results.get(index) for index in indices]
+            try:
+                answers = await asyncio.gather(*(self._take(index, claimed) for index in waiting), return_exceptions=True)
+            finally:
+                release(claimed)
+            results |= dict(zip(waiting, answers, strict=True))
+            lost = [index for index in waiting if isinstance(results[index], EngineGone)]
+            waiting = [index for index in waiting if isinstance(results[index], UpdateFailed)] if lost and is_direct(published) else []
+        return [results[index] for index in indices]
 
     async def _take(self, index: int, published: "Published") -> None:
         """One engine to `published`, and among those that serve."""
@@ -294,8 +320,11 @@ class EngineFleet:
                 if published is None:
                     if self.roster.took(index, incarnation, START_VERSION):
                         await self._admit(index, incarnation)
-                elif published.folder.is_dir():
-                    await self._take(index, published)
+                elif published.folder.is_dir() and (claimed := claim(published, [self.engines[index].name])) is not None:
+                    try:
+                        await self._take(index, claimed)
+                    finally:
+                        release(claimed)
             except WeightsDiffer:
                 raise
             except RunFailed as error:

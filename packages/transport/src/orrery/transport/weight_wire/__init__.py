@@ -1,47 +1,90 @@
-"""Weight wires: new policy versions from the trainer to the engines. One file a kind, both ends in it.
+"""Weight wires: new policy versions from the trainer to the engines.
 
-The protocol, whatever the kind:
+What every wire has:
 
-- `publish(version, named_tensors)` makes a version visible at once or not at all; versions only rise.
-- `latest()` says the newest visible version, without torch, without waiting.
-- `read_weights(path)` gives the tensors, one at a time; a version that the publisher has removed is an `OrreryError`.
-- The publisher keeps the newest `keep` versions: as many as can be made while engines load one.
-- Every tensor has a fingerprint, taken from the trainer's own memory before it is written.
+- A version becomes visible at once or not at all, as a marker file; versions only rise. `make_watch(…).latest()` says the newest, without
+  torch, without waiting.
+- Every tensor has a fingerprint, taken from the trainer's own memory before it leaves.
+- `claim(published, engines)` before engines are brought to a version, `release` afterwards. What `claim` gives is what engines load.
+
+Kind `files`: rank 0 gathers and writes whole tensors, `read_weights(path)` gives them one at a time. The publisher keeps the newest `keep`
+versions; a version that it has removed is an `OrreryError`.
+
+Direct kinds (`nccl`, `nixl`): nothing is gathered and nothing written. `slices` says, as data, who sends what to whom; `needs` of the
+engines' room learns what an engine rank needs. Of vLLM's own engines `nccl` and `ipc` send whole tensors to every rank, `nccl_m2n` does so
+for what is fused, `sharded_rdt` wants Ray, and the last two are not in 0.26; so the transport here is ours, and loading is vLLM's.
+
+- A version can be had while the trainer holds it: from `publish` until the next optimizer step. `claim` is None once it is gone.
+- All engines named in a claim must come (each is sent `/update_weights` with what `claim` gave); each rank arrives in the trainer's store,
+  and once all have, they go as one group (`meeting`, `reception`).
+- An engine that ends during a take makes it fail, by name, at all others too: at once where a connection breaks, else at a deadline. The
+  trainer goes on. To go on without it, claim the same version again for the others; to have it back, claim for it, alone or with others,
+  when it listens again. Whoever takes part in a claim is the group: there is nothing else to be told, and a group is formed anew
+  only when its members are others than before, or after a failure. An engine half-way through a failed take holds nobody's weights: leave
+  it paused until a take has succeeded. Where `claim` says that the version is gone, the next one will do.
 """
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
-from orrery.transport.weight_wire.contract import Published
-from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire.claims import claim, is_direct, release
+from orrery.transport.weight_wire.contract import Published, WireFailed
+from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, own, read_weights, remove_weight_dir, weight_dir
+
+if TYPE_CHECKING:
+    import torch
+
+    from orrery.transport.weight_wire.source import Source
 
 __all__ = [
+    "DIRECT_KINDS",
     "KINDS",
     "Published",
     "WeightPublisher",
     "WeightWatch",
+    "WireFailed",
+    "claim",
+    "is_direct",
     "make_publisher",
+    "make_source",
     "make_watch",
     "read_weights",
+    "release",
     "remove_weight_dir",
     "weight_dir",
 ]
 
-KINDS: dict[str, tuple[Callable[[Path, int], WeightPublisher], Callable[[Path], WeightWatch]]] = {"files": (WeightPublisher, WeightWatch)}
-
-
-def _kind(kind: str) -> tuple[Callable[[Path, int], WeightPublisher], Callable[[Path], WeightWatch]]:
-    if kind not in KINDS:
-        raise OrreryError(f"transport.weights: {kind!r} is not a weight wire; choose from {', '.join(KINDS)}")
-    return KINDS[kind]
+KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {"files": WeightPublisher}
+DIRECT_KINDS = ("nccl", "nixl")
 
 
 def make_publisher(kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int) -> WeightPublisher:
     """The trainer's end (rank 0) in a stage on `num_nodes`; the newest `keep` versions stay readable."""
-    return _kind(kind)[0](weight_dir(run_dir, attempt, num_nodes), keep)
+    _check(kind, tuple(KINDS))
+    return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
+
+
+def make_source(
+    kind: str, run_dir: Path, attempt: int, num_nodes: int, host: str, rank: int, num_ranks: int, device: "torch.device"
+) -> "Source":
+    """The trainer's end of a direct wire, one on each rank; `host` is where rank 0 may listen."""
+    from orrery.transport.weight_wire.source import Source
+
+    _check(kind, DIRECT_KINDS)
+    folder = weight_dir(run_dir, attempt, num_nodes)
+    if rank == 0:
+        own(folder)
+    return Source(kind, folder, host, rank, num_ranks, device)
 
 
 def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
-    """The orchestrator's end; the engines read what it hands them."""
-    return _kind(kind)[1](weight_dir(run_dir, attempt, num_nodes))
+    """The orchestrator's end, of any kind; the engines read what it hands them."""
+    _check(kind, (*KINDS, *DIRECT_KINDS))
+    return WeightWatch(weight_dir(run_dir, attempt, num_nodes))
+
+
+def _check(kind: str, kinds: tuple[str, ...]) -> None:
+    if kind not in kinds:
+        raise OrreryError(f"transport.weights: {kind!r} is not a weight wire here; choose from {', '.join(kinds)}")

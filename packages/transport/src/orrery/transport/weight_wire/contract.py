@@ -4,6 +4,12 @@ from pathlib import Path
 
 import msgspec
 
+from orrery.manifest.errors import RunFailed
+
+
+class WireFailed(RunFailed):
+    """Weights did not travel; the sentence names the take, who was waited for, or the tensor."""
+
 
 class Published(msgspec.Struct, frozen=True):
     """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up."""

@@ -50,6 +50,14 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
     shutil.rmtree(weight_dir(run_dir, attempt, num_nodes), ignore_errors=True)
 
 
+def own(folder: Path) -> None:
+    """Make `folder` one that only its owner may enter; an OrreryError where that is somebody else."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OrreryError(f"{folder}: a link, or another user's folder, stands where weights would go; have it removed and run again")
+    folder.chmod(0o700)  # one that was there may be open to others
+
+
 class WeightPublisher:
     """The trainer's end. One process publishes; the folder is made at once and removed by `close`."""
 
@@ -57,12 +65,7 @@ class WeightPublisher:
         self.folder = Path(folder)
         self._keep, self._shard_bytes = keep, shard_bytes
         self._last_version: int | None = None
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
-            raise OrreryError(
-                f"{self.folder}: a link, or another user's folder, stands where weights would go; have it removed and run again"
-            )
-        self.folder.chmod(0o700)  # one that was there may be open to others
+        own(self.folder)
 
     def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Published:
         """Make `version` visible. Tensors may be on any device and are copied out one at a time."""

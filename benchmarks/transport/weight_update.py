@@ -1,0 +1,279 @@
+"""How long an update stops generation and training, on every weight wire: real trainer ranks, a real vLLM engine, requests in flight.
+
+    python benchmarks/transport/weight_update.py                     tiny, on a CPU; two trainer ranks (FSDP, experts parallel)
+    python benchmarks/transport/weight_update.py --manifest qwen3_30b_a3b_16k --trainers 4 --devices 0,1,2,3/4,5,6,7 --wires nccl
+                                                     Qwen3-30B-A3B's shape, random weights, four GPUs to four GPUs of one host, no network
+
+- A trainer rank is the trainer's own policy, sharded as in a run, and its own publisher; nothing is trained, weights are scaled a little.
+- The engine is `orrery.inference` with weights of vLLM's load format `dummy`; versions are claimed, loaded and attested as in a run.
+- `paused_s` is what generation loses, `blocked_s` what the trainer waits: fingerprints, and at the step whatever is still being sent.
+- Bounds for the shape above: 61 GB in bfloat16. Each of four GPUs sends 15.3 GB and receives 15.3 GB plus what is replicated (0.6 GB
+  of attention, embeddings and norms a rank at most). NVLink of an H200 carries 450 GB/s each way: 34 ms. Reading and writing what was
+  received once in a bucket, once in a layer and once where kernels look for it is
+  6 · 15.3 GB over 4.8 TB/s: 19 ms. Neither counts launches.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+ANSWER = "answer: "  # what a rank says to the driver; libraries write to standard output too
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("role", nargs="?", choices=("trainer", "inference"), help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--manifest", default="reverse_text_direct")
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--devices", default="/", help="of the trainer ranks, and of the engine, as in 0,1/2,3; none on a CPU")
+    parser.add_argument("--wires", nargs="+", default=["files", "nccl", "nixl"])
+    parser.add_argument("--updates", type=int, default=6, help="the first forms the group and is not counted")
+    parser.add_argument("--requests", type=int, default=8, help="in flight")
+    return parser.parse_args()
+
+
+# A trainer rank ---------------------------------------------------------------------------------------------------------
+
+
+def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: Path) -> None:
+    """Does what it is told on standard input, and answers with seconds."""
+    import torch
+    import torch.distributed as dist
+
+    from orrery.manifest.identity import load
+    from orrery.models.placement import local_tensor
+    from orrery.models.weights import initialize_on_device
+    from orrery.trainer.parallel import build_policy
+    from orrery.trainer.parallel.world import device_for, form
+    from orrery.trainer.publish import Direct, Publisher
+    from orrery.transport.weight_wire import WeightPublisher
+    from orrery.transport.weight_wire.source import Source
+
+    manifest = load(run_dir / "manifest.json")
+    device = device_for(manifest.hardware.accelerator, rank)
+    world = form(manifest.trainer.mesh, rank, device, dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False))
+    policy = build_policy(manifest.model, manifest.trainer, world)
+    initialize_on_device(policy.network, 0.02, 0)
+    parts: list[dict[str, float]] = []
+    me = SimpleNamespace(
+        health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()),
+        metrics=SimpleNamespace(write=lambda *_, **row: parts.append(row)),
+        log=logging.getLogger("trainer"),
+    )
+    publisher: Publisher
+    if kind == "files":
+        publisher = Publisher(policy, WeightPublisher(folder) if rank == 0 else None)
+    else:
+        publisher = Direct(policy, Source(kind, folder, "127.0.0.1", rank, size, device), getattr(torch, manifest.inference.dtype), me)
+    version = -1
+    print(ANSWER + json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        begin = time.perf_counter()
+        if line.strip() == "publish":
+            version += 1
+            publisher.publish(version)
+            answer: object = time.perf_counter() - begin
+        elif line.strip() == "step":
+            publisher.settle()
+            answer = [time.perf_counter() - begin, parts[-1] if parts else {}]
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    local_tensor(parameter).mul_(1.001)
+        else:
+            break
+        print(ANSWER + json.dumps(answer), flush=True)
+    publisher.close()
+
+
+# The engine -------------------------------------------------------------------------------------------------------------
+
+
+def inference(run_dir: Path) -> None:
+    """As `python -m orrery.inference`, but with weights that nobody has written."""
+    from orrery.inference.assemble import engine_environment, server_arguments
+    from orrery.observe.process import role_process
+
+    with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as me:
+        engine_environment(me.manifest, me.host)
+        options = server_arguments(me.manifest, run_dir / "weights" / "init", 0, me.host, 0)
+        from orrery.inference.server import serve
+
+        serve(me, [*options, "--load-format", "dummy"])
+
+
+# The driver -------------------------------------------------------------------------------------------------------------
+
+
+class Trainers:
+    """All ranks, as one."""
+
+    def __init__(self, run_dir: Path, kind: str, size: int, devices: str, folder: Path) -> None:
+        from orrery.observe.network import free_ports
+
+        [port] = free_ports(1)
+        shown = devices.split(",") if devices else []
+        self.ranks = []
+        for rank in range(size):
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": shown[rank]} if shown else {})
+            command = [sys.executable, __file__, "trainer", *map(str, (run_dir, kind, rank, size, port, folder))]
+            self.ranks.append(
+                subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+            )
+        self._answers()
+
+    def tell(self, word: str) -> list:
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            print(word, file=rank.stdin, flush=True)
+        return self._answers()
+
+    def _answers(self) -> list:
+        answers = []
+        for index, rank in enumerate(self.ranks):
+            assert rank.stdout is not None
+            while not (line := rank.stdout.readline()).startswith(ANSWER):
+                if not line:
+                    raise SystemExit(f"trainer {index} ended with exit code {rank.wait()}; its words are above")
+            answers.append(json.loads(line.removeprefix(ANSWER)))
+        return answers
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self.ranks:
+            rank.wait(60)
+
+
+async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) -> dict:
+    """One wire."""
+    from orrery.transport.engine import EngineClient
+    from orrery.transport.update import update_engine
+    from orrery.transport.weight_wire import WeightWatch, claim, release
+
+    with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
+        folder = Path(made)
+        trainers = await asyncio.to_thread(Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder)
+        rows, number, stop = [], 0, False
+        async with EngineClient(url, name="engine 0") as engine:
+
+            async def keep_generating(lane: int) -> int:
+                nonlocal number
+                tokens = 0
+                while not stop:
+                    number += 1
+                    found = await engine.generate(
+                        [3, 4, 5, 6], max_tokens=48, temperature=1.0, cache_salt=str(lane), request_id=f"{kind}.{number}", ignore_eos=True
+                    )
+                    assert len(found.token_ids) == 48, "a request was cut short"
+                    tokens += 48
+                return tokens
+
+            flight = [asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)]
+            for version in range(args.updates):
+                publish_s = max(await asyncio.to_thread(trainers.tell, "publish"))
+                published = WeightWatch(folder).latest()
+                assert published is not None and published.version == version
+                claimed = claim(published, ["engine 0"])
+                assert claimed is not None
+                report = await update_engine(engine, claimed)
+                release(claimed)
+                answers = await asyncio.to_thread(trainers.tell, "step")
+                sent = {part: value for part, value in answers[0][1].items() if part.endswith("_s")}
+                settle_s = max(answer[0] for answer in answers)
+                rows.append({
+                    "version": version, "paused_s": report.paused_s, "pause_s": report.pause_s, "update_s": report.update_s,
+                    "attest_s": report.attest_s, "publish_s": publish_s, "settle_s": settle_s, "blocked_s": publish_s + settle_s,
+                    "engine": await engine.update_parts(), "trainer": sent,
+                })  # fmt: skip
+                print(json.dumps({"wire": kind, **rows[-1]}), flush=True)
+            stop = True
+            tokens = sum(await asyncio.gather(*flight))
+        await asyncio.to_thread(trainers.end)
+    counted = rows[1:]
+    return {
+        "variant": kind,
+        "value": median(row["paused_s"] for row in counted),
+        "blocked_s": median(row["blocked_s"] for row in counted),
+        "tokens_generated_meanwhile": tokens,
+        "updates": rows,
+    }
+
+
+def prepare(folder: Path, args: argparse.Namespace) -> Path:
+    """A run directory with as much as an engine and trainer ranks look at."""
+    from orrery.manifest.identity import load
+    from orrery.models.families import hf_config
+
+    manifest = json.loads((ROOT / "manifests" / f"{args.manifest}.json").read_text())
+    engine_devices = [each for each in args.devices.partition("/")[2].split(",") if each]
+    mesh = {"dp_replicate": 1, "dp_shard": args.trainers, "cp": 1}
+    manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
+    manifest["trainer"]["memory"] |= {"optimizer_offload": "none"} if manifest["trainer"]["memory"].get("optimizer_offload") else {}
+    manifest["inference"] |= {"num_replicas": 1, "prefill_replicas": 0, "router": {"kind": "none"}}
+    if engine_devices:
+        is_mixture = manifest["model"]["moe"] is not None
+        manifest["inference"] |= {"tensor_parallel": len(engine_devices), "data_parallel": 1, "expert_parallel": is_mixture}
+        manifest["hardware"] |= {"num_nodes": 1}
+    run_dir = folder / "run"
+    (run_dir / "weights" / "init").mkdir(parents=True)
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+    model, inference_dtype = load(run_dir / "manifest.json").model, manifest["inference"]["dtype"]
+    (run_dir / "weights" / "init" / "config.json").write_text(json.dumps({**hf_config(model), "dtype": inference_dtype}))
+    return run_dir
+
+
+def main() -> None:
+    args = arguments()
+    if args.role == "inference":
+        inference(Path(args.rest[0]))
+        return
+    if args.role == "trainer":
+        run_dir, kind, rank, size, port, folder = args.rest
+        trainer(Path(run_dir), kind, int(rank), int(size), int(port), Path(folder))
+        return
+    from record import record
+
+    with ExitStack() as stack:
+        run_dir = prepare(Path(stack.enter_context(tempfile.TemporaryDirectory())), args)
+        shown = args.devices.partition("/")[2]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
+        server = subprocess.Popen([sys.executable, __file__, "inference", str(run_dir)], env=environment, cwd=ROOT, start_new_session=True)
+        stack.callback(server.wait, 30)
+        stack.callback(server.terminate)
+        endpoint = run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
+        while not endpoint.exists():
+            if server.poll() is not None:
+                raise SystemExit(f"the engine ended with exit code {server.returncode}; its words are above")
+            time.sleep(0.2)
+        url = json.loads(endpoint.read_text())["url"]
+        rows = [asyncio.run(measure(run_dir, url, kind, args)) for kind in args.wires]
+    best = min(rows, key=lambda row: row["value"])
+    name = f"weight_update{'' if args.manifest == 'reverse_text_direct' else '_' + args.manifest}.json"
+    record(
+        Path(__file__).with_name(name),
+        figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",
+        value=best["value"],
+        unit="s",
+        goal=0.5,
+        better="lower",
+        details={"wire": best["variant"], "requests_in_flight": args.requests},
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

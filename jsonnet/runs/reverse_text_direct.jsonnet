@@ -1,0 +1,15 @@
+// The demo's task with a mixture whose weights go straight from expert-parallel trainer ranks into two engines, a few steps of it.
+(import 'lib/named.libsonnet')({
+  reverse_text_direct:
+    (import 'runs/reverse_text_moe.jsonnet').reverse_text_moe {
+      layout+:: { trainer_ranks: 2, engines: 2 },
+      trainer+: { mesh+: { ep: 2 }, checkpoint+: { interval_steps: 4 } },
+      transport+: { weights: 'nccl' },
+      orchestrator+: { rollouts_per_batch: 64, evaluation+: { interval_steps: 4, num_problems: 32 } },
+      stages+: {
+        sft+: { num_steps: 4, data+: { num_problems: 256 } },
+        rl+: { num_steps: 8 },
+        evaluate+: { num_problems: 32 },
+      },
+    },
+})

@@ -1,0 +1,103 @@
+"""Slices into layers: each goes where the model's own loaders would have put it, and a layer that has all of them is processed at once.
+
+- `Loading` is one update of one model. vLLM's layerwise reload does what only it knows: it gives a layer's parameters storage, repacks or
+  quantises them, and copies the result to where CUDA graphs expect it. So a layer at a time is there twice, never the model.
+- Slices that lie side by side in the bucket and in the parameter are copied as one.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+from orrery.inference.needs import Destination, Needs
+from orrery.transport.weight_wire.buckets import in_bucket, shape_of
+from orrery.transport.weight_wire.meeting import Tensor
+from orrery.transport.weight_wire.plan import dtype_of
+from orrery.transport.weight_wire.slices import Slice, intersection
+
+
+class Run(NamedTuple):
+    """A copy out of a bucket: from byte `begin` on, into a region of a parameter."""
+
+    layer: str
+    parameter: str
+    begin: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def runs(slices: list[Slice], needs: Needs, tensors: dict[str, Tensor]) -> list[Run]:
+    """The copies that these slices of one bucket take."""
+    found: list[Run] = []
+    for name, box, begin in slices:
+        for destination in needs.destinations[name]:
+            if intersection(destination.box, box) != box:
+                continue
+            run = _run(destination, shape_of(box), box, begin, dtype_of(tensors[name]))
+            last = found[-1] if found else None
+            if last is not None and _follows(last, run):
+                found[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
+            else:
+                found.append(run)
+    return found
+
+
+def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: torch.dtype) -> Run:
+    offset = to.offset + sum((start - first) * stride for (start, _), (first, _), stride in zip(box, to.box, to.strides, strict=True))
+    dense = math.prod(shape)
+    for size, stride in zip(shape, to.strides, strict=True):
+        dense //= size
+        if size > 1 and stride != dense:
+            return Run(to.layer, to.parameter, begin, offset, shape, to.strides, dtype)
+    return Run(to.layer, to.parameter, begin, offset, (math.prod(shape),), (1,), dtype)
+
+
+def _follows(last: Run, run: Run) -> bool:
+    dense = last.strides == run.strides == (1,) and len(last.shape) == len(run.shape) == 1
+    same = (last.layer, last.parameter, last.dtype) == (run.layer, run.parameter, run.dtype)
+    return dense and same and last.offset + last.shape[0] == run.offset and last.begin + last.shape[0] * last.dtype.itemsize == run.begin
+
+
+class Loading:
+    """One update."""
+
+    def __init__(self, model: torch.nn.Module, needs: Needs) -> None:
+        """`initialize_layerwise_reload` has been called on the model."""
+        self._layers = dict(model.named_modules())
+        self._needs = needs
+        self._missing: dict[str, int] = defaultdict(int)  # elements, by layer
+        for destinations in needs.destinations.values():
+            for each in destinations:
+                self._missing[each.layer] += math.prod(shape_of(each.box))
+        self._begun: set[str] = set()
+
+    @torch.no_grad()
+    def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
+        """Copy out of `bucket` (u8). A layer that is complete by it is processed."""
+        for run in copies:
+            layer = self._layers[run.layer]
+            if run.layer not in self._begun:
+                self._begin(run.layer, layer)
+            parameter = getattr(layer, run.parameter)
+            parameter.data.as_strided(run.shape, run.strides, run.offset).copy_(in_bucket(bucket, run.begin, run.shape, run.dtype))
+            self._missing[run.layer] -= math.prod(run.shape)
+            if not self._missing[run.layer]:
+                layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+
+    def check(self) -> None:
+        """Raises ValueError naming a layer that lacks something."""
+        for path, missing in sorted(self._missing.items()):
+            if missing:
+                raise ValueError(f"layer {path!r} lacks {missing} elements")
+
+    def _begin(self, path: str, layer: torch.nn.Module) -> None:
+        self._begun.add(path)
+        materialize_layer(layer, layerwise.get_layerwise_info(layer))
+        for each in self._needs.fillings.get(path, ()):
+            getattr(layer, each.parameter).data.as_strided(each.shape, each.strides, each.offset).fill_(each.value)

@@ -1,0 +1,121 @@
+"""Links: how bytes get from a source's bucket into a target's, a message a round and pair. One file a kind.
+
+- `peers`: sends and receives of a process group (nccl on GPU, gloo on CPU): kind `nccl`.
+- `ipc`: the target maps the source's buckets: kind `nccl` too, where both are GPUs of one host.
+- `nixl`: the target reads out of the source's buckets: kind `nixl`.
+
+A source's link has `send(side, number, target, offset, num_bytes)`, which says that this part of its bucket `side` is round `number`'s
+message; a target's has `receive(number, source, message, into)`. Both give something to `wait` for: until then the source's part must not
+be overwritten, and the target's not read. `close` gives a link up; whoever waits at the other end hears of it.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from orrery.transport.weight_wire import ipc, nixl
+from orrery.transport.weight_wire.ipc import IpcReader
+from orrery.transport.weight_wire.meeting import Meeting
+from orrery.transport.weight_wire.nixl import NixlReader, Registered
+from orrery.transport.weight_wire.peers import Peers
+from orrery.transport.weight_wire.plan import Plan
+from orrery.transport.weight_wire.pulls import PullSource, PullTarget, Reader
+from orrery.transport.weight_wire.slices import Message
+
+
+class OnItsWay(Protocol):
+    """A message."""
+
+    def wait(self) -> None:
+        """Until it is there. Raises WireFailed naming who did not send or take it."""
+
+
+class SourceLink(Protocol):
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> OnItsWay: ...
+    def close(self) -> None: ...
+
+
+class TargetLink(Protocol):
+    def receive(self, number: int, source: int, message: Message, into: torch.Tensor) -> OnItsWay: ...
+    def close(self) -> None: ...
+
+
+class _Sending:
+    """A source's end, over whichever way leads to each target."""
+
+    def __init__(self, pull: PullSource | None, pulling: set[int], peers: Peers | None, buckets: Sequence[torch.Tensor], num_sources: int):
+        self._pull, self._pulling, self._peers, self._buckets, self._num_sources = pull, pulling, peers, buckets, num_sources
+        self.registered: Registered | None = None
+
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> OnItsWay:
+        if target in self._pulling:
+            assert self._pull is not None
+            return self._pull.send(side, number, target, offset, num_bytes)
+        assert self._peers is not None
+        return self._peers.send(self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number)
+
+    def close(self) -> None:
+        for end in (self._peers, self.registered):
+            if end is not None:
+                end.close()
+
+
+class _Receiving:
+    def __init__(self, pull: PullTarget, pulled: set[int], peers: Peers | None):
+        self._pull, self._pulled, self._peers = pull, pulled, peers
+        self.registered: Registered | None = None
+
+    def receive(self, number: int, source: int, message: Message, into: torch.Tensor) -> OnItsWay:
+        if source in self._pulled:
+            return self._pull.receive(source, into)
+        assert self._peers is not None
+        return self._peers.receive(into, source, number)
+
+    def close(self) -> None:
+        for end in (self._pull, self._peers, self.registered):
+            if end is not None:
+                end.close()
+
+
+def make_source_link(
+    kind: str, meeting: Meeting, generation: int, rank: int, plan: Plan, buckets: Sequence[torch.Tensor], device: torch.device
+) -> SourceLink:
+    place, num_targets = plan.holdings[rank].place, len(plan.members)
+    near = {target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)}
+    pulling = set(range(num_targets)) if kind == "nixl" else near
+    registered = None
+    if kind == "nixl":
+        registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.secret}", buckets)
+        nixl.offer(meeting, generation, rank, registered)
+    elif near:
+        ipc.offer(meeting, generation, rank, buckets)
+    peers = Peers(meeting.store, generation, rank, plan.ranks, device) if _needs_peers(kind, plan) else None
+    pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device)
+    link = _Sending(pull, pulling, peers, buckets, len(plan.holdings))
+    link.registered = registered
+    return link
+
+
+def make_target_link(
+    kind: str, meeting: Meeting, generation: int, target: int, plan: Plan, buckets: Sequence[torch.Tensor], device: torch.device
+) -> TargetLink:
+    place = plan.members[target].place
+    sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
+    readers: dict[int, Reader] = {}
+    registered = None
+    if kind == "nixl":
+        registered = Registered(f"engine-{target}-{generation}-{meeting.address.secret}", buckets)
+        readers = {source: NixlReader(meeting, generation, source, registered) for source in sources}
+    else:
+        near = [source for source in sources if ipc.is_shared(plan.holdings[source].place, place)]
+        readers = {source: IpcReader(meeting, generation, source, device) for source in near}
+    peers = Peers(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device) if _needs_peers(kind, plan) else None
+    link = _Receiving(PullTarget(meeting, generation, target, readers), set(readers), peers)
+    link.registered = registered
+    return link
+
+
+def _needs_peers(kind: str, plan: Plan) -> bool:
+    """Whether any two ranks of the group must send to one another; all its ranks answer alike."""
+    return kind != "nixl" and not all(ipc.is_shared(one.place, other.place) for one in plan.holdings for other in plan.members)

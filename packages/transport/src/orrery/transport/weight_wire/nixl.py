@@ -1,0 +1,89 @@
+"""The wire `nixl`: an engine rank reads slices out of a trainer rank's registered buckets, over RDMA where there is some (NIXL over UCX).
+
+https://github.com/ai-dynamo/nixl. Both ends register their two buckets once a group; what they then need of one another, NIXL's own
+metadata of an agent and the buckets' addresses, stands in the wire's store. Works between CPUs too (shared memory, or TCP).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
+from orrery.observe.network import interface
+from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.meeting import Meeting
+from orrery.transport.weight_wire.peers import ROUND_S
+
+POLL_S = 0.0002
+MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+
+
+class Agent(msgspec.Struct):
+    """What a source says of itself."""
+
+    metadata: bytes
+    memory: str
+    device: int
+    addresses: tuple[int, ...]  # of its buckets
+
+
+class Registered:
+    """One process's agent with its buckets."""
+
+    def __init__(self, name: str, buckets: Sequence[torch.Tensor]) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise OrreryError("transport.weights 'nixl': the package nixl is not installed here; set it to 'nccl'") from error
+        if buckets[0].device.type == "cpu":
+            os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
+        self.buckets = list(buckets)
+        self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
+        self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self._registration = self.agent.register_memory([(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory)
+
+    def described(self) -> Agent:
+        return Agent(self.agent.get_agent_metadata(), self.memory, self.device, tuple(bucket.data_ptr() for bucket in self.buckets))
+
+    def close(self) -> None:
+        self.agent.deregister_memory(self._registration)
+
+
+def offer(meeting: Meeting, generation: int, source: int, registered: Registered) -> None:
+    """Say where this source's buckets are."""
+    meeting.put(f"nixl/{generation}/{source}", registered.described())
+
+
+class NixlReader:
+    """A target's access to one source."""
+
+    def __init__(self, meeting: Meeting, generation: int, source: int, own: Registered) -> None:
+        self._own, self._source = own, source
+        self._remote = meeting.get(f"nixl/{generation}/{source}", Agent, f"trainer {source}, where its buckets are")
+        self._name = own.agent.add_remote_agent(self._remote.metadata)
+        self._name = self._name.decode() if isinstance(self._name, bytes) else self._name
+
+    def read(self, side: int, offset: int, into: torch.Tensor) -> None:
+        agent = self._own.agent
+        local = agent.get_xfer_descs([(into.data_ptr(), into.nbytes, self._own.device)], self._own.memory)
+        there = agent.get_xfer_descs([(self._remote.addresses[side] + offset, into.nbytes, self._remote.device)], self._remote.memory)
+        handle = agent.initialize_xfer("READ", local, there, self._name)
+        try:
+            state, end = agent.transfer(handle), time.monotonic() + scaled(ROUND_S)
+            while state == "PROC":
+                if time.monotonic() > end:
+                    break
+                time.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise WireFailed(f"weight wire: reading the slices of trainer {self._source} over NIXL ended in state {state}; see its log")
+        finally:
+            agent.release_xfer_handle(handle)
+
+    def close(self) -> None:
+        self._own.agent.remove_remote_agent(self._name)

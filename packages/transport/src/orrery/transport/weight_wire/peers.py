@@ -1,0 +1,87 @@
+"""The link of a collective wire: messages between two ranks of one process group, nccl between GPUs and gloo between CPUs.
+
+- The group is our own, beside whatever groups torch or vLLM have in the process; its ranks are sources first, then targets.
+- nccl gives each pair a communicator and a stream of its own, so a rank's messages to several peers travel at the same time.
+- Who waits for a peer that has died gets an error: from gloo at once, from nccl at the deadline, after which the group is given up.
+"""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orrery.observe.deadline import scaled
+from orrery.observe.network import name_interface
+from orrery.transport.weight_wire.contract import WireFailed
+
+ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
+POLL_S = 0.0002
+NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
+
+
+class Peers:
+    """One rank's end."""
+
+    def __init__(self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device) -> None:
+        """`names` are what error sentences call the ranks of the group, this one (`rank`) among them. Waits until all are there."""
+        self._names, self._device = names, device
+        store = dist.PrefixStore(f"group/{generation}", store)
+        name_interface()
+        if device.type == "cuda":
+            handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+            before = os.environ.get(handling)
+            os.environ[handling] = "0"  # a peer's death is ours to handle; nccl's answer is to end this process too
+            try:
+                self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
+            finally:
+                os.environ.pop(handling) if before is None else os.environ.update({handling: before})
+        else:
+            try:
+                self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=scaled(ROUND_S)))
+            except RuntimeError as error:
+                raise WireFailed(
+                    f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} ranks ({_first(error)})"
+                ) from error
+
+    def send(self, message: Tensor, peer: int, number: int) -> "Sent":
+        return Sent(self, self._group.send([message], peer, number), peer, "take")
+
+    def receive(self, message: Tensor, peer: int, number: int) -> "Sent":
+        return Sent(self, self._group.recv([message], peer, number), peer, "send")
+
+    def close(self) -> None:
+        """Give the group up; whoever waits for this rank hears of it."""
+        if self._group is not None and hasattr(self._group, "abort"):
+            self._group.abort()
+        self._group = None
+
+
+class Sent:
+    """A message on its way."""
+
+    def __init__(self, peers: Peers, work: dist.Work, peer: int, verb: str) -> None:
+        self._peers, self._work, self._peer, self._verb = peers, work, peer, verb
+
+    def wait(self) -> None:
+        """Until it is over, on the device too. Raises WireFailed naming the peer."""
+        limit_s = scaled(ROUND_S)
+        try:
+            if self._peers._device.type == "cpu":
+                self._work.wait(timedelta(seconds=limit_s))
+                return
+            end = time.monotonic() + limit_s
+            while not self._work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{limit_s:g} s are over")
+                time.sleep(POLL_S)
+            self._work.wait()
+        except RuntimeError as error:
+            name = self._peers._names[self._peer]
+            raise WireFailed(f"weight wire: {name} did not {self._verb} its slices ({_first(error)}); see its log") from error
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

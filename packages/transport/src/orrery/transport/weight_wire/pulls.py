@@ -1,0 +1,87 @@
+"""Links on which a target reads out of a source's bucket: who may read and overwrite when is said in the store, bytes go by `Reader`s.
+
+- A source says that a message is full, with the place of it; the target reads it, and says so; then the source may fill the place again.
+- Messages of a pair are numbered through, over takes too, so no word is taken for an older one.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from orrery.transport.weight_wire.meeting import Meeting
+from orrery.transport.weight_wire.peers import ROUND_S
+
+
+class Full(msgspec.Struct):
+    """Where a message lies: which of the source's buckets, and which bytes of it."""
+
+    side: int
+    offset: int
+    num_bytes: int
+
+
+class Reader(Protocol):
+    """How a target gets at one source's buckets."""
+
+    def read(self, side: int, offset: int, into: torch.Tensor) -> None:
+        """Fill `into` (u8) with the bytes of bucket `side` from `offset` on; they are there when this returns."""
+
+    def close(self) -> None: ...
+
+
+class PullSource:
+    """A source's end. `key` is the group's and the source's own."""
+
+    def __init__(self, meeting: Meeting, generation: int, source: int, names: Sequence[str], device: torch.device) -> None:
+        self._meeting, self._key, self._names, self._device = meeting, f"pull/{generation}/{source}", names, device
+        self._count: dict[int, int] = defaultdict(int)
+
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> "_Offered":
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # it is full only then
+        key = f"{self._key}.{target}/{self._count[target]}"
+        self._count[target] += 1
+        self._meeting.put(f"{key}/full", Full(side, offset, num_bytes))
+        return _Offered(self._meeting, key, self._names[target])
+
+    def close(self) -> None:
+        """Readers hear of it at their deadline."""
+
+
+class _Offered:
+    def __init__(self, meeting: Meeting, key: str, target: str) -> None:
+        self._meeting, self._key, self._target = meeting, key, target
+
+    def wait(self) -> None:
+        self._meeting.get(f"{self._key}/read", bool, f"{self._target}, that it has read its slices", ROUND_S)
+        self._meeting.forget(f"{self._key}/full", f"{self._key}/read")
+
+
+class PullTarget:
+    """A target's end, for the sources that it has a reader of."""
+
+    def __init__(self, meeting: Meeting, generation: int, target: int, readers: dict[int, Reader]) -> None:
+        self._meeting, self._generation, self._target, self._readers = meeting, generation, target, readers
+        self._count: dict[int, int] = defaultdict(int)
+
+    def receive(self, source: int, into: torch.Tensor) -> "_Awaited":
+        key = f"pull/{self._generation}/{source}.{self._target}/{self._count[source]}"
+        self._count[source] += 1
+        return _Awaited(self._meeting, key, source, self._readers[source], into)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+class _Awaited:
+    def __init__(self, meeting: Meeting, key: str, source: int, reader: Reader, into: torch.Tensor) -> None:
+        self._meeting, self._key, self._source, self._reader, self._into = meeting, key, source, reader, into
+
+    def wait(self) -> None:
+        full = self._meeting.get(f"{self._key}/full", Full, f"trainer {self._source}, that its slices are there", ROUND_S)
+        self._reader.read(full.side, full.offset, self._into)
+        self._meeting.put(f"{self._key}/read", True)

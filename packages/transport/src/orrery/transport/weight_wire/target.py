@@ -1,0 +1,170 @@
+"""A direct wire, engine's end: one rank of an engine receives the slices that it needs, and tells what it got.
+
+- `join` says once what this rank needs. `take` meets the trainer for one version and gives the slices, round by round, in the bucket that
+  they came in; they must be used before the next but one round is asked for.
+- Every slice is fingerprinted as it came. `attest` adds the shares of all ranks of the engine up: every rank then knows the whole
+  tensors' fingerprints, and that ranks which hold the same part hold the same bits.
+- Whatever fails gives the group up, so that nobody waits for this rank, and raises.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orrery.transport.fingerprint import MASK
+from orrery.transport.fingerprint_slices import SliceFingerprints, Where
+from orrery.transport.weight_wire import meeting
+from orrery.transport.weight_wire.buckets import shape_of, starts_of
+from orrery.transport.weight_wire.claims import Taking
+from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.ipc import allocate
+from orrery.transport.weight_wire.links import OnItsWay, TargetLink, make_target_link
+from orrery.transport.weight_wire.meeting import Arrival, Meeting, Member, Order, Place, Tensor
+from orrery.transport.weight_wire.plan import Parts, Plan, dtype_of
+from orrery.transport.weight_wire.reception import ARRIVAL_S
+from orrery.transport.weight_wire.slices import Box, Message, Slice, intersection, pieces
+
+Needs = dict[str, tuple[Box, ...]]
+
+
+@dataclass
+class Round:
+    """What arrives together: slices, at these offsets of a bucket. The same objects at every take of a group."""
+
+    number: int
+    messages: dict[int, Message]
+    slices: list[Slice]
+    fingerprints: SliceFingerprints
+    piece: torch.Tensor  # i64 [slices], which of this rank's pieces each belongs to
+
+
+class Target:
+    """One engine rank's end, as long as its process lives."""
+
+    def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
+        self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
+        self._address: meeting.Address | None = None
+        self._generation = -1
+        self._link: TargetLink | None = None
+        self.tensors: dict[str, Tensor] = {}
+
+    def join(self, folder: Path, needs: Callable[[list[Tensor]], Needs]) -> None:
+        """Meet the wire in `folder`, unless met already; `needs` says what of the trainer's tensors this rank takes."""
+        address = meeting.find(folder)
+        if address == self._address:
+            return
+        self.drop()
+        self._meeting: Meeting = meeting.join(address)
+        self.tensors = {tensor.name: tensor for tensor in self._meeting.tensors()}
+        self._needs = needs(list(self.tensors.values()))
+        self._pieces = [(name, box) for name, boxes in self._needs.items() for box in boxes]
+        self._member = secrets.token_hex(8)
+        self._meeting.put(
+            f"member/{self._member}", Member(self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs)
+        )
+        self._buckets = allocate(address.bucket_bytes, self.device)
+        self._address = address
+
+    def take(self, taking: Taking, parts: Parts) -> Iterator[tuple[Round, torch.Tensor]]:
+        """(slices, the bucket that they are in), until all have come. Raises WireFailed."""
+        begin = time.perf_counter()
+        self._take = taking.take
+        self._meeting.arrive(Arrival(taking.take, self.engine, self.rank, self.world_size, self._member))
+        order = self._meeting.get(f"go/{taking.take}", Order, f"trainer 0, that take {taking.take} may begin", 2 * ARRIVAL_S)
+        begin = parts.add("meet_s", begin)
+        if order.error:
+            raise WireFailed(f"weight wire: {order.error}")
+        try:
+            if order.generation != self._generation:
+                self._form(order)
+            begin = parts.add("form_s", begin)
+            yield from self._receive(parts)
+        except BaseException:
+            self.drop()
+            raise
+
+    def attest(self) -> dict[str, int]:
+        """Fingerprint by name of the whole tensors that the ranks of this engine hold. WireFailed names what ranks disagree about."""
+        key = f"attest/{self._take}/{self.engine}"
+        self._meeting.store.set(f"{key}/{self.rank}", self._shares.cpu().numpy().tobytes())
+        whole: dict[tuple[str, Box], tuple[int, int]] = {}
+        for member in self._plan.members:
+            if member.engine != self.engine:
+                continue
+            what = f"{self.engine} (rank {member.rank}), its fingerprints"
+            shares = np.frombuffer(self._meeting.raw(f"{key}/{member.rank}", what), np.uint64)
+            held = [(name, box) for name, boxes in member.needs.items() for box in boxes]
+            for piece, share in zip(held, shares.tolist(), strict=True):
+                rank, before = whole.setdefault(piece, (member.rank, share))
+                if before != share:
+                    raise WireFailed(
+                        f"weight wire: ranks {rank} and {member.rank} of {self.engine} received different bits of {piece[0]!r}"
+                    )
+        fingerprints = dict.fromkeys(self.tensors, 0)
+        for (name, _), (_, share) in whole.items():
+            fingerprints[name] = (fingerprints[name] + share) & MASK
+        return fingerprints
+
+    def drop(self) -> None:
+        """Give the group up."""
+        if self._link is not None:
+            self._link.close()
+        self._generation, self._link = -1, None
+
+    def _form(self, order: Order) -> None:
+        self.drop()
+        assert self._address is not None
+        members = [self._meeting.get(f"member/{name}", Member, "an engine, what it needs") for name in order.members]
+        plan = self._plan = Plan.of(list(self.tensors.values()), self._meeting.holdings(), members, self._address.bucket_bytes)
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        pieces(list(shapes), shapes, [member.needs for member in members if member.engine == self.engine])
+        target = order.members.index(self._member)
+        self._rounds = [self._round(number, messages) for number, messages in plan.of_target(target)]
+        self._link = make_target_link(self._address.kind, self._meeting, order.generation, target, plan, self._buckets, self.device)
+        self._generation = order.generation
+
+    def _round(self, number: int, messages: dict[int, Message]) -> Round:
+        slices = [Slice(name, box, message.target_offset + offset) for message in messages.values() for name, box, offset in message.slices]
+        where = [
+            Where(offset, shape_of(box), self.tensors[name].shape, starts_of(box), dtype_of(self.tensors[name]).itemsize)
+            for name, box, offset in slices
+        ]
+        index = {piece: position for position, piece in enumerate(self._pieces)}
+        owner = [next(index[name, need] for need in self._needs[name] if intersection(need, box) == box) for name, box, _ in slices]
+        return Round(number, messages, slices, SliceFingerprints(where, self.device), torch.tensor(owner, device=self.device))
+
+    def _receive(self, parts: Parts) -> Iterator[tuple[Round, torch.Tensor]]:
+        self._shares = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.device)
+        self._ahead = [self._post(index) for index in range(min(2, len(self._rounds)))]
+        for index, one in enumerate(self._rounds):
+            bucket = self._await_round(index, parts)
+            begin = time.perf_counter()
+            self._shares.index_add_(0, one.piece, one.fingerprints.of(bucket))
+            parts.add("fingerprint_s", begin)
+            yield one, bucket
+            if index + 2 < len(self._rounds):
+                self._ahead[index % 2] = self._post(index + 2)
+
+    def _await_round(self, index: int, parts: Parts) -> torch.Tensor:
+        """The bucket that this round is in, once it is."""
+        begin = time.perf_counter()
+        for message in self._ahead[index % 2]:
+            message.wait()
+        parts.add("receive_s", begin)
+        return self._buckets[index % 2]
+
+    def _post(self, index: int) -> Sequence[OnItsWay]:
+        """Ask for a round's messages, into the bucket that is its turn."""
+        one, bucket = self._rounds[index], self._buckets[index % 2]
+        assert self._link is not None
+        if bucket.device.type == "cuda":  # what has been done with the bucket so far is done before anything else comes into it
+            torch.cuda.current_stream().synchronize()
+        return [
+            self._link.receive(one.number, source, message, bucket[message.target_offset : message.target_offset + message.num_bytes])
+            for source, message in one.messages.items()
+        ]

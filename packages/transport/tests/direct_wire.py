@@ -1,0 +1,135 @@
+"""Trainers and engines of a direct wire as threads of one process: sources with shards of known tensors, targets that collect slices."""
+
+import threading
+from contextlib import contextmanager
+
+import torch
+
+from orrery.transport.weight_wire.buckets import Held, in_bucket, shape_of
+from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.files import WeightWatch
+from orrery.transport.weight_wire.plan import Parts, dtype_of
+from orrery.transport.weight_wire.source import Source
+from orrery.transport.weight_wire.target import Target
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 512  # so that there are many rounds
+SHAPES = {
+    "embed": (24, 8),
+    "norm": (8,),
+    "q": (16, 8),
+    "o": (8, 16),
+    "bias": (16,),
+    **{f"expert.{e}.{part}": (6, 8) for e in range(4) for part in ("gate", "up")},
+    "scale": (),
+}
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def trainer_box(name, shape, rank, num_ranks):
+    """Experts whole by rank, scalars on every rank, the rest in rows as FSDP2 does."""
+    if name.startswith("expert"):
+        owner = int(name.split(".")[1]) * num_ranks // 4
+        return tuple((0, size if owner == rank else 0) for size in shape)
+    if not shape:
+        return ()
+    rows = -(-shape[0] // num_ranks)
+    return ((min(rows * rank, shape[0]), min(rows * (rank + 1), shape[0])), *((0, size) for size in shape[1:]))
+
+
+def engine_boxes(tensors, rank, world_size):
+    """As tensor parallel would: q and embed in rows, o in columns, experts whole by rank, the rest everywhere."""
+    needs = {}
+    for tensor in tensors:
+        name, shape = tensor.name, tuple(tensor.shape)
+        whole = tuple((0, size) for size in shape)
+        dim = {"q": 0, "embed": 0, "bias": 0, "o": 1}.get(name)
+        if name.startswith("expert"):
+            needs[name] = (whole,) if int(name.split(".")[1]) * world_size // 4 == rank else ()
+        elif dim is None:
+            needs[name] = (whole,)
+        else:
+            part = shape[dim] // world_size
+            needs[name] = (tuple((part * rank, part * (rank + 1)) if d == dim else side for d, side in enumerate(whole)),)
+    return needs
+
+
+class Trainer:
+    """One rank: a master copy in float32, which travels as bfloat16."""
+
+    def __init__(self, kind, folder, rank, num_ranks, replicas=1):
+        self.shard, self.num_shards = rank % (num_ranks // replicas), num_ranks // replicas
+        self.source = Source(kind, folder, "127.0.0.1", rank, num_ranks, CPU, BUCKET_BYTES)
+        self.local = {
+            name: torch.empty([stop - start for start, stop in trainer_box(name, shape, self.shard, self.num_shards)])
+            for name, shape in SHAPES.items()
+        }
+        self.takes = []
+
+    def load(self, version):
+        for name, whole in weights(version).items():
+            box = trainer_box(name, whole.shape, self.shard, self.num_shards)
+            self.local[name].copy_(whole[tuple(slice(*side) for side in box)])
+
+    def held(self):
+        return [
+            Held(name, shape, torch.bfloat16, trainer_box(name, shape, self.shard, self.num_shards), self.local[name])
+            for name, shape in SHAPES.items()
+        ]
+
+    def publish(self, version):
+        self.load(version)
+        return self.source.publish(version, self.held, list(self.local.values()), lambda *take: self.takes.append(take))
+
+
+class Engine:
+    """One rank of an engine: what arrived, by name and box, and how large the largest piece of a round was."""
+
+    def __init__(self, name, rank, world_size):
+        self.target, self.needs = Target(name, rank, world_size, CPU), lambda tensors: engine_boxes(tensors, rank, world_size)
+        self.got, self.parts, self.damage = {}, None, None
+
+    def take(self, published):
+        taking = read_taking(published.path)
+        self.target.join(published.folder.parent, self.needs)
+        self.got, self.parts = {}, Parts()
+        for one, bucket in self.target.take(taking, self.parts):
+            for name, box, offset in one.slices:
+                assert (name, box) not in self.got
+                self.got[name, box] = in_bucket(bucket, offset, shape_of(box), dtype_of(self.target.tensors[name])).clone()
+        return self.target.attest()
+
+
+def together(*calls):
+    """Results of the calls, each in a thread of its own; exceptions are results too."""
+    results = [None] * len(calls)
+
+    def run(index):
+        try:
+            results[index] = calls[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+@contextmanager
+def trainers(kind, folder, num_ranks, replicas=1):
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    first = Trainer(kind, folder, 0, num_ranks, replicas)
+    ranks = [first, *(Trainer(kind, folder, rank, num_ranks, replicas) for rank in range(1, num_ranks))]
+    try:
+        yield ranks, WeightWatch(folder)
+    finally:
+        for rank in ranks:
+            rank.source.close()

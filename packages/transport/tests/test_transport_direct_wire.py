@@ -1,0 +1,149 @@
+"""Direct wires: slices go from the trainer ranks that own them to the engine ranks that need them, and from nobody else to nobody else."""
+
+import importlib.util
+from functools import partial
+
+import pytest
+import torch
+from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
+
+from orrery.transport.fingerprint import tensor_fingerprint
+from orrery.transport.weight_wire import claim, release
+from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.plan import Parts
+from orrery.transport.weight_wire.target import Target
+
+KINDS = ["nccl", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def publish(ranks, version):
+    published = together(*(lambda rank=rank: rank.publish(version) for rank in ranks))
+    assert published[1:] == [None] * (len(ranks) - 1)
+    return published[0]
+
+
+def settle(ranks):
+    for waited in together(*(rank.source.settle for rank in ranks)):
+        assert isinstance(waited, float), waited
+
+
+def check(engine, version):
+    """What arrived is exactly what was needed, in the dtype that it travels in."""
+    seen = dict.fromkeys(SHAPES, 0)
+    for (name, box), tensor in engine.got.items():
+        assert torch.equal(tensor, weights(version)[name][tuple(slice(*side) for side in box)].bfloat16())
+        assert tensor.nbytes <= BUCKET_BYTES
+        seen[name] += tensor.numel()
+    needs = engine.needs([type("T", (), {"name": name, "shape": shape}) for name, shape in SHAPES.items()])
+    assert seen == {name: sum(torch.Size(b - a for a, b in box).numel() for box in boxes) for name, boxes in needs.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_fingerprints(tmp_path, kind, num_ranks, replicas):
+    engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2), Engine("engine 1", 0, 1)]
+    with trainers(kind, tmp_path / "wire", num_ranks, replicas) as (ranks, watch):
+        for version in (0, 1, 5):
+            published = publish(ranks, version)
+            assert watch.latest() == published
+            assert published.fingerprints == {name: tensor_fingerprint(whole.bfloat16()) for name, whole in weights(version).items()}
+            claimed = claim(published, ["engine 0", "engine 1"])
+            for held in together(*(partial(engine.take, claimed) for engine in engines)):
+                assert held == published.fingerprints
+            release(claimed)
+            for engine in engines:
+                check(engine, version)
+            settle(ranks)
+            assert watch.latest() is None
+            assert claim(published, ["engine 0"]) is None
+        assert [(version, error) for version, error, _ in ranks[0].takes] == [(0, ""), (1, ""), (5, "")]
+
+
+def test_a_version_that_nobody_claims_keeps_nobody_waiting(tmp_path, kind):
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        publish(ranks, 0)
+        settle(ranks)
+        published = publish(ranks, 1)
+        release(claim(published, ["engine 0"]))
+        settle(ranks)
+
+
+def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
+    engine = Engine("engine 0", 0, 1)
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 3)
+        claimed = claim(published, ["engine 0"])
+
+        def step(rank):
+            rank.source.settle()
+            rank.load(99)
+
+        *steps, held = together(*(lambda rank=rank: step(rank) for rank in ranks), lambda: engine.take(claimed))
+        assert steps == [None, None]
+        assert held == published.fingerprints
+        check(engine, 3)
+
+
+def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it(tmp_path, kind, monkeypatch):
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.05")
+    whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 0)
+        claimed = claim(published, ["engine 0", "engine 1"])
+
+        def end_in_the_middle():
+            ending.target.join(claimed.folder.parent, ending.needs)
+            rounds = ending.target.take(read_taking(claimed.path), Parts())
+            next(rounds)
+            rounds.close()
+
+        _, ended = together(lambda: whole.take(claimed), end_in_the_middle)
+        assert ended is None
+        release(claimed)
+        again = claim(published, ["engine 0"])
+        assert whole.take(again) == published.fingerprints
+        check(whole, 0)
+        version, error, _ = ranks[0].takes[0]
+        assert version == 0 and "engine 1 (rank 0)" in error
+        back = Engine("engine 1", 0, 1)
+        both = claim(published, ["engine 0", "engine 1"])
+        assert together(lambda: whole.take(both), lambda: back.take(both)) == [published.fingerprints] * 2
+
+
+def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, monkeypatch):
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.005")
+    engine = Engine("engine 0", 0, 1)
+    with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
+        published = publish(ranks, 0)
+        claimed = claim(published, ["engine 0", "engine 1"])
+        with pytest.raises(WireFailed, match=r"engine 1 \(rank 0\) did not come"):
+            engine.take(claimed)
+        release(claimed)
+        settle(ranks)
+
+
+def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alone(tmp_path, kind):
+    engine = Engine("engine 0", 0, 1)
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 0)
+        claimed = claim(published, ["engine 0"])
+        original, flipped = Target._await_round, []
+
+        def damaged(self, index, parts):
+            bucket = original(self, index, parts)
+            for name, _, offset in self._rounds[index].slices:
+                if name == "expert.2.up" and not flipped:
+                    bucket[offset + 5] ^= 1
+                    flipped.append(name)
+            return bucket
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Target, "_await_round", damaged)
+            held = engine.take(claimed)
+        release(claimed)
+        assert flipped and {name for name in held if held[name] != published.fingerprints[name]} == {"expert.2.up"}
