@@ -31,6 +31,12 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     context_tokens:: 131072,
     trainer+: { mesh+: { cp: 2 }, memory+: { max_tokens_per_micro_batch: 131072 } },
   },
+  // a node more: eight engines prefill, eight decode
+  qwen3_30b_a3b_16k_prefill_decode: self.qwen3_30b_a3b_16k {
+    hardware+: { num_nodes: 3 },
+    layout+:: { engines: 16, prefill_engines: 8 },
+    inference+: { router: { kind: 'none' } },
+  },
   qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
   qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora,
   qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,

@@ -50,8 +50,8 @@ MIXTURE = DENSE | {
 }
 
 
-def make_run(folder: Path, model: dict[str, object], num_replicas: int = 1) -> Path:
-    """A run directory with a manifest and `weights/init`, as the init stage leaves it."""
+def make_run(folder: Path, model: dict[str, object], num_replicas: int = 1, inference: dict[str, object] | None = None) -> Path:
+    """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference` are fields of the manifest's part."""
     from orrery.models.weights import save
 
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
@@ -67,6 +67,7 @@ def make_run(folder: Path, model: dict[str, object], num_replicas: int = 1) -> P
         "max_batched_tokens": 1024,
         "enforce_eager": True,
         "router": {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+        **(inference or {}),
     }
     manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = 512
     folder.mkdir(parents=True)

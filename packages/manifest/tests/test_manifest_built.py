@@ -26,6 +26,8 @@ def changed(name: str, **fields) -> Manifest:
 
 
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
+TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
 REFUSED = [
     (
         changed("glm5_run"),
@@ -49,8 +51,14 @@ REFUSED = [
         "set transport.routed_experts to false, or inference.prefill_replicas to 0",
     ),
     (
-        changed("reverse_text_smoke", hardware=H200, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
-        "inference.prefill_replicas 1: engines that only prefill are not built yet on h200; set inference.prefill_replicas to 0",
+        changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
+        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to 'none', "
+        "or inference.prefill_replicas to 0",
+    ),
+    (
+        changed("reverse_text_moe", inference__kv_offload=TIERS, transport__routed_experts=True),
+        "transport.routed_experts: routes of tokens whose cache came from elsewhere have not been shown to come back; "
+        "set transport.routed_experts to false, or inference.kv_offload.kind to 'none'",
     ),
     (
         changed("reverse_text_smoke", inference__max_restarts=2, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),

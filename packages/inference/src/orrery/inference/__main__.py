@@ -3,6 +3,7 @@
 import gc
 
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
+from orrery.inference.kv_offload import offload
 from orrery.observe.process import role_process
 from orrery.transport.token import run_token
 
@@ -15,6 +16,7 @@ def main() -> None:
         manifest = me.manifest
         engine_environment(manifest, me.host)
         arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port)
+        arguments += offload(me)
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from orrery.inference import releases
+from orrery.inference.kv_transfer import refuse_open_interfaces, transfer_config, transfer_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
@@ -75,6 +76,8 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         if inference.expert_parallel:
             flags.append("--enable-expert-parallel")
     arguments |= releases.arguments(manifest)
+    if (transfer := transfer_config(manifest, index)) is not None:
+        arguments["--kv-transfer-config"] = json.dumps(transfer)
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
 
@@ -108,6 +111,9 @@ def engine_environment(manifest: Manifest, host: str) -> None:
     )
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
+    if manifest.inference.kv_transfer.kind == "mooncake":
+        refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
+    os.environ.update(transfer_environment(manifest, host))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if manifest.inference.enforce_eager:
         os.environ["TORCHDYNAMO_DISABLE"] = (

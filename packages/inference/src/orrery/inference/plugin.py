@@ -21,6 +21,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
+    from orrery.inference.patches import vllm_kv_transfer
+
+    vllm_kv_transfer.pause_beside_unread_blocks()
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

@@ -25,6 +25,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from orrery.inference import plugin, releases
+from orrery.inference.kv_transfer import handover
 from orrery.manifest.errors import RunFailed
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -85,7 +86,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> 
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         stopping = _announce_stop(engine)
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
-        announcing = asyncio.ensure_future(_announce(me, args.host, args.port))
+        announcing = asyncio.ensure_future(_announce(me, args))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         done, _ = await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
         if serving in done and announcing.done() and not announcing.cancelled():
@@ -140,8 +141,9 @@ async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None
         await asyncio.sleep(WATCH_S)
 
 
-async def _announce(me: RoleProcess, host: str, port: int) -> None:
+async def _announce(me: RoleProcess, args: Namespace) -> None:
     """Publish this server's address as soon as /health answers 200."""
+    host, port = args.host, args.port
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s
     while not await _healthy(host, port):
@@ -151,7 +153,7 @@ async def _announce(me: RoleProcess, host: str, port: int) -> None:
     gc.collect()
     gc.freeze()  # what start-up made stays; later collections need not look at it again
     gc.enable()
-    rendezvous.publish(me, f"http://{host}:{port}")
+    rendezvous.publish(me, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
     me.health.doing("serving")
 
 

@@ -13,7 +13,7 @@ from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
-from orrery.manifest.built import check_built, remarks
+from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import ProcessPlan, StagePlan, stage
@@ -56,7 +56,7 @@ def _notes(manifest: Manifest) -> list[str]:
         check_built(manifest)
     except OrreryError as error:
         return [f"  note: it is planned and refuses to start: {error}"]
-    return [f"  note: {remark}" for remark in remarks(manifest)]
+    return []
 
 
 def _nodes(part: Component, accelerator: str) -> str:

@@ -22,6 +22,7 @@ IMAGE_OF: dict[str, Image] = {  # role → image
     "trainer": "trainer",
     "inference": "inference",
     "router": "inference",
+    "kv_store": "inference",
     "orchestrator": "orchestrator",
     "report": "orchestrator",
 }

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from orrery.launcher import lock
 from orrery.launcher.allocation import INSIDE, allocation
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.stage import Job, done_path
-from orrery.manifest.built import check_built, remarks
+from orrery.manifest.built import check_built
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
@@ -106,8 +105,6 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
     check_built(run.manifest)
-    for remark in remarks(run.manifest) if stage_name == "rl" else ():
-        print(f"note: {remark}", file=sys.stderr, flush=True)
     inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
     if inside is not None and run.manifest.inference.max_restarts:
         raise OrreryError(

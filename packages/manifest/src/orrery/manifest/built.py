@@ -7,13 +7,11 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
-PREFILL_APART = ("cpu",)  # accelerators on which prefill and decode engines may be placed apart, though each serves whole requests
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 WEIGHT_WIRES = ("files", "nccl", "nixl")
 ADAPTED_WIRES = ("files",)  # that merge adapters on the way
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
-KV_OFFLOADS = ("none",)
 ADMISSIONS = ("fixed", "adaptive")
 
 
@@ -27,10 +25,10 @@ def check_built(manifest: Manifest) -> None:
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is one process, for vLLM exchanges tokens "
             f"between experts on GPUs alone; set both to 1, and inference.num_replicas to {devices} for as many engines"
         )
-    if accelerator not in PREFILL_APART and (count := inference.prefill_replicas):
+    if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
-            f"inference.prefill_replicas {count}: engines that only prefill are not built yet on {accelerator}; "
-            f"set inference.prefill_replicas to 0"
+            f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches over keep none elsewhere yet; "
+            f"set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0"
         )
     if inference.max_restarts and manifest.hardware.num_nodes > 1:
         raise OrreryError(
@@ -47,23 +45,13 @@ def check_built(manifest: Manifest) -> None:
             f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
             f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
         )
-    if manifest.trainer.lora is not None and (kind := manifest.transport.weights) not in ADAPTED_WIRES:
-        raise OrreryError(f"transport.weights {kind!r}: sends shards as they stand, and adapters are not merged in them; set it to 'files'")
+ADMISSIONS = ("fixed", "adaptive")
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
         ("inference.quantization", inference.quantization, QUANTIZATIONS),
-        ("inference.kv_offload.kind", inference.kv_offload.kind, KV_OFFLOADS),
         ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),
     )
     for field, value, built in choices:
         if value not in built:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
-
-
-def remarks(manifest: Manifest) -> list[str]:
-    """Where a run does less than its manifest says, a sentence each; a launcher and a plan show them."""
-    apart = (
-        "inference.prefill_replicas: the engines are placed apart, and each serves whole requests; handing over a cache is not built yet"
-    )
-    return [apart] if manifest.inference.prefill_replicas else []

@@ -4,7 +4,7 @@
 - `after` names the stages whose `DONE` a stage waits for; without `stages.sft` the rl stage follows init.
 - `ends`: "itself" runs to its own end; "with_stage" is a server, stopped when every "itself" process has exited with 0.
 - Nodes are numbered within the stage. One node holds everything; of several, each belongs to one group, and which follows from the manifest
-  alone: inference first (prefill, then decode, where they are apart), then trainer; orchestrator and router share the first node.
+  alone: inference first (prefill, then decode, where they are apart), then trainer; orchestrator, router and store share the first node.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
-Role = Literal["trainer", "inference", "router", "orchestrator", "report"]
+Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "report"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     engines = tuple(
         ProcessPlan("inference", i, "orrery.inference", inference.devices_per_replica, "with_stage") for i in range(inference.num_replicas)
     )
+    if inference.kv_offload.kind == "mooncake":
+        engines = (ProcessPlan("kv_store", 0, "orrery.inference.kv_store", 0, "with_stage"), *engines)
     if inference.router.kind == "none":
         return engines
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))

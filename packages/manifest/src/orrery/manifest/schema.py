@@ -518,7 +518,7 @@ class Inference(Record):
 
     @model_validator(mode="after")
     def replicas_have_a_router(self) -> "Inference":
-        if self.num_replicas > 1 and self.router.kind == "none":
+        if self.num_replicas > 1 and self.router.kind == "none" and not self.prefill_replicas:
             raise ValueError(f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'")
         return self
 

@@ -45,6 +45,7 @@ async def fleet(me: Any) -> EngineFleet:
         os.environ.get("ORRERY_TOKEN"),
         restarting=me if inference.max_restarts else None,
         incarnations=[engine.incarnation for engine in engines],
+        handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
     )
 
 

@@ -134,6 +134,7 @@ async def play(
             engine,
             f"{name}-{turn}",
             tokens.column(0),
+            session=name,
             max_tokens=min(problem.exact_tokens or sampling.max_tokens_per_turn, max_model_len_tokens - tokens.length),
             temperature=sampling.temperature,
             cache_salt=cache_salt,

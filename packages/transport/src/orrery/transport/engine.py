@@ -15,7 +15,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -40,6 +40,7 @@ QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 KEEPALIVE_S = 3.0
 # vLLM's /inference/v1/generate puts it before our ids; aborting a bare id aborts nothing, with status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
+SESSION_HEADER = "X-Session-ID"  # what vllm-router's consistent_hash goes by
 
 
 class GenerationFailed(OrreryError):
@@ -71,6 +72,7 @@ class Generation:
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     routes: tuple[Routes, ...] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
+    kv_transfer: dict[str, Any] | None = None  # of a request that prefills for another engine: where its blocks are
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class _Choice(msgspec.Struct):
 class _Generated(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 _decode_generated = msgspec.json.Decoder(_Generated).decode
@@ -172,11 +175,15 @@ class EngineClient:
         ignore_eos: bool = False,
         routes_from: int | None = None,
         timeout_s: float = 600.0,
+        session: str | None = None,
+        kv_transfer: Mapping[str, Any] | None = None,
     ) -> Generation:
         """Sample a continuation of `token_ids` (plain temperature sampling; 0 is greedy).
 
         Prefix-cache blocks are shared only among requests of one `cache_salt`. A stop token is part of the result.
         `routes_from`: the position of the first token whose experts are wanted; an engine that returns none of them has failed.
+        `session` names the conversation, for a router that keeps its turns on one engine. `kv_transfer` is vLLM's `kv_transfer_params`:
+        where a cache comes from or goes to (`prefill_decode`).
         `request_id` is what `abort` takes; it must be unique among requests in flight.
         Raises GenerationFailed, or EngineGone. Cancelling the coroutine aborts the request in the engine.
         """
@@ -197,10 +204,12 @@ class EngineClient:
             sampling["routed_experts_prompt_start"] = routes_from
         prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
         body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
+        if kv_transfer is not None:
+            body["kv_transfer_params"] = kv_transfer
         what = f"request {request_id!r}"
         try:
             status, answer = await self._call(
-                "POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True
+                "POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True, session=session
             )
         except EngineGone as error:
             # A kept connection may break without harm to the server: it closes one whenever it answers 500.
@@ -300,21 +309,24 @@ class EngineClient:
         on_timeout: type[OrreryError],
         what: str,
         keep_connection: bool = False,
+        session: str | None = None,
     ) -> tuple[int, bytes]:
         """Status and body of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
 
         Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
         """
-        session = self._sessions.get(keep_connection)
-        if session is None:
+        connections = self._sessions.get(keep_connection)
+        if connections is None:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             connector = aiohttp.TCPConnector(limit=0, **kept)  # type: ignore[arg-type]
-            session = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            connections = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"} if body is not None else None
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if session is not None:
+            headers[SESSION_HEADER] = session
         try:
-            async with session.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
+            async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
                 return response.status, await response.read()
         except aiohttp.ServerTimeoutError as error:
             raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
@@ -351,7 +363,7 @@ def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int,
         raise GenerationFailed(f"{engine} was asked for the routes of {expected} tokens by request {request_id!r}, and returned {found}")
     details = generated.usage.prompt_tokens_details if generated.usage else None
     cached = (details.cached_tokens if details else None) or 0
-    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached, parts)
+    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached, parts, generated.kv_transfer_params)
 
 
 _METRICS = {

@@ -1,6 +1,7 @@
 """The engines of a stage as one: generation through the router, control calls to every engine, and what becomes of one that fails.
 
 - In: the engines' addresses, and the router's where there are several. Out: generations; updates, each with a report.
+- Where prefill is apart no router stands between: the fleet takes each request to its two engines (`prefill_decode`).
 - Each engine is updated by itself, all at once: one that is slow or lost keeps no other paused.
 - Without `restarting` the first failure of an engine is an error, and ends the run.
 - With it an engine that fails is fenced: dismissed by the router, and its end asked for. Its requests fail as EngineGone. Once its next
@@ -12,7 +13,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -33,6 +34,7 @@ from orrery.transport.engine import (
     UpdateFailed,
     WeightsDiffer,
 )
+from orrery.transport.prefill_decode import PrefillDecode
 from orrery.transport.roster import Phase, Roster
 from orrery.transport.router import RouterClient
 from orrery.transport.update import UpdateReport, update_engine
@@ -58,14 +60,16 @@ class EngineFleet:
         token: str | None = None,
         restarting: "RoleProcess | None" = None,
         incarnations: Sequence[int] = (),
+        handovers: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given.
+        """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given;
+        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them.
 
         Raises OrreryError for several engines without a router.
         """
         if not engine_urls:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
-        if len(engine_urls) > 1 and router_url is None:
+        if len(engine_urls) > 1 and router_url is None and not handovers:
             raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
         self._token, self._restarting = token, restarting
         self.engines = [EngineClient(url, token, name=f"engine {index}") for index, url in enumerate(engine_urls)]
@@ -75,6 +79,8 @@ class EngineFleet:
             self.roster.listens(index, incarnation)
             self.roster.took(index, incarnation, START_VERSION)
             self.roster.serves(index, incarnation)
+        count = len(handovers)
+        self.apart = PrefillDecode(self.engines[:count], self.engines[count:], handovers) if handovers else None
         self.version = START_VERSION  # of the last update that attested
         self._published: Published | None = None  # what engines are to hold
         self._admitted = set(range(len(engine_urls)))  # who gets requests
@@ -97,6 +103,8 @@ class EngineFleet:
         await self.close()
 
     async def close(self) -> None:
+        if self.apart is not None:
+            await self.apart.close()
         if self._tending is not None:
             self._tending.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -117,6 +125,8 @@ class EngineFleet:
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
         """`EngineClient.generate`, on whichever engine the router picks; EngineGone where the engine was lost meanwhile."""
+        if self.apart is not None:
+            return await self.apart.generate(token_ids, **options)
         if self._restarting is None:
             return await self._front().generate(token_ids, **options)
         if not self._admitted:
@@ -137,6 +147,10 @@ class EngineFleet:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort on every engine: only the router knows which one has the request, and it does not forward aborts by id."""
+        if self.apart is not None:
+            self.apart.abort(request_ids)
+            await asyncio.gather(*(engine.abort(request_ids) for engine in self.apart.decode))
+            return
         await self._every(lambda engine: engine.abort(request_ids))
 
     async def pause(self) -> None:

@@ -1,0 +1,95 @@
+"""Where cache blocks go that leave the device: what vLLM is told about host memory, disk and a shared store. Imports no vLLM.
+
+- In: `manifest.inference.kv_offload`. Out: `--kv-transfer-config`, variables, and for a Mooncake Store the file that its clients read.
+- Blocks are found by a hash over tokens and salt; the salt is the policy's version when a group was dispatched, so no block of an older
+  policy is ever found by rollouts of a newer one. A resumed attempt counts versions again from its checkpoint: what an earlier attempt
+  has left on disk is removed before it could be found.
+- A block that cannot be read back is computed again.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.manifest.schema import Manifest
+from orrery.observe.deadline import scaled
+from orrery.observe.process import RoleProcess
+from orrery.transport import rendezvous
+
+HASH_SEED = "0"  # of block hashes: the same in all engines and all their starts (vLLM 0.26 draws one where none is set)
+STORE_DEADLINE_S = 120.0
+
+
+def disk_folder(me: RoleProcess) -> Path:
+    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
+    return Path(tempfile.gettempdir()) / f"orrery-kv-{me.run_dir.name}-{me.stage}" / f"attempt_{me.attempt}" / str(me.index)
+
+
+def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
+    """The value of `--kv-transfer-config`; None where blocks that leave the device are gone."""
+    offload = manifest.inference.kv_offload
+    if offload.kind == "none":
+        return None
+    if offload.kind == "mooncake":
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": offload.host_bytes, "spec_name": "TieringOffloadingSpec"}
+    if manifest.hardware.accelerator == "cpu":
+        extra |= {"spec_name": "CpuTiers", "spec_module_path": "orrery.inference.kv_tiers_cpu"}
+    if offload.disk:
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(disk)}]
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def offload(me: RoleProcess) -> list[str]:
+    """Arguments of `vllm serve` for this engine, after making ready what they name: folder, store, variables."""
+    disk = disk_folder(me)
+    config = offload_config(me.manifest, disk)
+    if config is None:
+        return []
+    os.environ["PYTHONHASHSEED"] = HASH_SEED
+    if me.manifest.inference.kv_offload.kind == "mooncake":
+        refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
+        store = rendezvous.await_endpoints(me, "kv_store", 1, scaled(STORE_DEADLINE_S))[0]
+        disk.mkdir(parents=True, exist_ok=True)
+        os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
+    else:
+        prepare_disk(disk)
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def prepare_disk(disk: Path) -> None:
+    """Make the folder, and remove what earlier attempts have left beside it."""
+    for attempt in disk.parent.parent.glob("attempt_*"):
+        if attempt != disk.parent:
+            shutil.rmtree(attempt, ignore_errors=True)
+    disk.mkdir(parents=True, exist_ok=True)
+
+
+def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
+    """Variables of an engine with a Mooncake Store, whose master is at `master` (host:port); writes the file that they name."""
+    offload = manifest.inference.kv_offload
+    assert offload.kind == "mooncake"
+    path = folder / "mooncake.json"
+    path.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": master,
+                "protocol": offload.protocol,
+                "device_name": os.environ.get("ORRERY_RDMA_DEVICE", ""),
+                "mode": "embedded",
+                "global_segment_size": offload.segment_bytes,
+                "local_buffer_size": min(offload.segment_bytes, 1 << 30),
+            }
+        )
+    )
+    return {"MOONCAKE_CONFIG_PATH": str(path)}

@@ -1,0 +1,85 @@
+"""`python -m orrery.inference.kv_store`: the master of a Mooncake Store, which knows in which engine's memory each block of cache is.
+
+- In: nothing. Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections; engines wait for it.
+- It holds no block itself and starts empty with every attempt: nothing of an earlier attempt is ever found.
+- It listens on `me.host`; it ends with this process, and this process with it.
+"""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.observe.deadline import scaled
+from orrery.observe.lifeline import die_with_parent
+from orrery.observe.network import free_ports
+from orrery.observe.process import RoleProcess, role_process
+from orrery.transport import rendezvous
+
+START_DEADLINE_S = 60.0
+POLL_S = 0.05
+
+
+def master_program() -> Path:
+    """Mooncake's master, a program inside its package. Raises OrreryError where it cannot run here."""
+    program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
+    if not program.is_file():
+        raise OrreryError("inference.kv_offload.kind 'mooncake': Mooncake is not installed here; type `make setup`, or choose 'tiers'")
+    if not _loads("libibverbs.so.1"):
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': libibverbs.so.1 is missing, and Mooncake needs it also for TCP; "
+            "run: apt-get install -y libibverbs1"
+        )
+    return program
+
+
+def main() -> None:
+    with role_process("kv_store") as me:
+        refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
+        program = master_program()
+        free_port, metrics_port = free_ports(2, me.host)
+        port = me.port or free_port
+        arguments = {"rpc_address": me.host, "rpc_port": port, "metrics_host": me.host, "metrics_port": metrics_port}
+        me.health.doing("starting mooncake_master")
+        process = subprocess.Popen([program, *(f"--{name}={value}" for name, value in arguments.items())], preexec_fn=die_with_parent)
+        try:
+            _await_listening(me, process, port)
+            rendezvous.publish(me, f"http://{me.host}:{metrics_port}", rpc=f"{me.host}:{port}")
+            me.health.doing("serving")
+            raise RunFailed(f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{me.name}.log")
+        finally:
+            process.kill()  # it holds nothing that outlives the stage
+            process.wait()
+
+
+def _await_listening(me: RoleProcess, process: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline_s = scaled(START_DEADLINE_S)
+    end = time.monotonic() + deadline_s
+    with me.health.waiting("mooncake_master to listen", deadline_s=deadline_s):
+        while True:
+            if process.poll() is not None:
+                raise RunFailed(f"kv_store: mooncake_master did not start (exit code {process.returncode}); read logs/{me.name}.log")
+            try:
+                socket.create_connection((me.host, port), timeout=1).close()
+                return
+            except OSError:
+                if time.monotonic() > end:
+                    raise RunFailed(f"kv_store: mooncake_master did not listen within {deadline_s:g} s; read logs/{me.name}.log") from None
+                time.sleep(POLL_S)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

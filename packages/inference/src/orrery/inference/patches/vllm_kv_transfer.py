@@ -1,0 +1,55 @@
+"""Corrections to vLLM's KV connectors (0.26 and 0.32). None touches vLLM's files; each is one call, made where the comment says.
+
+1. `pause_beside_unread_blocks`. Upstream: a pause with mode "keep" completes when the engine has no work, and finished requests whose
+   blocks another engine has yet to read count as work (`Scheduler.has_finished_requests`); with the reader paused too, the pause lasts
+   until the blocks' lease runs out. Unread blocks neither run on the device nor change with the weights, and are read beside the engine.
+   Versions: 0.26 to 0.32 (seen). Remove when a "keep" pause returns at once with unread
+   blocks: `test_inference_prefill_decode.py` passes without.
+2. `bootstrap_on_one_address`. Upstream: `MooncakeConnectorWorker` starts its bootstrap server on 0.0.0.0. Versions: 0.26 to 0.32 (seen).
+   Remove when it takes VLLM_HOST_IP.
+3. `device_index_on_cpu`. Upstream: `MooncakeConnectorWorker.__init__` asks `torch.accelerator` for the current device, which raises on a
+   machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
+"""
+
+import os
+from typing import Any
+
+
+def pause_beside_unread_blocks() -> None:
+    """In each process that may be an engine core, before it serves."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if getattr(Scheduler.has_finished_requests, "orrery", False):
+        return
+    original = Scheduler.has_finished_requests
+
+    def has_finished_requests(self: Any) -> bool:
+        if self.pause_state == PauseState.PAUSED_ALL:
+            return bool(self.finished_req_ids)
+        return original(self)
+
+    has_finished_requests.orrery = True  # type: ignore[attr-defined]
+    Scheduler.has_finished_requests = has_finished_requests  # type: ignore[method-assign]
+
+
+def bootstrap_on_one_address() -> None:
+    """In each process that may be a worker with MooncakeConnector, before it is made."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as connector
+
+    server = connector.MooncakeBootstrapServer
+    if not isinstance(server, type):
+        return
+
+    def on_host(_everywhere: str, port: int) -> Any:
+        return server(os.environ["VLLM_HOST_IP"], port)
+
+    connector.MooncakeBootstrapServer = on_host  # type: ignore[assignment,misc]
+
+
+def device_index_on_cpu() -> None:
+    """On CPU, in each process that may be a worker with MooncakeConnector, before it is made."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.accelerator.current_device_index = lambda: 0

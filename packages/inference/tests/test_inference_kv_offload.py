@@ -1,0 +1,99 @@
+"""Blocks of cache that leave the device: host and disk tiers of one engine, and a Mooncake Store of two."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inference_servers import DENSE, await_published, make_run, start_role, stop
+
+from orrery.manifest.errors import OrreryError
+from orrery.transport.engine import EngineClient
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
+
+PROMPT = np.random.default_rng(4).integers(3, 48, 330).astype(np.int32)
+BLOCKS = 10 * 32  # tokens of the prompt in whole blocks
+TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk": True}}
+STORE = {"kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}}
+
+
+async def ask(engine, name, salt):
+    return await engine.generate(PROMPT, max_tokens=8, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5)
+
+
+async def forget(engine):
+    """The device's prefix cache is gone; a tier behind it is not."""
+    await engine._control("/reset_prefix_cache")
+
+
+async def until_found(engine, salt, name):
+    """Ask until blocks come from behind the device (they leave it beside the work); the last answer, with the tokens that were found."""
+    for attempt in range(40):
+        await forget(engine)
+        answer = await ask(engine, f"{name}-{attempt}", salt)
+        if answer.cached_tokens:
+            return answer
+        await asyncio.sleep(0.25)
+    return answer
+
+
+def same(one, other):
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
+
+
+def test_blocks_come_back_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(tmp_path):
+    run_dir = make_run(tmp_path / "run", DENSE, inference=TIERS | {"router": {"kind": "none"}})
+    processes = []
+
+    async def first(url):
+        async with EngineClient(url) as engine:
+            fresh = await ask(engine, "fresh", "3")
+            found = await until_found(engine, "3", "again")
+            return fresh, found, await ask(engine, "newer", "4")
+
+    async def second(url):
+        async with EngineClient(url) as engine:
+            return await ask(engine, "newest", "5"), await until_found(engine, "3", "restarted")
+
+    def start():
+        processes.append(start_role("orrery.inference", run_dir, 0))
+        return await_published(run_dir, "inference", 0, processes[-1])
+
+    try:
+        fresh, found, newer = asyncio.run(first(start()))
+        processes[-1].kill()
+        processes[-1].wait()
+        (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
+        newest, restarted = asyncio.run(second(start()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                stop(process)
+        for folder in Path("/tmp").glob(f"orrery-kv-{run_dir.name}-rl"):
+            shutil.rmtree(folder)
+    assert (fresh.cached_tokens, newer.cached_tokens, newest.cached_tokens) == (0, 0, 0)
+    assert found.cached_tokens == restarted.cached_tokens == BLOCKS
+    for other in (found, newer, newest, restarted):
+        same(fresh, other)
+
+
+def test_two_engines_share_a_mooncake_store_in_a_network_of_their_own(tmp_path):
+    from orrery.inference.kv_store import master_program
+
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:
+        pytest.skip("NOT TESTED: Mooncake listens on every interface, so this runs in a network namespace, which needs root to make")
+    try:
+        master_program()
+    except OrreryError as error:
+        pytest.skip(f"NOT TESTED: {error}")
+    command = [sys.executable, Path(__file__).with_name("kv_store_alone.py"), tmp_path / "run"]
+    shell = "python3 -c \"import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 1))\" && exec \"$@\""
+    done = subprocess.run(["unshare", "-n", "sh", "-c", shell, "sh", *command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "shared" in done.stdout

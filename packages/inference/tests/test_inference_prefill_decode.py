@@ -1,0 +1,177 @@
+"""Prefill and decode apart over NIXL: two real engines, of which the second serves whole requests too, as the referee."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop
+
+from orrery.manifest.identity import load
+from orrery.models.weights import named_hf_tensors
+from orrery.transport.engine import START_VERSION, GenerationFailed
+from orrery.transport.fleet import EngineFleet
+from orrery.transport.weight_wire import WeightPublisher
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
+torch.set_num_threads(1)
+
+APART = {"prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
+PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six blocks and a part of one
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("apart") / "run", MIXTURE, num_replicas=2, inference=APART)
+
+
+@pytest.fixture(scope="module")
+def engines(run_dir):
+    """Both server processes and their addresses: the first prefills."""
+    processes = [start_role("orrery.inference", run_dir, index) for index in (0, 1)]
+    try:
+        yield processes, [await_published(run_dir, "inference", index, process) for index, process in enumerate(processes)]
+    finally:
+        for process in processes:
+            stop(process)
+
+
+@pytest.fixture(scope="module")
+def publisher():
+    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}-apart"))
+    yield publisher
+    publisher.close()
+
+
+def drive(engines, scenario):
+    async def main():
+        async with EngineFleet(engines[1], handovers=[{}]) as fleet:
+            return await scenario(fleet)
+
+    return asyncio.run(main())
+
+
+def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
+    return fleet.generate(
+        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options
+    )
+
+
+def whole(fleet, name, salt, **options):
+    """The same request on the decode engine alone."""
+    return ask(fleet.engines[1], name, salt, **options)
+
+
+def same(one, other):
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.versions.tolist() == other.versions.tolist()
+    assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
+
+
+def test_tokens_and_logprobs_are_those_of_one_whole_engine_and_turns_meet_their_caches(engines):
+    async def scenario(fleet):
+        before = await fleet.metrics()
+        apart = await ask(fleet, "apart", "a", session="r")
+        after = await fleet.metrics()
+        again = await ask(fleet, "again", "a", session="r")
+        other_salt = await ask(fleet, "salt", "b", session="r")
+        longer = np.concatenate([PROMPT, apart.token_ids, PROMPT[:30]])
+        turn = await ask(fleet, "turn", "a", prompt=longer, session="r")
+        return before, after, apart, again, other_salt, turn, await whole(fleet, "whole", "c"), await whole(fleet, "w2", "c", prompt=longer)
+
+    before, after, apart, again, other_salt, turn, reference, reference_turn = drive(engines, scenario)
+    same(apart, reference)
+    same(again, reference)
+    same(turn, reference_turn)
+    # One engine computed the prompt, the other sampled.
+    assert after[0].generation_tokens_total - before[0].generation_tokens_total == 1
+    assert after[1].generation_tokens_total - before[1].generation_tokens_total == 24
+    assert (apart.cached_tokens, again.cached_tokens, other_salt.cached_tokens, turn.cached_tokens) == (0, 192, 0, 192)
+
+
+def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(engines, run_dir, publisher):
+    manifest = load(run_dir / "manifest.json")
+    module = make_module(manifest, seed=101)
+
+    async def scenario(fleet):
+        # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the lease says.
+        _, where = await fleet.apart._prefill(0, PROMPT, "unread", 60.0, "u")
+        running = [
+            asyncio.create_task(ask(fleet, f"flight-{i}", "f", prompt=np.roll(PROMPT, i), max_tokens=250, session=str(i))) for i in range(8)
+        ]
+        while (await fleet.metrics())[1].generation_tokens_total < 200:
+            await asyncio.sleep(0.01)
+        begin = time.monotonic()
+        report = await fleet.update(publisher.publish(1, named_hf_tensors(module)))
+        took_s = time.monotonic() - begin
+        late = await fleet.engines[1].generate(
+            PROMPT, max_tokens=8, temperature=1.0, cache_salt="u", request_id="unread", ignore_eos=True, kv_transfer=where
+        )
+        return report, took_s, await asyncio.gather(*running), late, await ask(fleet, "new", "1"), await whole(fleet, "new-whole", "x")
+
+    report, took_s, generations, late, new, reference = drive(engines, scenario)
+    assert took_s < 10 and report.pause_s < 5  # upstream: until the lease runs out, 600 s and more
+    for each in generations:
+        assert len(each.token_ids) == 250 and (np.diff(each.versions) >= 0).all()
+        assert set(each.versions.tolist()) <= {START_VERSION, 1}
+    assert any(len(set(each.versions.tolist())) == 2 for each in generations)
+    assert (late.versions == 1).all() and len(late.token_ids) == 8
+    assert (new.versions == 1).all()
+    same(new, reference)
+
+
+def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(engines):
+    async def scenario(fleet):
+        decoding = asyncio.create_task(ask(fleet, "decoding", "a", max_tokens=290, session="1"))
+        while not (await fleet.metrics())[1].running and not decoding.done():
+            await asyncio.sleep(0.005)
+        await fleet.abort(["decoding"])
+        # Between the engines: the prompt is prefilled (or is being), nothing is sampled yet.
+        between = asyncio.create_task(ask(fleet, "between", "b", session="2"))
+        while "between" not in fleet.apart._prefilling:
+            await asyncio.sleep(0)
+        await fleet.abort(["between"])
+        cancelled = [asyncio.create_task(ask(fleet, f"cancelled-{i}", f"c{i}", session=str(i))) for i in range(6)]
+        for i, task in enumerate(cancelled):
+            await asyncio.sleep(0.01 * i)
+            task.cancel()
+        outcomes = [await decoding, await between, *await asyncio.gather(*cancelled, return_exceptions=True)]
+        await fleet.apart.close()
+        end = time.monotonic() + 20
+        while any(each.kv_usage for each in (await fleet.metrics()).values()) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        return outcomes, await fleet.metrics()
+
+    (decoding, between, *cancelled), metrics = drive(engines, scenario)
+    assert decoding.finish_reason == between.finish_reason == "abort" and len(between.token_ids) == 0
+    assert any(isinstance(each, asyncio.CancelledError) for each in cancelled)
+    assert [each.kv_usage for each in metrics.values()] == [0.0, 0.0]
+
+
+def test_a_cache_that_cannot_be_read_fails_the_request(engines):
+    async def scenario(fleet):
+        _, where = await fleet.apart._prefill(0, PROMPT, "lost", 60.0, "lost")
+        gone = where | {"remote_engine_id": "of-an-engine-that-is-gone", "remote_port": 1}
+        with pytest.raises(GenerationFailed):
+            await fleet.engines[1].generate(
+                PROMPT, max_tokens=4, temperature=1.0, cache_salt="lost", request_id="lost", kv_transfer=gone, timeout_s=60
+            )
+        await fleet.engines[1].generate(PROMPT, max_tokens=1, temperature=1.0, cache_salt="found", request_id="found", kv_transfer=where)
+        return await ask(fleet, "after", "after"), await whole(fleet, "after-whole", "x2")
+
+    same(*drive(engines, scenario))
+
+
+def test_engines_listen_on_loopback_only(engines):
+    listening = {
+        connection.laddr.ip
+        for process in engines[0]
+        for member in family(process)
+        for connection in member.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
