@@ -1,6 +1,9 @@
 """Two engines and a Mooncake Store, in a network namespace that `test_inference_kv_offload` has made: a program, not a test."""
 
 import asyncio
+import fcntl
+import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from inference_servers import DENSE, await_published, make_run, start_role, stop
 from test_inference_kv_offload import BLOCKS, STORE, ask, forget, same, until_found
 
 from orrery.transport.engine import EngineClient
+
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
 async def share(urls: list[str]) -> None:
@@ -29,6 +34,8 @@ async def share(urls: list[str]) -> None:
 
 
 def main() -> None:
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))  # a new namespace's loopback is down
     run_dir = make_run(Path(sys.argv[1]), DENSE, num_replicas=2, inference=STORE)
     roles = [("kv_store", 0), ("inference", 0), ("inference", 1)]
     modules = {"kv_store": "orrery.inference.kv_store", "inference": "orrery.inference"}

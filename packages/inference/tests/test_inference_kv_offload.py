@@ -93,7 +93,6 @@ def test_two_engines_share_a_mooncake_store_in_a_network_of_their_own(tmp_path):
     except OrreryError as error:
         pytest.skip(f"NOT TESTED: {error}")
     command = [sys.executable, Path(__file__).with_name("kv_store_alone.py"), tmp_path / "run"]
-    shell = "python3 -c \"import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 1))\" && exec \"$@\""
-    done = subprocess.run(["unshare", "-n", "sh", "-c", shell, "sh", *command], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(["unshare", "-n", *command], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "shared" in done.stdout

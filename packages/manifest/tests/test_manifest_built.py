@@ -52,8 +52,8 @@ REFUSED = [
     ),
     (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
-        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to 'none', "
-        "or inference.prefill_replicas to 0",
+        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
+        "'none', or inference.prefill_replicas to 0",
     ),
     (
         changed("reverse_text_moe", inference__kv_offload=TIERS, transport__routed_experts=True),
