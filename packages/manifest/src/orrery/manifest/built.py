@@ -25,11 +25,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is one process, for vLLM exchanges tokens "
             f"between experts on GPUs alone; set both to 1, and inference.num_replicas to {devices} for as many engines"
         )
-    if inference.prefill_replicas and inference.kv_offload.kind != "none":
-        raise OrreryError(
-            f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches over keep none elsewhere yet; "
-            f"set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0"
-        )
     if inference.max_restarts and manifest.hardware.num_nodes > 1:
         raise OrreryError(
             f"inference.max_restarts {inference.max_restarts}: on several nodes engines are tasks of one Slurm step, which ends with the "
@@ -45,7 +40,23 @@ def check_built(manifest: Manifest) -> None:
             f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
             f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
         )
-ADMISSIONS = ("fixed", "adaptive")
+    if manifest.trainer.lora is not None and (kind := manifest.transport.weights) not in ADAPTED_WIRES:
+        raise OrreryError(f"transport.weights {kind!r}: sends shards as they stand, and adapters are not merged in them; set it to 'files'")
+    if inference.prefill_replicas and inference.kv_offload.kind != "none":
+        raise OrreryError(
+            f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches over keep none elsewhere yet; "
+            f"set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0"
+        )
+    if inference.kv_transfer.kind == "mooncake" and inference.data_parallel > 1:
+        raise OrreryError(
+            f"inference.data_parallel {inference.data_parallel}: Mooncake hands caches between engines of one rank each; "
+            f"set inference.data_parallel to 1, or inference.kv_transfer.kind to 'nixl'"
+        )
+    if manifest.transport.routed_experts and inference.kv_offload.kind != "none":
+        raise OrreryError(
+            "transport.routed_experts: routes of tokens whose cache came from elsewhere have not been shown to come back; "
+            "set transport.routed_experts to false, or inference.kv_offload.kind to 'none'"
+        )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
