@@ -90,8 +90,11 @@ run() {
 
 collect() { # after every run: a later one may be cut off
   local run folders=()
-  for run in "$@"; do folders+=("$(cd runs && printf '%s\n' "$run"-????????????)"); done
-  tar -C runs --exclude='*/weights' --exclude='*/checkpoints' --exclude='*/rollouts/step_*' -czf "${OUT:?}/runs.tar.gz" "${folders[@]}"
+  shopt -s nullglob
+  for run in "$@"; do for folder in runs/"$run"-????????????; do folders+=("${folder#runs/}"); done; done
+  shopt -u nullglob
+  [ ${#folders[@]} -gt 0 ] || return 0
+  tar -C runs --exclude='*/weights' --exclude='*/checkpoints' --exclude='*/rollouts/step_*' -czf "${OUT:?}/runs.tar.gz" "${folders[@]}" || [ $? -eq 1 ] # 1: a file grew while it was read
 }
 
 figure() {

@@ -50,7 +50,7 @@ class Numbers:
     staleness_mean: float
     staleness_max: int
     update_pause_s: float  # mean, engines paused for new weights
-    update_s: float  # mean, from drain to attested
+    update_s: float  # mean, from the first drained rollout to engines that go on
     step_s: float
     median_tokens: float  # of the batches' mean answers
     num_steps: int
@@ -81,7 +81,7 @@ def numbers(run: RunData) -> Numbers:
         staleness_mean=sum(row["staleness_mean"] for row in warm) / len(warm),
         staleness_max=max(row["staleness_max"] for row in warm),
         update_pause_s=sum(row["pause_s"] for row in updates) / len(updates),
-        update_s=sum(row["update_s"] + row["drain_s"] + row["attest_s"] for row in updates) / len(updates),
+        update_s=sum(row["drain_s"] + row["pause_s"] for row in updates) / len(updates),
         step_s=(end_s - begin_s) / (len(run.rl) - WARM_STEPS),
         median_tokens=means[len(means) // 2],
         num_steps=len(run.rl),

@@ -1,7 +1,7 @@
 // Laws: what must hold between axes, each a sentence with the numbers in it. Mixed into every run by lib/run.libsonnet.
 // Hidden settings never reach the schema, so a misspelt one is caught here.
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
-local settings = ['layout', 'problems', 'context_tokens', 'seeds'];
+local settings = ['layout', 'problems', 'context_tokens', 'answer_tokens', 'seeds'];
 local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
 // Rules of the pipeline, which share one namespace with runs.
 local targets = ['init', 'sft', 'rl', 'evaluate', 'report', 'all'];

@@ -1,9 +1,9 @@
 // The whole loop with random weights and answers of drawn lengths, on 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
 // train, half serve. Each beside its synchronous twin: bound 0, wait for all.
-local lengths = import 'tasks/lengths.libsonnet';
 local run =
   (import 'lib/run.libsonnet') +
-  (import 'algorithms/grpo.libsonnet') + {
+  (import 'algorithms/grpo.libsonnet') +
+  (import 'tasks/lengths.libsonnet') + {
     seed: 1,
     trainer+: { optimizer+: { lr: 1e-6 }, checkpoint+: { interval_steps: $.stages.rl.num_steps } },
     orchestrator+: {
@@ -13,13 +13,14 @@ local run =
     },
     stages+: { sft: null, evaluate+: { num_problems: 1 } },
   };
-local h200 = (import 'hardware/h200_pair.libsonnet') + lengths(400, 8128) + {
+local h200 = (import 'hardware/h200_pair.libsonnet') + {
+  answer_tokens:: { median: 400, max: 8128 },
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
   stages+: { rl+: { num_steps: 16 } },
 };
 local shapes = {
   cpu:
-    run + (import 'models/qwen3_tiny.libsonnet') + (import 'hardware/cpu.libsonnet') + (import 'memory/plain.libsonnet') + lengths(32, 512) + {
+    run + (import 'models/qwen3_tiny.libsonnet') + (import 'hardware/cpu.libsonnet') + (import 'memory/plain.libsonnet') + {
       orchestrator+: { rollouts_per_batch: 64 },
       stages+: { rl+: { num_steps: 12 } },
     },

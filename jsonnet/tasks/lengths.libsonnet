@@ -1,15 +1,17 @@
 // Answers of drawn lengths with a long tail, for measuring with weights that nobody has trained: in a thousand, the longest has twenty medians.
-function(median_tokens, max_tokens) {
+{
+  local answers = self.answer_tokens,
+  answer_tokens:: { median: 32, max: 512 },
   problems:: [
     {
       name: 'lengths',
       kind: 'lengths',
-      args: { median_tokens: median_tokens, sigma: 1.0, max_tokens: max_tokens, prompt_words: 10 },
+      args: { median_tokens: answers.median, sigma: 1.0, max_tokens: answers.max, prompt_words: 10 },
       weight: 1,
       max_turns: 1,
     },
   ],
   // ten words of four characters, each with a blank, and what opens the turns
-  context_tokens:: max_tokens + 64,
-  orchestrator+: { sampling+: { max_tokens_per_turn: max_tokens }, rollout_timeout_s: 900 },
+  context_tokens:: answers.max + 64,
+  orchestrator+: { sampling+: { max_tokens_per_turn: answers.max }, rollout_timeout_s: 900 },
 }

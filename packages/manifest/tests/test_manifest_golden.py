@@ -80,7 +80,7 @@ def test_hidden_settings_belong_to_one_kind_of_axis():
             )
             for name in hidden:
                 owners.setdefault(name, set()).add(file.parent.name)
-    assert owners == {"layout": {"hardware"}, "problems": {"tasks"}, "context_tokens": {"tasks"}}
+    assert owners == {"layout": {"hardware"}, "problems": {"tasks"}, "context_tokens": {"tasks"}, "answer_tokens": {"tasks"}}
 
 
 def test_the_id_is_stable_under_key_order_and_number_spelling():

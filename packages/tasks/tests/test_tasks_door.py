@@ -22,7 +22,7 @@ MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
     ("use", "sentence"),
     [
         (task_use("revers_text"), "task 'it': kind: there is no 'revers_text'; did you mean 'reverse_text'?"),
-        (task_use("quite_else"), "task 'it': kind: there is no 'quite_else'; choose from calculator, reasoning_gym, reverse_text"),
+        (task_use("quite_else"), "task 'it': kind: there is no 'quite_else'; choose from calculator, few_shot, lengths, "),
         (task_use("reverse_text", min_lenght=3), "task 'it': args: there is no 'min_lenght'; did you mean 'min_length'?"),
         (task_use("reverse_text", min_length=0), "task 'it': args.min_length: 0 does not fit: input should be greater than 0"),
         (task_use("reverse_text", min_length=9), "task 'it': args: max_length 7 is below min_length 9"),

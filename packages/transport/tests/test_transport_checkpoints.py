@@ -227,7 +227,8 @@ def process(run_dir, role, index=0, attempt=1):
     def waiting(what, deadline_s):
         yield
 
-    return SimpleNamespace(run_dir=run_dir, stage="rl", role=role, index=index, attempt=attempt, health=SimpleNamespace(waiting=waiting))
+    health = SimpleNamespace(waiting=waiting)
+    return SimpleNamespace(run_dir=run_dir, stage="rl", role=role, index=index, attempt=attempt, incarnation=0, health=health)
 
 
 def test_endpoints_are_found_by_index_with_what_they_say_of_themselves(tmp_path):

@@ -148,7 +148,7 @@ async def until(condition):
 
 
 def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "CONTROL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.3)
     stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
 
     async def scenario(engines):

@@ -3,7 +3,7 @@
 import gc
 
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
-from orrery.inference.kv_offload import offload
+from orrery.inference.kv_offload import forget, offload
 from orrery.observe.process import role_process
 from orrery.transport.token import run_token
 
@@ -20,6 +20,7 @@ def main() -> None:
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)
+        forget(me)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 - A block that cannot be read back is computed again.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,8 +26,13 @@ STORE_DEADLINE_S = 120.0
 
 
 def disk_folder(me: RoleProcess) -> Path:
-    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
-    return Path(tempfile.gettempdir()) / f"orrery-kv-{me.run_dir.name}-{me.stage}" / f"attempt_{me.attempt}" / str(me.index)
+    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt.
+
+    A run folder that was removed and made again is another run, whose versions count from 0 once more: its manifest is another file.
+    """
+    manifest = (me.run_dir / "manifest.json").stat()
+    run = hashlib.sha256(f"{me.run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}".encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"orrery-kv-{me.run_dir.name}-{run}-{me.stage}" / f"attempt_{me.attempt}" / str(me.index)
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
@@ -72,6 +78,11 @@ def prepare_disk(disk: Path) -> None:
         if attempt != disk.parent:
             shutil.rmtree(attempt, ignore_errors=True)
     disk.mkdir(parents=True, exist_ok=True)
+
+
+def forget(me: RoleProcess) -> None:
+    """Remove what this engine kept on disk, when its stage ends in order; one that is killed finds it at its next start."""
+    shutil.rmtree(disk_folder(me), ignore_errors=True)
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:

@@ -24,6 +24,9 @@ def register() -> None:
     from orrery.inference.patches import vllm_kv_transfer
 
     vllm_kv_transfer.pause_beside_unread_blocks()
+    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
+        vllm_kv_transfer.bootstrap_on_one_address()
+        vllm_kv_transfer.device_index_on_cpu()
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

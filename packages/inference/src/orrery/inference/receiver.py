@@ -10,6 +10,7 @@
   through.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,10 +125,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.join(Path(update.path).parent, self._learn)
         self.parts.add("learn_s", begin)
         loading = Loading(self.model, self._needs)
-        for one, bucket in target.take(taking, self.parts):
-            begin = time.perf_counter()
-            loading.load(self._runs_of(one), bucket)
-            self.parts.add("load_s", begin)
+        with contextlib.closing(target.take(taking, self.parts)) as rounds:
+            for one, bucket in rounds:
+                begin = time.perf_counter()
+                loading.load(self._runs_of(one), bucket)
+                self.parts.add("load_s", begin)
         loading.check()
         begin = time.perf_counter()
         for name, fingerprint in target.attest().items():

@@ -83,7 +83,8 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> 
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     me.health.doing("starting the engine")
     async with vllm.build_async_engine_client(args) as engine:
-        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        num_ranks = args.data_parallel_size * args.tensor_parallel_size
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
         stopping = _announce_stop(engine)
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args))

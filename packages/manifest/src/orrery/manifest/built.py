@@ -9,9 +9,11 @@ from orrery.manifest.schema import Manifest
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 WEIGHT_WIRES = ("files", "nccl", "nixl")
+DIRECT_WIRES = ("nccl", "nixl")
 ADAPTED_WIRES = ("files",)  # that merge adapters on the way
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
+KV_TRANSFERS = ("none", "nixl")
 ADMISSIONS = ("fixed", "adaptive")
 
 
@@ -35,6 +37,11 @@ def check_built(manifest: Manifest) -> None:
             f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
             "or inference.kv_transfer.kind to 'none'"
         )
+    if inference.max_restarts and manifest.transport.weights in DIRECT_WIRES:
+        raise OrreryError(
+            f"inference.max_restarts {inference.max_restarts}: an engine that was lost does not meet the trainer again on a direct wire "
+            f"yet; set it to 0, or transport.weights to 'files'"
+        )
     if manifest.transport.routed_experts and inference.prefill_replicas:
         raise OrreryError(
             f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
@@ -47,10 +54,10 @@ def check_built(manifest: Manifest) -> None:
             f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches over keep none elsewhere yet; "
             f"set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0"
         )
-    if inference.kv_transfer.kind == "mooncake" and inference.data_parallel > 1:
+    if inference.prefill_replicas and inference.data_parallel > 1:
         raise OrreryError(
-            f"inference.data_parallel {inference.data_parallel}: Mooncake hands caches between engines of one rank each; "
-            f"set inference.data_parallel to 1, or inference.kv_transfer.kind to 'nixl'"
+            f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are of one data-parallel rank each so far; "
+            f"set inference.data_parallel to 1, or inference.prefill_replicas to 0"
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind != "none":
         raise OrreryError(
@@ -61,6 +68,7 @@ def check_built(manifest: Manifest) -> None:
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
         ("inference.quantization", inference.quantization, QUANTIZATIONS),
+        ("inference.kv_transfer.kind", inference.kv_transfer.kind, KV_TRANSFERS),
         ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),
     )
     for field, value, built in choices:

@@ -26,6 +26,7 @@ from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.transport.engine import EngineMetrics
 
 BACKOFF = 0.05  # of the limit, at a look that finds preemptions
+LEAST = 1e-9  # share of a cache
 DECAY = 3.0  # what a turnover of the pool leaves of a need that is no longer measured, as a power of 1/e
 
 
@@ -52,14 +53,16 @@ class Need:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        running, waiting = (sum(getattr(load, key) for load in loads.values()) for key in ("running", "waiting"))
-        if running and in_flight:
-            held = in_flight * running / (running + waiting)
+        # Requests whose cache is being loaded count as waiting and hold their blocks.
+        holding = sum(load.running + load.loading for load in loads.values())
+        waiting = sum(load.waiting - load.loading for load in loads.values())
+        if holding and in_flight:
+            held = in_flight * holding / (holding + waiting)
             measured = sum(load.kv_usage for load in loads.values()) / held
             if measured >= self.share:
                 self.share = measured
             elif was_full and not preempted and waiting <= num_ended:
-                self.share = measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight)
+                self.share = max(LEAST, measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight))
             if preempted and in_flight <= self.limit:
                 fits = min(self.limit, in_flight, len(loads) / self.share)
                 self.share = len(loads) / max(0.5, fits - min(preempted, max(1.0, BACKOFF * fits)))

@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
 CONNECT_TIMEOUT_S = 10.0
-CONTROL_TIMEOUT_S = 120.0  # pause, resume, update, fingerprints; scaled
+CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints; scaled
+LOAD_TIMEOUT_S = 300.0  # beyond what a wire waits for a peer that does not come: its own sentence says more
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 # Ours to close, before the server does (uvicorn's default is 5 s): a request on a connection that the server is just closing is lost.
 KEEPALIVE_S = 3.0
@@ -99,6 +100,7 @@ class EngineMetrics:
     prefix_hits_total: int  # tokens found there
     prompt_tokens_total: int
     generation_tokens_total: int
+    loading: int = 0  # of those that wait, whose cache is on its way into blocks that they hold already
 
 
 # The response of /inference/v1/generate, as far as it is read here; msgspec skips the rest without building objects.
@@ -240,7 +242,7 @@ class EngineClient:
     async def load(self, published: "Published") -> None:
         """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete."""
         body = {"update_info": {"path": str(published.path), "version": published.version, "engine": self.name}}
-        await self._control("/update_weights", body, error=UpdateFailed)
+        await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
 
     async def finish_update(self, version: int) -> None:
         """Put the loaded weights in place; tokens sampled from now on carry `version`."""
@@ -383,13 +385,15 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 def _metrics(page: str) -> EngineMetrics:
     """Pick `_METRICS` out of a Prometheus text page; a series that is not there counts 0."""
-    values = dict.fromkeys([*_METRICS.values(), "kv_tokens"], 0.0)
+    values = dict.fromkeys([*_METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in _METRICS:
             values[_METRICS[name]] += float(line.rpartition(" ")[2])
             num_caches += _METRICS[name] == "kv_usage"
+        elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
+            values["loading"] += float(line.rpartition(" ")[2])
         elif name == "vllm:cache_config_info":  # its numbers are labels
             sizes = dict(_CACHE_SIZES.findall(line))
             values["kv_tokens"] += int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0))

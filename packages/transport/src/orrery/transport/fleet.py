@@ -160,8 +160,9 @@ class EngineFleet:
         await self._every(EngineClient.resume)
 
     async def metrics(self) -> dict[int, EngineMetrics]:
-        """By index, of the engines that are there."""
-        return await self._every(EngineClient.metrics)
+        """By index, of the engines that get requests."""
+        every = await self._every(EngineClient.metrics)
+        return {index: metrics for index, metrics in every.items() if index in self._admitted}
 
     async def health(self) -> list[bool]:
         """One an engine, in order."""

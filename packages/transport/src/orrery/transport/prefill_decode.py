@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
 from orrery.transport.engine import EngineClient, Generation, GenerationFailed
 
 SESSIONS_AT_MOST = 65_536  # that are remembered; an older one is placed anew
 GIVE_BACK_S = 60.0
+CLOSE_S = 10.0
 ABORT_AGAIN_S = 0.5
 
 
@@ -110,8 +112,11 @@ class PrefillDecode:
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait until all blocks are given back."""
-        await asyncio.gather(*self._giving_back, return_exceptions=True)
+        """Wait until all blocks are given back, a moment and no longer: a paused engine takes none, and is about to end anyway."""
+        if self._giving_back:
+            _, left = await asyncio.wait(self._giving_back, timeout=scaled(CLOSE_S))
+            for task in left:
+                task.cancel()
 
     async def _prefill(
         self, index: int, token_ids: Sequence[int] | np.ndarray, request_id: str, timeout_s: float, cache_salt: str

@@ -52,6 +52,10 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
+    if (replicas := world.axis_size("dp_replicate")) > 1:
+        # Each replica has added in an order of its own; one number for all, or their weights would come apart bit by bit.
+        dist.all_reduce(total, group=world.group("dp_replicate"))
+        total /= replicas
     return total.sqrt().float()
 
 

@@ -1,7 +1,8 @@
 """How trainer ranks and engine ranks of a direct wire meet, agree on who takes part, and agree that something is over.
 
 - Trainer rank 0 serves one TCPStore, on its role's own address and nowhere else, as long as it lives; `wire.json` in the wire's folder
-  says where. The folder is its owner's alone, and keys begin with a secret that stands only there.
+  says where. The folder is its owner's alone, and keys begin with a secret that stands only there. A TCPStore knows no users all the
+  same: who reaches the port may stop a run; wrong weights are caught by the fingerprints, which travel in the folder.
 - What stands in the store are msgpack structures and raw numbers: nothing is pickled.
 - A *take* is one version going to a set of engines. The orchestrator numbers takes; every rank of every engine arrives with the number.
   When all are there, rank 0 says go, with the members in order and the number of the group that they form.

@@ -179,6 +179,8 @@ class _Sending:
         try:
             if self._source.device.type == "cuda":
                 torch.cuda.set_device(self._source.device)
+                # Of its own, ahead of what the trainer has queued: engines stand paused. `publish` has waited for the step's end.
+                torch.cuda.set_stream(torch.cuda.Stream(self._source.device, priority=-1))
             self._meeting = meeting.join(self._source.address)
             reception = Reception(self._meeting, self._source.folder) if self._source.rank == 0 else None
             number = 0

@@ -9,7 +9,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Target:
         self._buckets = allocate(address.bucket_bytes, self.device)
         self._address = address
 
-    def take(self, taking: Taking, parts: Parts) -> Iterator[tuple[Round, torch.Tensor]]:
+    def take(self, taking: Taking, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
         """(slices, the bucket that they are in), until all have come. Raises WireFailed."""
         begin = time.perf_counter()
         self._take = taking.take
@@ -138,7 +138,7 @@ class Target:
         owner = [next(index[name, need] for need in self._needs[name] if intersection(need, box) == box) for name, box, _ in slices]
         return Round(number, messages, slices, SliceFingerprints(where, self.device), torch.tensor(owner, device=self.device))
 
-    def _receive(self, parts: Parts) -> Iterator[tuple[Round, torch.Tensor]]:
+    def _receive(self, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
         self._shares = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.device)
         self._ahead = [self._post(index) for index in range(min(2, len(self._rounds)))]
         for index, one in enumerate(self._rounds):
