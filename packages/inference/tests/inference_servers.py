@@ -98,7 +98,8 @@ def free_port() -> int:
 
 def start_role(module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo") -> "subprocess.Popen[bytes]":
     """A role process in a process group of its own, writing to `logs/`."""
-    environment = os.environ | {
+    # A test that is itself one end of a wire has named an interface for gloo in its own process.
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")} | {
         "PYTHONPATH": os.pathsep.join(map(str, [*sorted(REPOSITORY.glob("packages/*/src")), Path(__file__).parent])),
         "OMP_NUM_THREADS": "1",
         "ORRERY_TOKEN": token,
