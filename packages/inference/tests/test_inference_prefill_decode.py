@@ -100,13 +100,15 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(eng
     async def scenario(fleet):
         # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the lease says.
         _, where = await fleet.apart._prefill(0, PROMPT, "unread", 60.0, "u")
+        published = publisher.publish(1, named_hf_tensors(module))
+        before = (await fleet.metrics())[1].generation_tokens_total
         running = [
             asyncio.create_task(ask(fleet, f"flight-{i}", "f", prompt=np.roll(PROMPT, i), max_tokens=250, session=str(i))) for i in range(8)
         ]
-        while (await fleet.metrics())[1].generation_tokens_total < 200:
-            await asyncio.sleep(0.01)
+        while (await fleet.metrics())[1].generation_tokens_total == before:
+            await asyncio.sleep(0)
         begin = time.monotonic()
-        report = await fleet.update(publisher.publish(1, named_hf_tensors(module)))
+        report = await fleet.update(published)
         took_s = time.monotonic() - begin
         late = await fleet.engines[1].generate(
             PROMPT, max_tokens=8, temperature=1.0, cache_salt="u", request_id="unread", ignore_eos=True, kv_transfer=where
@@ -127,9 +129,13 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(eng
 def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(engines):
     async def scenario(fleet):
         decoding = asyncio.create_task(ask(fleet, "decoding", "a", max_tokens=290, session="1"))
-        while not (await fleet.metrics())[1].running and not decoding.done():
-            await asyncio.sleep(0.005)
-        await fleet.abort(["decoding"])
+        while not fleet.apart._prefilling:
+            await asyncio.sleep(0)
+        while fleet.apart._prefilling:
+            await asyncio.sleep(0.001)
+        while not decoding.done():  # an abort that comes before the request is ignored
+            await fleet.abort(["decoding"])
+            await asyncio.wait({decoding}, timeout=0.01)
         # Between the engines: the prompt is prefilled (or is being), nothing is sampled yet.
         between = asyncio.create_task(ask(fleet, "between", "b", session="2"))
         while "between" not in fleet.apart._prefilling:
