@@ -1,5 +1,6 @@
 """Real servers for the tests: run directories with tiny random models, and role processes as the launcher starts them."""
 
+import asyncio
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ import psutil
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
+from orrery.transport.fleet import EngineFleet
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STAGE = "rl"
@@ -151,6 +153,16 @@ def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[by
         yield process, await_published(run_dir, "inference", index, process)
     finally:
         stop(process)
+
+
+def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
+    """What the async `scenario` makes of an `EngineFleet` with these arguments, in an event loop of its own."""
+
+    async def main():  # type: ignore[no-untyped-def]
+        async with EngineFleet(*arguments, **options) as fleet:
+            return await scenario(fleet)
+
+    return asyncio.run(main())
 
 
 def stop(process: "subprocess.Popen[bytes]") -> float:

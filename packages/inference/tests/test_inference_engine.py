@@ -12,12 +12,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop
+from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_slices, named_hf_tensors
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, UpdateFailed
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.weight_wire import Published, WeightPublisher, claim
 from orrery.transport.weight_wire.buckets import Held
 from orrery.transport.weight_wire.source import Source
@@ -81,13 +80,7 @@ def our_logprobs(module, prompt, generation, temperature):
 
 
 def drive(url, scenario):
-    """Run an async scenario with a fleet of the one engine."""
-
-    async def main():
-        async with EngineFleet([url]) as fleet:
-            return await scenario(fleet)
-
-    return asyncio.run(main())
+    return with_fleet(scenario, [url])
 
 
 async def sample(fleet, request_id, prompt=PROMPT, max_tokens=24, temperature=0.7, cache_salt="x", **options):

@@ -8,13 +8,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION, GenerationFailed
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]
@@ -52,12 +51,7 @@ def publisher():
 
 def drive(stage, scenario, token=TOKEN):
     urls = stage[1]
-
-    async def main():
-        async with EngineFleet([urls["inference", 0], urls["inference", 1]], urls["router", 0], token) as fleet:
-            return await scenario(fleet)
-
-    return asyncio.run(main())
+    return with_fleet(scenario, [urls["inference", 0], urls["inference", 1]], urls["router", 0], token)
 
 
 def our_logprobs(module, generation):

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, make_module, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.identity import load
 from orrery.models.mixture import Router
 from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import route_shape
 from orrery.transport.weight_wire import WeightPublisher
@@ -55,11 +54,7 @@ def publisher():
 
 
 def drive(url, scenario):
-    async def main():
-        async with EngineFleet([url]) as fleet:
-            return await scenario(fleet)
-
-    return asyncio.run(main())
+    return with_fleet(scenario, [url])
 
 
 async def sample(fleet, name, prompt=PROMPT, max_tokens=20, routes_from=0, salt="a", **options):
