@@ -10,19 +10,15 @@ import os
 import socket
 import subprocess
 import sysconfig
-import time
 from pathlib import Path
 
 from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.observe.deadline import scaled
 from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import free_ports
-from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.process import role_process
 from orrery.transport import rendezvous
-
-START_DEADLINE_S = 60.0
-POLL_S = 0.05
 
 
 def master_program() -> Path:
@@ -48,7 +44,7 @@ def main() -> None:
         me.health.doing("starting mooncake_master")
         process = subprocess.Popen([program, *(f"--{name}={value}" for name, value in arguments.items())], preexec_fn=die_with_parent)
         try:
-            _await_listening(me, process, port)
+            await_start(me, process, "mooncake_master", "listen", lambda: _listens(me.host, port))
             rendezvous.publish(me, f"http://{me.host}:{metrics_port}", rpc=f"{me.host}:{port}")
             me.health.doing("serving")
             raise RunFailed(f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{me.name}.log")
@@ -57,20 +53,12 @@ def main() -> None:
             process.wait()
 
 
-def _await_listening(me: RoleProcess, process: "subprocess.Popen[bytes]", port: int) -> None:
-    deadline_s = scaled(START_DEADLINE_S)
-    end = time.monotonic() + deadline_s
-    with me.health.waiting("mooncake_master to listen", deadline_s=deadline_s):
-        while True:
-            if process.poll() is not None:
-                raise RunFailed(f"kv_store: mooncake_master did not start (exit code {process.returncode}); read logs/{me.name}.log")
-            try:
-                socket.create_connection((me.host, port), timeout=1).close()
-                return
-            except OSError:
-                if time.monotonic() > end:
-                    raise RunFailed(f"kv_store: mooncake_master did not listen within {deadline_s:g} s; read logs/{me.name}.log") from None
-                time.sleep(POLL_S)
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _loads(library: str) -> bool:

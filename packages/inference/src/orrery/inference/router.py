@@ -10,24 +10,22 @@
 
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import free_ports, without_proxy
-from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.process import role_process
 from orrery.transport import rendezvous
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
-START_DEADLINE_S = 60.0
 STOP_S = 2.0
-POLL_S = 0.05
 
 
 def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int) -> list[str]:
@@ -64,7 +62,7 @@ def main() -> None:
         process = subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *arguments], preexec_fn=die_with_parent)
         try:
             url = f"http://{me.host}:{port}"
-            _await_healthy(me, process, url)
+            await_start(me, process, "vllm-router", "answer /health", lambda: _is_healthy(url))
             rendezvous.publish(me, url, metrics_url=f"http://{me.host}:{metrics_port}/metrics")
             me.health.doing("serving")
             code = process.wait()
@@ -73,23 +71,13 @@ def main() -> None:
             _stop(process)
 
 
-def _await_healthy(me: RoleProcess, process: "subprocess.Popen[bytes]", url: str) -> None:
-    """Return when the router says that all its engines are ready."""
-    deadline_s = scaled(START_DEADLINE_S)
-    end = time.monotonic() + deadline_s
-    with me.health.waiting("vllm-router to answer /health", deadline_s=deadline_s):
-        while True:
-            if process.poll() is not None:
-                raise RunFailed(f"router: vllm-router did not start (exit code {process.returncode}); read logs/{me.name}.log")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
-            if time.monotonic() > end:
-                raise RunFailed(f"router: vllm-router did not answer /health within {deadline_s:g} s; read logs/{me.name}.log")
-            time.sleep(POLL_S)
+def _is_healthy(url: str) -> bool:
+    """Whether the router answers, and knows every engine as ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
