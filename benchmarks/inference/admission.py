@@ -20,13 +20,11 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from orrery.orchestrator import assemble
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from record import record
+from roles import ENGINE, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
@@ -67,25 +66,6 @@ def manifest(args: argparse.Namespace) -> Manifest:
     content["orchestrator"]["admission"] = {"kind": "adaptive", "min_in_flight": args.floor, "max_in_flight": 2 * most}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.longest
     return Manifest.model_validate(content)
-
-
-@contextmanager
-def engine(run_dir: Path) -> Iterator[psutil.Process]:
-    """The engine as the launcher starts it."""
-    arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", "0"]
-    with open(run_dir / "engine.log", "wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "orrery.inference", *arguments], stdout=log, stderr=log)
-    try:
-        yield psutil.Process(process.pid)
-    except BaseException:
-        print((run_dir / "engine.log").read_text()[-4000:], file=sys.stderr)
-        raise
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def computed_s(top: psutil.Process) -> float:
@@ -263,7 +243,8 @@ def main() -> None:
         del network
         me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
-            with engine(run_dir) as process:
+            with roles(run_dir, {"inference": ENGINE}) as [started]:
+                process = psutil.Process(started.pid)
                 rows = asyncio.run(measure(me, process, args))
         finally:
             me.metrics.close()

@@ -15,9 +15,7 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +40,7 @@ from orrery.orchestrator.rollout import play
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.transport.routed_experts import route_shape
 from record import record
+from roles import ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
@@ -76,33 +75,6 @@ def serve_dummies() -> None:
     arguments = role.server_arguments
     role.server_arguments = lambda *given: [*arguments(*given), "--load-format", "dummy"]
     role.main()
-
-
-@contextmanager
-def engine(run_dir: Path) -> Iterator[None]:
-    """An engine, and a router before it, as the launcher starts them; both say where they are by rendezvous."""
-    commands = {"inference": [__file__, "--serve"], "router": ["-m", "orrery.inference.router"]}
-    processes = []
-    try:
-        for role in ("inference", "router"):
-            arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", str(free_port())]
-            log = open(run_dir / f"{role}.log", "wb")  # noqa: SIM115 (it lives as long as the process)
-            processes.append(subprocess.Popen([sys.executable, *commands[role], *arguments], stdout=log, stderr=log))
-        yield
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarray:
@@ -209,7 +181,7 @@ def stage(args: argparse.Namespace, routes: bool) -> Iterator[RoleProcess]:
         (init / "config.json").write_text(json.dumps(config))
         me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
-            with engine(run_dir):
+            with roles(run_dir, {"inference": (__file__, "--serve"), "router": ROUTER}):
                 yield me
         finally:
             me.metrics.close()

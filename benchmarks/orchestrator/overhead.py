@@ -14,15 +14,12 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
@@ -38,6 +35,7 @@ from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import Batch
 from orrery.transport.weight_wire import WeightPublisher, WeightWatch, read_weights, remove_weight_dir, weight_dir
 from record import record
+from roles import ENGINE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.9
@@ -82,32 +80,6 @@ class InstantTrainer:
             for micro_batch in rank:
                 for part in micro_batch:
                     self.num_bytes += sum(column.nbytes for column in (*part.token.values(), *part.sample.values()))
-
-
-@contextmanager
-def servers(run_dir: Path) -> Any:
-    """The engine and the router as the launcher starts them."""
-    processes = []
-    try:
-        for role, module in (("inference", "orrery.inference"), ("router", "orrery.inference.router")):
-            arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", str(free_port())]
-            log = open(run_dir / f"{role}.log", "wb")  # noqa: SIM115 (it lives as long as the process)
-            processes.append(subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log))
-        yield
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
@@ -214,7 +186,7 @@ def main() -> None:
         try:
             publisher = WeightPublisher(weight_dir(me.run_dir, me.attempt))
             publisher.publish(0, read_weights(init))
-            with servers(run_dir), asyncio.Runner(loop_factory=event_loop) as runner:
+            with roles(run_dir, {"inference": ENGINE, "router": ROUTER}), asyncio.Runner(loop_factory=event_loop) as runner:
                 rows = runner.run(measure(me, args.rounds, args.warm_up_s, args.seconds))
         finally:
             remove_weight_dir(me.run_dir, me.attempt)

@@ -1,0 +1,38 @@
+"""Role processes for a benchmark that plays the orchestrator itself, started as the launcher starts them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ENGINE = ("-m", "orrery.inference")
+ROUTER = ("-m", "orrery.inference.router")
+
+
+@contextmanager
+def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Python `commands` by role, each as number 0 of stage rl; they say where they listen by rendezvous, and end with the block.
+
+    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
+    """
+    arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", "0"]
+    processes = []
+    try:
+        for role, command in commands.items():
+            with open(run_dir / f"{role}.log", "wb") as log:
+                processes.append(subprocess.Popen([sys.executable, *command, *arguments], stdout=log, stderr=log))
+        yield processes
+    except BaseException:
+        for role in commands:
+            if (log := run_dir / f"{role}.log").exists():
+                print(f"{role}: {log.read_text(errors='replace')[-4000:]}", file=sys.stderr)
+        raise
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
