@@ -14,9 +14,10 @@ local run =
     stages+: { sft: null, evaluate+: { num_problems: 1 } },
   };
 local h200 = (import 'hardware/h200_pair.libsonnet') + {
-  answer_tokens:: { median: 400, max: 8128 },
+  answer_tokens:: { median: 200, max: 4032 },
+  transport+: { weights: 'nccl' },
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
-  stages+: { rl+: { num_steps: 16 } },
+  stages+: { rl+: { num_steps: 10 } },
 };
 local shapes = {
   cpu:
