@@ -63,6 +63,7 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
     model["max_positions"] = max(model["max_positions"], length)
     content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(length, content["trainer"]["memory"]["max_tokens_per_micro_batch"])
+    content["inference"]["quantization"] = args.quantization
     content["transport"]["routed_experts"] = routes and moe is not None
     content["stages"]["sft"] = None
     return Manifest.model_validate(content)
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of an answer")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the engine's weights")
     parser.add_argument("--record", default="throughput", help="name of the JSON beside this script")
     args = parser.parse_args()
 

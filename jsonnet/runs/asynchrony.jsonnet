@@ -1,5 +1,5 @@
 // The whole loop with random weights and answers of drawn lengths, on 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
-// train, half serve. Each beside its synchronous twin: bound 0, wait for all.
+// train, half serve. Each beside its synchronous twin: bound 0, wait for all. One more with engines that hold weights in FP8.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'algorithms/grpo.libsonnet') +
@@ -41,5 +41,6 @@ local shapes = {
 local synchronous = { orchestrator+: { max_off_policy_steps: 0, max_batches_ahead: 0 } };
 (import 'lib/named.libsonnet')(
   { ['asynchrony_' + shape]: shapes[shape] for shape in std.objectFields(shapes) } +
-  { ['asynchrony_%s_synchronous' % shape]: shapes[shape] + synchronous for shape in std.objectFields(shapes) }
+  { ['asynchrony_%s_synchronous' % shape]: shapes[shape] + synchronous for shape in std.objectFields(shapes) } +
+  { asynchrony_h200_2_fp8: shapes.h200_2 { inference+: { quantization: 'fp8' } } }
 )
