@@ -44,6 +44,10 @@ CORRECTED = {
         ("v1/worker/gpu_worker.py", "Worker.init_device"),
         ("config/parallel.py", "ParallelConfig.data_parallel_index"),
     ],
+    "vllm_kv_transfer.py": [
+        ("v1/core/sched/scheduler.py", "Scheduler.has_finished_requests"),
+        ("distributed/nixl_utils.py", "_load_nixl_attr"),
+    ],
     "vllm_data_parallel.py": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),

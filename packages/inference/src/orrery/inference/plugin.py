@@ -27,6 +27,8 @@ def register() -> None:
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
         vllm_kv_transfer.bootstrap_on_one_address()
         vllm_kv_transfer.device_index_on_cpu()
+    if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
+        vllm_kv_transfer.nixl_that_waits()
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

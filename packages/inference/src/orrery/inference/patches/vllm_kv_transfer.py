@@ -9,10 +9,14 @@
    Remove when it takes VLLM_HOST_IP.
 3. `device_index_on_cpu`. Upstream: `MooncakeConnectorWorker.__init__` asks `torch.accelerator` for the current device, which raises on a
    machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
+4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.patches.nixl`); vLLM loads NIXL in the engine core
+   alone, so it is corrected there. Versions: 0.26 to 0.32 (seen). Remove with that correction.
 """
 
 import os
 from typing import Any
+
+from orrery.transport.patches.nixl import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:
@@ -53,3 +57,22 @@ def device_index_on_cpu() -> None:
 
     if not torch.accelerator.is_available():
         torch.accelerator.current_device_index = lambda: 0
+
+
+def nixl_that_waits() -> None:
+    """On CPU, in each process that may be a worker with NixlConnector, before vLLM loads NIXL."""
+    import torch
+    from vllm.distributed import nixl_utils
+
+    if torch.accelerator.is_available() or hasattr(nixl_utils._load_nixl_attr, "orrery"):
+        return
+    original = nixl_utils._load_nixl_attr
+
+    def load(name: str) -> Any:
+        value = original(name)  # None where NIXL is not installed, of which vLLM tells
+        if value is not None:
+            wait_for_progress()
+        return value
+
+    load.orrery = True  # type: ignore[attr-defined]
+    nixl_utils._load_nixl_attr = load

@@ -15,6 +15,7 @@ import torch
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
 from orrery.observe.network import interface
+from orrery.transport.patches.nixl import wait_for_progress
 from orrery.transport.weight_wire.contract import WireFailed
 from orrery.transport.weight_wire.meeting import Meeting
 from orrery.transport.weight_wire.peers import ROUND_S
@@ -42,6 +43,7 @@ class Registered:
             raise OrreryError("transport.weights 'nixl': the package nixl is not installed here; set it to 'nccl'") from error
         if buckets[0].device.type == "cpu":
             os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
+            wait_for_progress()
         self.buckets = list(buckets)
         self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
         self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))

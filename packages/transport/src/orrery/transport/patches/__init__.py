@@ -1,0 +1,1 @@
+"""Corrections to other projects that cross processes, one file a project."""
