@@ -19,19 +19,25 @@ WORKSPACE = find_workspace()
 RUNS = sorted(run_files(WORKSPACE))
 
 
+@pytest.fixture(scope="module")
+def rendered():
+    """Every run, its file rendered whole."""
+    return render_all(WORKSPACE)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checked_in_manifest_is_what_its_spec_renders_to(name):
     assert WORKSPACE.manifest_path(name).read_text() == pretty_json(render(WORKSPACE, name).manifest)
 
 
-def test_every_checked_in_manifest_has_a_run_and_every_run_a_manifest():
+def test_every_checked_in_manifest_has_a_run_and_every_run_a_manifest(rendered):
     assert sorted(p.stem for p in (WORKSPACE.root / "manifests").glob("*.json")) == RUNS
-    assert [r.manifest.name for r in render_all(WORKSPACE)] == RUNS
+    assert [r.manifest.name for r in rendered] == RUNS
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(name):
-    whole = {r.manifest.name: r for r in render_all(WORKSPACE)}[name]
+def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(rendered, name):
+    whole = {r.manifest.name: r for r in rendered}[name]
     assert canonical_json(whole.manifest) == canonical_json(render(WORKSPACE, name).manifest)
 
 
@@ -108,9 +114,9 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
     assert run_dir(tmp_path, manifest) == tmp_path / f"reverse_text-{digest[:12]}"
 
 
-def test_a_run_carries_the_digest_of_the_python_lock():
+def test_a_run_carries_the_digest_of_the_python_lock(rendered):
     locks = {"cpu": "cpu.txt", "h200": "trainer.cuda.txt"}
-    runs = [run.manifest for run in render_all(WORKSPACE)]
+    runs = [run.manifest for run in rendered]
     assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
     for manifest in runs:
         lock = (WORKSPACE.root / "locks" / locks[manifest.hardware.accelerator]).read_bytes()
