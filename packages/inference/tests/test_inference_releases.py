@@ -53,6 +53,15 @@ CORRECTED = {
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
         ("v1/engine/core_client.py", "DPLBAsyncMPClient.call_utility_async"),
     ],
+    "vllm_adapters.py": [
+        ("lora/model_manager.py", "LoRAModelManager.remove_all_adapters"),
+        ("lora/model_manager.py", "LoRAModelManager.lora_index_to_id"),
+        ("lora/model_manager.py", "LoRAModelManager.modules"),
+        ("lora/model_manager.py", "LoRAModelManager.packed_modules"),
+        ("lora/layers/base.py", "BaseLayerWithLoRA.set_lora"),
+        ("model_executor/layers/fused_moe/layer.py", "FusedMoEConfig"),
+        ("model_executor/layers/fused_moe/config.py", "FusedMoEConfig.is_lora_enabled"),
+    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
@@ -159,7 +168,8 @@ def manifests():
     gpu["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
     gpu["inference"] |= {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "quantization": "fp8"}
     for each in (cpu, gpu):
-        each["transport"]["routed_experts"] = True
+        each["transport"] |= {"routed_experts": True, "weights": "adapters"}
+        each["trainer"]["lora"] = {"rank": 8, "alpha": 8.0, "targets": ["attention", "feed_forward"], "seed": 1}
         yield check(each, "test")
 
 
@@ -181,8 +191,10 @@ def test_every_flag_is_there(tree):
     files = [frontend] + ([tree / "entrypoints/openai/cli_args.py"] if is_new(tree) else [])
     fields = {name for file in files if file.is_file() for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
               for name in attributes(node)}  # fmt: skip
-    flags = {word for manifest in manifests() for word in server_arguments(manifest, Path("w"), 0, "h", 1) if word.startswith("--")}
+    words = {word for manifest in manifests() for word in server_arguments(manifest, Path("w"), 0, "h", 1, Path("a"))}
+    flags = {word for word in words if word.startswith("--")}
     assert {"--quantization", "--data-parallel-size", "--enable-expert-parallel", "--enable-return-routed-experts"} <= flags
+    assert "--lora-target-modules" in flags
     assert [flag for flag in flags if f'"{flag}"' not in args and flag[2:].replace("-", "_") not in fields] == []
 
 

@@ -28,6 +28,7 @@ def changed(name: str, **fields) -> Manifest:
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
+ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 REFUSED = [
     (
         changed("glm5_run"),
@@ -64,6 +65,22 @@ REFUSED = [
         changed("reverse_text_smoke", inference__max_restarts=2, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
         "inference.max_restarts 2: engines that hand caches over are not started again yet; set it to 0, or inference.kv_transfer.kind to "
         "'none'",
+    ),
+    (
+        changed("reverse_text_smoke", trainer__lora=ATTENTION, transport__weights="nccl"),
+        "transport.weights 'nccl' with trainer.lora: a direct wire sends the weights as they lie in the trainer, which adapters do not "
+        "change; set it to 'adapters', which sends these alone, or to 'files', which merges them",
+    ),
+    (
+        changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
+        "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: engines take no adapters of experts (vLLM "
+        "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'files', "
+        "which merges adapters",
+    ),
+    (
+        changed("reverse_text_smoke", trainer__lora=ATTENTION | {"rank": 1024}, transport__weights="adapters"),
+        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; set it to that, or transport.weights to "
+        "'files', which merges adapters",
     ),
 ]
 

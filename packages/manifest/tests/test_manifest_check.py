@@ -79,6 +79,10 @@ SENTENCES = [
         "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
     ),
     (
+        broken(("transport", "weights"), "adapters"),
+        "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'",
+    ),
+    (
         broken(("transport", "routed_experts"), True),
         "transport.routed_experts: family 'qwen3' has no experts to choose; set transport.routed_experts to false",
     ),

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from trainer_cases import MOE, batch_columns, make_learner, manifest, run_ranks, share, write_start_weights
 
 from orrery.models import build, weights
-from orrery.models.hf_tensors import named_hf_tensors
+from orrery.models.hf_tensors import named_hf_tensors, named_peft_tensors
 from orrery.models.lora import adapters
 from orrery.trainer.learner import count_totals
 from orrery.trainer.micro_batch import micro_batch
@@ -62,6 +62,21 @@ def test_what_leaves_the_trainer_is_merged(tmp_path, model):
     torch.testing.assert_close(scores(Policy(merged, 16)), scores(learner.policy), rtol=0, atol=5e-6)
     start = learner_of(tmp_path, model, None)[1]
     assert (scores(Policy(merged, 16)) - scores(start.policy)).abs().max() > 1e-3
+
+
+def test_what_leaves_alone_makes_the_merged_weights_of_the_frozen_ones(tmp_path):
+    """Factors of float32, one sum a product: the difference is a rounding."""
+    spec, learner = learner_of(tmp_path, "dense", LORA | {"targets": ["attention", "feed_forward"]})
+    frozen = dict(named_hf_tensors(learner_of(tmp_path, "dense", None)[1].policy.network))
+    train(learner)
+    factors = dict(named_peft_tensors(learner.policy.network, torch.float32))
+    adapted = {name.removesuffix(".weight"): weight for name, weight in named_hf_tensors(learner.policy.network)}
+    pairs = {name.removesuffix(".lora_A.weight").removeprefix("base_model.model.") for name in factors if ".lora_A." in name}
+    assert len(factors) == 2 * len(pairs) == 2 * 7 * spec.model.num_layers
+    for name in pairs:
+        a, b = (factors[f"base_model.model.{name}.{factor}.weight"] for factor in ("lora_A", "lora_B"))
+        assert b.abs().max() > 0
+        torch.testing.assert_close(frozen[f"{name}.weight"] + b @ a, adapted[name], rtol=0, atol=1e-6)
 
 
 def test_targets_choose_what_is_adapted(tmp_path):

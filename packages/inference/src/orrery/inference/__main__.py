@@ -2,6 +2,7 @@
 
 import gc
 
+from orrery.inference.adapter_start import blank_adapter
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
 from orrery.inference.kv_offload import forget, offload
 from orrery.observe.process import role_process
@@ -15,7 +16,8 @@ def main() -> None:
         me.health.doing("loading vLLM")
         manifest = me.manifest
         engine_environment(manifest, me.host)
-        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port)
+        adapter = blank_adapter(me.run_dir, manifest, me.stage, me.index)
+        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter)
         arguments += offload(me)
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from orrery.inference import releases
+from orrery.inference.adapter_start import adapter_arguments
 from orrery.inference.kv_transfer import refuse_open_interfaces, transfer_config, transfer_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
@@ -17,6 +18,7 @@ from orrery.observe.network import name_interface
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
+ADAPTER_BACKEND = "orrery_adapters"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
 
@@ -30,8 +32,8 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     return path
 
 
-def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, port: int) -> list[str]:
-    """The command line of `vllm serve` for replica `index`."""
+def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None) -> list[str]:
+    """The command line of `vllm serve` for replica `index`; with the folder `adapter` it serves that one beside the weights."""
     inference = manifest.inference
     arguments = {
         "--model": str(weights),
@@ -47,7 +49,7 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
         "--logprobs-mode": "processed_logprobs",  # of the distribution sampled from, which the importance ratio needs
         "--generation-config": "vllm",  # none: sampling is what the request says, not what a file beside the weights says
-        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--weight-transfer-config": json.dumps({"backend": BACKEND if adapter is None else ADAPTER_BACKEND}),
         "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
         "--middleware": "orrery.inference.token.RequireToken",
         "--uvicorn-log-level": "warning",
@@ -75,6 +77,8 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         arguments |= _spread(inference)
         if inference.expert_parallel:
             flags.append("--enable-expert-parallel")
+    if adapter is not None:
+        flags += adapter_arguments(manifest, adapter)
     arguments |= releases.arguments(manifest)
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)

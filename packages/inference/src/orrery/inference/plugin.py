@@ -1,12 +1,12 @@
 """What vLLM loads in each of its processes (entry point `orrery` of `vllm.general_plugins`). Cheap, and safe to call again.
 
-- Registers the weight receiver, by name, so that it is imported only where a worker lives.
+- Registers the receivers of weights and of adapters, by name, so that they are imported only where a worker lives.
 - Ties every vLLM process to the one that started it: none outlives a killed server.
 """
 
 import os
 
-from orrery.inference.assemble import BACKEND
+from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND
 from orrery.observe.lifeline import die_with_parent
 
 _registered = False
@@ -21,6 +21,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
+    WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
     from orrery.inference.patches import vllm_kv_transfer
 
     vllm_kv_transfer.pause_beside_unread_blocks()

@@ -8,6 +8,7 @@
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
 | routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; no P/D connector beside them |
 | routed experts on CPU | – | `patches.vllm_routes` |
+| adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
 - A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
 - `test_inference_releases.py` holds the names and flags of this package against the installed release, and against the source of
@@ -73,12 +74,14 @@ def environment(manifest: Manifest) -> dict[str, str]:
 def correct(manifest: Manifest) -> None:
     """Apply the corrections that this release needs, in the process that becomes the API server and before vLLM reads its arguments."""
     if manifest.hardware.accelerator == "cpu":
-        from orrery.inference.patches import vllm, vllm_routes
+        from orrery.inference.patches import vllm, vllm_adapters, vllm_routes
 
         vllm.fork_engine_core()
         vllm.inspect_models_here()
         if manifest.transport.routed_experts:
             vllm_routes.routes_on_cpu()
+        if manifest.transport.weights == "adapters":
+            vllm_adapters.keep_kernels_of_experts()
     if not _has(LAUNCHERS):
         from orrery.inference.patches import vllm_0_26
 

@@ -8,9 +8,9 @@ from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
-WEIGHT_WIRES = ("files", "nccl", "nixl")
+WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
 DIRECT_WIRES = ("nccl", "nixl")
-ADAPTED_WIRES = ("files",)  # that merge adapters on the way
+SERVED_RANK = 512  # of adapters, the largest that vLLM makes room for
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_TRANSFERS = ("none", "nixl")
@@ -47,8 +47,7 @@ def check_built(manifest: Manifest) -> None:
             f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
             f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
         )
-    if manifest.trainer.lora is not None and (kind := manifest.transport.weights) not in ADAPTED_WIRES:
-        raise OrreryError(f"transport.weights {kind!r}: sends shards as they stand, and adapters are not merged in them; set it to 'files'")
+    _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
             f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches over keep none elsewhere yet; "
@@ -74,3 +73,33 @@ def check_built(manifest: Manifest) -> None:
     for field, value, built in choices:
         if value not in built:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
+
+
+def _check_adapters(manifest: Manifest) -> None:
+    """What of `trainer.lora` does not reach engines yet."""
+    lora, wire = manifest.trainer.lora, manifest.transport.weights
+    if lora is None:
+        return
+    if wire in DIRECT_WIRES:
+        raise OrreryError(
+            f"transport.weights {wire!r} with trainer.lora: a direct wire sends the weights as they lie in the trainer, which adapters do "
+            f"not change; set it to 'adapters', which sends these alone, or to 'files', which merges them"
+        )
+    if wire != "adapters":
+        return
+    if "experts" in lora.targets:
+        raise OrreryError(
+            f"transport.weights 'adapters' with trainer.lora.targets {list(lora.targets)}: engines take no adapters of experts (vLLM "
+            f"computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'files', which "
+            f"merges adapters"
+        )
+    if lora.rank > SERVED_RANK:
+        raise OrreryError(
+            f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take ranks up to {SERVED_RANK}; set it to that, "
+            f"or transport.weights to 'files', which merges adapters"
+        )
+    if manifest.inference.quantization != "none":
+        raise OrreryError(
+            f"transport.weights 'adapters' with inference.quantization {manifest.inference.quantization!r}: adapters beside quantised "
+            f"weights have not run yet; set inference.quantization to 'none', or transport.weights to 'files', which merges adapters"
+        )

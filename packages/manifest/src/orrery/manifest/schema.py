@@ -650,12 +650,13 @@ class Transport(Record):
     """How batches reach the trainer and weights reach the engines.
 
     - `weights`: "files" in shared memory or the run's folder; "nccl" from the trainer's ranks to the engines' (CUDA IPC within a host),
-      each receiving only its slices; "nixl" the same slices, read by the engines (RDMA).
+      each receiving only its slices; "nixl" the same slices, read by the engines (RDMA). "adapters": files of the adapters alone
+      (`trainer.lora`), which engines put beside the weights that they started with.
     - `routed_experts`: the engines' choices of experts travel with the tokens, and the trainer's layers replay them (R3).
     """
 
     rollouts: Literal["zmq", "files"]
-    weights: Literal["files", "nccl", "nixl"]
+    weights: Literal["files", "adapters", "nccl", "nixl"]
     routed_experts: bool
 
 
@@ -812,6 +813,12 @@ class Manifest(Record):
                 f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM makes FP8 weights from bfloat16, and "
                 f"multiplies them on GPUs alone; set inference.quantization to 'none'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_are_there(self) -> "Manifest":
+        if self.transport.weights == "adapters" and self.trainer.lora is None:
+            raise ValueError("transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'")
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """A network's tensors as a checkpoint names them: whole or in parts, one at a time.
 
 - An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
-- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices without.
+- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices without. By themselves they have PEFT's.
 """
 
 from collections.abc import Iterator
@@ -107,6 +107,22 @@ def named_hf_tensors(module: CausalLm, full: bool = True) -> Iterator[tuple[str,
         for hf in group:
             yield hf.name, hf.of(whole)
         del whole
+
+
+@torch.no_grad()
+def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT name, tensor in `dtype`) of every projection's adapter: `lora_A` [rank, in], and `lora_B` [out, rank] with the scale in it.
+
+    So it is an adapter whose alpha is its rank. A parameter that a checkpoint holds in parts gives each part its rows of B and all of A.
+    One adapter is gathered at a time. Those of stacked experts are not for this.
+    """
+    named = {name: list(group) for name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)}
+    for parameter_name, adapter in adapters(module):
+        a, b = full_tensor(adapter.a.detach()), full_tensor(adapter.b.detach()) * adapter.scale
+        for hf in named[parameter_name]:
+            prefix = f"base_model.model.{hf.name.removesuffix('.weight')}"
+            yield f"{prefix}.lora_A.weight", a.to(dtype)
+            yield f"{prefix}.lora_B.weight", b[slices(hf.box[:1])].to(dtype)
 
 
 @torch.no_grad()

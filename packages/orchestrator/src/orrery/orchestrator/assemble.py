@@ -17,7 +17,7 @@ from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import RolloutSender, make_sender
-from orrery.transport.weight_wire import make_watch
+from orrery.transport.weight_wire import make_watch, served_model
 
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
@@ -46,6 +46,7 @@ async def fleet(me: Any) -> EngineFleet:
         restarting=me if inference.max_restarts else None,
         incarnations=[engine.incarnation for engine in engines],
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
+        model=served_model(me.manifest, me.stage),
     )
 
 

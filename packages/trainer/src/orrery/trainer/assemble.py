@@ -18,7 +18,7 @@ from orrery.trainer.learner import Learner
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
-from orrery.trainer.publish import Direct, Publisher
+from orrery.trainer.publish import Adapters, Direct, Publisher
 from orrery.trainer.pulse import pulse
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
@@ -99,10 +99,11 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
 
 
 def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) -> Publisher:
-    kind = me.manifest.transport.weights
+    kind, engine_dtype = me.manifest.transport.weights, getattr(torch, me.manifest.inference.dtype)
     if kind in DIRECT_KINDS:
         source = make_source(kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device)
-        return Direct(policy, source, getattr(torch, me.manifest.inference.dtype), me)
+        return Direct(policy, source, engine_dtype, me)
     # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
     keep = me.manifest.orchestrator.max_batches_ahead + 3
-    return Publisher(policy, make_publisher(kind, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None)
+    wire = make_publisher(kind, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
+    return Adapters(policy, wire, engine_dtype) if kind == "adapters" else Publisher(policy, wire)

@@ -2,7 +2,8 @@
 
 - Every rank takes part. On the wire `files` tensors are gathered and rank 0 writes, one tensor at a time, so no rank ever holds two whole
   tensors because of this. On a direct wire each rank answers for its own part, and sends it when engines ask (`Direct`).
-- On a direct wire weights travel in the dtype that engines compute in; buffers, such as a bias of choice, in their own.
+- On a direct wire weights travel in the dtype that engines compute in; buffers, such as a bias of choice, in their own. On the wire
+  `adapters` nothing travels but adapters, in that dtype too.
 - Version n is what batch n made; the version that a stage starts from is published before the first batch is asked for.
 - Rank 0 remembers the digest of every version, over resumes too (`published.json` in a checkpoint), and compares what a batch says of the
   weights that sampled it.
@@ -11,6 +12,7 @@
 import json
 import shutil
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Model
 from orrery.models.hf_folder import INDEX_FILE
-from orrery.models.hf_tensors import HfTensor, hf_tensors
+from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
 from orrery.models.placement import local_tensor
 from orrery.models.weights import named_hf_slices, named_hf_tensors, save
 from orrery.observe.deadline import scaled
@@ -46,13 +48,16 @@ class Publisher:
 
     def publish(self, version: int) -> Published | None:
         """Put version `version` out; what was published, on rank 0."""
-        tensors = named_hf_tensors(self._policy.network, full=True)
+        tensors = self._named_tensors()
         if self._wire is not None:
             published = self._wire.publish(version, tensors)
             self.digests[version] = published.digest
             return published
         deque(tensors, maxlen=0)
         return None
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_hf_tensors(self._policy.network, full=True)
 
     def settle(self) -> float:
         """Called by all ranks just before the weights change; seconds that this took."""
@@ -83,6 +88,17 @@ class Publisher:
             self.digests = {int(version): digest for version, digest in json.loads((folder / PUBLISHED).read_text()).items()}
         except (OSError, ValueError, AttributeError) as error:
             raise RunFailed(f"{folder / PUBLISHED}: cannot be read ({error}); {REMEDY}") from error
+
+
+class Adapters(Publisher):
+    """The trainer's end of the wire `adapters`."""
+
+    def __init__(self, policy: Policy, wire: WeightPublisher | None, dtype: torch.dtype):
+        super().__init__(policy, wire)
+        self._dtype = dtype
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_peft_tensors(self._policy.network, self._dtype)
 
 
 class Direct(Publisher):

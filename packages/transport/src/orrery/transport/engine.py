@@ -146,11 +146,15 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 class EngineClient:
     """One vLLM server (or a router before several): `async with EngineClient(url) as engine`, or `close()` it."""
 
-    def __init__(self, url: str, token: str | None = None, name: str | None = None) -> None:
-        """`url` without a path. `token` is the server's API key, if it has one; `name` is what error sentences call this engine."""
+    def __init__(self, url: str, token: str | None = None, name: str | None = None, model: str | None = None) -> None:
+        """`url` without a path. `token` is the server's API key, if it has one; `name` is what error sentences call this engine.
+
+        `model` is what requests are for where the server has more than its weights (`orrery.transport.weight_wire.served_model`).
+        """
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._model = model
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
 
     async def __aenter__(self) -> Self:
@@ -208,6 +212,8 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
         if kv_transfer is not None:
             body["kv_transfer_params"] = kv_transfer
+        if self._model is not None:
+            body["model"] = self._model
         what = f"request {request_id!r}"
         try:
             status, answer = await self._call(

@@ -61,9 +61,10 @@ class EngineFleet:
         restarting: "RoleProcess | None" = None,
         incarnations: Sequence[int] = (),
         handovers: Sequence[Mapping[str, Any]] = (),
+        model: str | None = None,
     ) -> None:
         """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given;
-        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them.
+        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them; `model` as `EngineClient` takes it.
 
         Raises OrreryError for several engines without a router.
         """
@@ -71,9 +72,9 @@ class EngineFleet:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
         if len(engine_urls) > 1 and router_url is None and not handovers:
             raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
-        self._token, self._restarting = token, restarting
-        self.engines = [EngineClient(url, token, name=f"engine {index}") for index, url in enumerate(engine_urls)]
-        self.router = RouterClient(router_url, token, name="router") if router_url is not None else None
+        self._token, self._restarting, self._model = token, restarting, model
+        self.engines = [EngineClient(url, token, f"engine {index}", model) for index, url in enumerate(engine_urls)]
+        self.router = RouterClient(router_url, token, "router", model) if router_url is not None else None
         self.roster = Roster(len(engine_urls), START_VERSION)
         for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
             self.roster.listens(index, incarnation)
@@ -323,7 +324,7 @@ class EngineFleet:
         await self._fence(index, known, f"engine {index} was started again")  # no news where we know that it was lost
         self.roster.listens(index, endpoint.incarnation)
         self._retired.append(self.engines[index])
-        self.engines[index] = EngineClient(endpoint.url, self._token, name=f"engine {index}")
+        self.engines[index] = EngineClient(endpoint.url, self._token, f"engine {index}", self._model)
 
     async def _bring(self, index: int) -> None:
         """An engine that has come back, to the wanted version; where its publisher has removed that one already, it waits for the next."""

@@ -10,6 +10,9 @@ What every wire has:
 Kind `files`: rank 0 gathers and writes whole tensors, `read_weights(path)` gives them one at a time. The publisher keeps the newest `keep`
 versions; a version that it has removed is an `OrreryError`.
 
+Kind `adapters`: the same files with nothing in them but the adapters of `trainer.lora`, under PEFT's names, the scale in B. In RL engines
+serve them as a model of its own, beside the weights that they started with.
+
 Direct kinds (`nccl`, `nixl`): nothing is gathered and nothing written. `slices` says, as data, who sends what to whom; `needs` of the
 engines' room learns what an engine rank needs. Of vLLM's own engines `nccl` and `ipc` send whole tensors to every rank, `nccl_m2n` does so
 for what is fused, `sharded_rdt` wants Ray, and the last two are not in 0.26; so the transport here is ours, and loading is vLLM's.
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
 from orrery.transport.weight_wire.claims import claim, is_direct, release
 from orrery.transport.weight_wire.contract import Published, WireFailed
 from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, own, read_weights, remove_weight_dir, weight_dir
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from orrery.transport.weight_wire.source import Source
 
 __all__ = [
+    "ADAPTER",
     "DIRECT_KINDS",
     "KINDS",
     "Published",
@@ -53,11 +58,18 @@ __all__ = [
     "read_weights",
     "release",
     "remove_weight_dir",
+    "served_model",
     "weight_dir",
 ]
 
-KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {"files": WeightPublisher}
+KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {"files": WeightPublisher, "adapters": WeightPublisher}
 DIRECT_KINDS = ("nccl", "nixl")
+ADAPTER = "adapter"
+
+
+def served_model(manifest: Manifest, stage: str) -> str | None:
+    """What the requests of `stage` are for: ADAPTER, or None where engines have weights alone, as when they judge what RL has made."""
+    return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
 
 def make_publisher(kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int) -> WeightPublisher:
