@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -108,6 +109,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
             repack_tied_heads(self.model)
         self.held = {name: self._attest(name, consumed) for name, consumed in self._consumed.items()}
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """vLLM 0.26 asks every backend for it. Trainers here publish by `orrery.transport.weight_wire` and know no vLLM."""
+        raise NotImplementedError("a trainer publishes by orrery.transport.weight_wire")
 
     def shutdown(self) -> None:
         self.held = {}

@@ -113,7 +113,6 @@ class _Usage(msgspec.Struct):
 
 
 class _TokenLogprob(msgspec.Struct):
-    token_id: int
     logprob: float
 
 
