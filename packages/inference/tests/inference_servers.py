@@ -52,13 +52,20 @@ MIXTURE = DENSE | {
 }
 
 
-def make_run(folder: Path, model: dict[str, object], num_replicas: int = 1, inference: dict[str, object] | None = None) -> Path:
+def make_run(
+    folder: Path,
+    model: dict[str, object],
+    num_replicas: int = 1,
+    inference: dict[str, object] | None = None,
+    routed_experts: bool = False,
+) -> Path:
     """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference` are fields of the manifest's part."""
     from orrery.models.weights import save
 
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
     manifest["model"] |= model
     manifest["stages"]["sft"] = None
+    manifest["transport"]["routed_experts"] = routed_experts
     manifest["inference"] |= {
         "num_replicas": num_replicas,
         "dtype": "float32",

@@ -6,13 +6,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from inference_servers import DENSE, await_published, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, make_run, start_role, stop
 
+from orrery.inference.kv_offload import disk_folder
 from orrery.manifest.errors import OrreryError
 from orrery.transport.engine import EngineClient
+from orrery.transport.route_bytes import column
+from orrery.transport.routed_experts import RouteShape
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
 
@@ -22,8 +26,10 @@ TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk": True}}
 STORE = {"kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}}
 
 
-async def ask(engine, name, salt):
-    return await engine.generate(PROMPT, max_tokens=8, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5)
+async def ask(engine, name, salt, **options):
+    return await engine.generate(
+        PROMPT, max_tokens=8, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options
+    )
 
 
 async def forget(engine):
@@ -31,11 +37,11 @@ async def forget(engine):
     await engine._control("/reset_prefix_cache")
 
 
-async def until_found(engine, salt, name):
+async def until_found(engine, salt, name, **options):
     """Ask until blocks come from behind the device (they leave it beside the work); the last answer, with the tokens that were found."""
     for attempt in range(40):
         await forget(engine)
-        answer = await ask(engine, f"{name}-{attempt}", salt)
+        answer = await ask(engine, f"{name}-{attempt}", salt, **options)
         if answer.cached_tokens:
             return answer
         await asyncio.sleep(0.25)
@@ -45,21 +51,35 @@ async def until_found(engine, salt, name):
 def same(one, other):
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
+    np.testing.assert_array_equal(*(routes_of(each) for each in (one, other)))
 
 
-def test_blocks_come_back_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(tmp_path):
-    run_dir = make_run(tmp_path / "run", DENSE, inference=TIERS | {"router": {"kind": "none"}})
+def routes_of(generation):
+    """Expert choices of every token that was an input, all of them known; none where they were not asked for."""
+    num_tokens = sum(part.num_rows for part in generation.routes)
+    routes = column(num_tokens, generation.routes, RouteShape(num_layers=2, top_k=2, num_experts=4))
+    assert (routes < 4).all()
+    return np.sort(routes, axis=-1)
+
+
+def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(tmp_path):
+    run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}}, routed_experts=True)
+    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
     processes = []
 
     async def first(url):
         async with EngineClient(url) as engine:
-            fresh = await ask(engine, "fresh", "3")
-            found = await until_found(engine, "3", "again")
-            return fresh, found, await ask(engine, "newer", "4")
+            fresh = await ask(engine, "fresh", "3", routes_from=0)
+            found = await until_found(engine, "3", "again", routes_from=0)
+            return fresh, found, await ask(engine, "newer", "4", routes_from=0)
 
     async def second(url):
         async with EngineClient(url) as engine:
-            return await ask(engine, "newest", "5"), await until_found(engine, "3", "restarted")
+            newest = await ask(engine, "newest", "5", routes_from=0)
+            restarted = await until_found(engine, "3", "restarted", routes_from=0)
+            shutil.rmtree(folder / "routes")
+            await forget(engine)
+            return newest, restarted, await ask(engine, "without-routes", "3", routes_from=0)
 
     def start():
         processes.append(start_role("orrery.inference", run_dir, 0))
@@ -70,16 +90,17 @@ def test_blocks_come_back_from_host_memory_and_after_a_crash_from_disk_under_the
         processes[-1].kill()
         processes[-1].wait()
         (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
-        newest, restarted = asyncio.run(second(start()))
+        newest, restarted, without_routes = asyncio.run(second(start()))
     finally:
         for process in processes:
             if process.poll() is None:
                 stop(process)
-        for folder in Path("/tmp").glob(f"orrery-kv-{run_dir.name}-rl"):
-            shutil.rmtree(folder)
-    assert (fresh.cached_tokens, newer.cached_tokens, newest.cached_tokens) == (0, 0, 0)
+        shutil.rmtree(folder.parent.parent, ignore_errors=True)
+    # A cache whose routes are not known is not used.
+    assert (fresh.cached_tokens, newer.cached_tokens, newest.cached_tokens, without_routes.cached_tokens) == (0, 0, 0, 0)
     assert found.cached_tokens == restarted.cached_tokens == BLOCKS
-    for other in (found, newer, newest, restarted):
+    assert len(routes_of(fresh)) == len(PROMPT) + 8 - 1
+    for other in (found, newer, newest, restarted, without_routes):
         same(fresh, other)
 
 

@@ -1,8 +1,10 @@
-"""Prefill and decode apart over NIXL: two real engines, of which the second serves whole requests too, as the referee."""
+"""Prefill and decode apart over NIXL and over Mooncake: two real engines, of which the second serves whole requests too, as the referee."""
 
 import asyncio
+import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,51 +12,62 @@ import psutil
 import pytest
 import torch
 from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop, with_fleet
+from network_alone import alone_in_a_network
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION, GenerationFailed
+from orrery.transport.route_bytes import column
+from orrery.transport.routed_experts import RouteShape
 from orrery.transport.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
 torch.set_num_threads(1)
 
-APART = {"prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
+KINDS = {"nixl": {"kind": "nixl"}, "mooncake": {"kind": "mooncake", "protocol": "tcp"}}
 MOST_UPDATES = 8
 PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six blocks and a part of one
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("apart") / "run", MIXTURE, num_replicas=2, inference=APART)
+@pytest.fixture(scope="module", params=KINDS)
+def run_dir(request, tmp_path_factory):
+    apart = {"prefill_replicas": 1, "kv_transfer": KINDS[request.param], "router": {"kind": "none"}}
+    return make_run(tmp_path_factory.mktemp(request.param) / "run", MIXTURE, num_replicas=2, inference=apart, routed_experts=True)
 
 
 @pytest.fixture(scope="module")
 def engines(run_dir):
-    """Both server processes and their addresses: the first prefills."""
-    processes = [start_role("orrery.inference", run_dir, index) for index in (0, 1)]
-    try:
-        yield processes, [await_published(run_dir, "inference", index, process) for index, process in enumerate(processes)]
-    finally:
-        for process in processes:
-            stop(process)
+    """Both server processes, their addresses, and what the first, which prefills, says of itself."""
+    with alone_in_a_network("Mooncake listens on every interface") if by_mooncake(run_dir) else nullcontext():
+        processes = [start_role("orrery.inference", run_dir, index) for index in (0, 1)]
+        try:
+            urls = [await_published(run_dir, "inference", index, process) for index, process in enumerate(processes)]
+            yield processes, urls, json.loads((run_dir / "stages/rl/endpoints/inference.0.json").read_text())["info"]
+        finally:
+            for process in processes:
+                stop(process)
+
+
+def by_mooncake(run_dir):
+    return load(run_dir / "manifest.json").inference.kv_transfer.kind == "mooncake"
 
 
 @pytest.fixture(scope="module")
-def publisher():
+def publisher(engines):
     publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}-apart"))
     yield publisher
     publisher.close()
 
 
 def drive(engines, scenario):
-    return with_fleet(scenario, engines[1], handovers=[{}])
+    return with_fleet(scenario, engines[1], handovers=[engines[2]])
 
 
 def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
     return fleet.generate(
-        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options
-    )
+        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5,
+        **{"routes_from": 0} | options,
+    )  # fmt: skip
 
 
 def whole(fleet, name, salt, **options):
@@ -66,9 +79,18 @@ def same(one, other):
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.versions.tolist() == other.versions.tolist()
     assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
+    np.testing.assert_array_equal(routes_of(one), routes_of(other))
 
 
-def test_tokens_and_logprobs_are_those_of_one_whole_engine_and_turns_meet_their_caches(engines):
+def routes_of(generation):
+    """Expert choices of every token that was an input, from the first that was asked for; all of them are known."""
+    start, end = generation.routes[0].start, max(part.start + part.num_rows for part in generation.routes)
+    routes = column(end, generation.routes, RouteShape(num_layers=2, top_k=2, num_experts=4))[start:]
+    assert (routes < 4).all()
+    return np.sort(routes, axis=-1)
+
+
+def test_tokens_logprobs_and_routes_are_those_of_one_whole_engine_and_turns_meet_their_caches(engines):
     async def scenario(fleet):
         before = await fleet.metrics()
         apart = await ask(fleet, "apart", "a", session="r")
@@ -76,10 +98,13 @@ def test_tokens_and_logprobs_are_those_of_one_whole_engine_and_turns_meet_their_
         again = await ask(fleet, "again", "a", session="r")
         other_salt = await ask(fleet, "salt", "b", session="r")
         longer = np.concatenate([PROMPT, apart.token_ids, PROMPT[:30]])
-        turn = await ask(fleet, "turn", "a", prompt=longer, session="r")
-        return before, after, apart, again, other_salt, turn, await whole(fleet, "whole", "c"), await whole(fleet, "w2", "c", prompt=longer)
+        told = len(PROMPT) + len(apart.token_ids) - 1
+        turn = await ask(fleet, "turn", "a", prompt=longer, session="r", routes_from=told)
+        reference = await whole(fleet, "whole", "c")
+        return before, after, apart, again, other_salt, turn, reference, await whole(fleet, "w2", "c", prompt=longer, routes_from=told)
 
     before, after, apart, again, other_salt, turn, reference, reference_turn = drive(engines, scenario)
+    assert [part.num_rows for part in apart.routes] == [200, 24] and sum(part.num_rows for part in reference.routes) == 223
     same(apart, reference)
     same(again, reference)
     same(turn, reference_turn)
@@ -169,9 +194,11 @@ def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(eng
 
 
 def test_a_cache_that_cannot_be_read_fails_the_request(engines):
+    nowhere = {"remote_engine_id": "of-an-engine-that-is-gone", "remote_port": 1, "remote_bootstrap_addr": "http://127.0.0.1:1"}
+
     async def scenario(fleet):
         _, where = await fleet.apart._prefill(0, PROMPT, "lost", 60.0, "lost")
-        gone = where | {"remote_engine_id": "of-an-engine-that-is-gone", "remote_port": 1}
+        gone = where | {name: nowhere[name] for name in where.keys() & nowhere}
         with pytest.raises(GenerationFailed):
             await fleet.engines[1].generate(
                 PROMPT, max_tokens=4, temperature=1.0, cache_salt="lost", request_id="lost", kv_transfer=gone, timeout_s=60
@@ -182,12 +209,12 @@ def test_a_cache_that_cannot_be_read_fails_the_request(engines):
     same(*drive(engines, scenario))
 
 
-def test_engines_listen_on_loopback_only(engines):
-    listening = {
-        connection.laddr.ip
+def test_engines_listen_on_loopback_only_but_for_mooncakes_own_sockets(engines, run_dir):
+    listening = [
+        {each.laddr.ip for member in family(process) for each in member.net_connections("inet") if each.status == psutil.CONN_LISTEN}
         for process in engines[0]
-        for member in family(process)
-        for connection in member.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert listening == {"127.0.0.1"}
+    ]
+    assert listening[1] - {"0.0.0.0", "::"} == {"127.0.0.1"}
+    assert bool(set.union(*listening) - {"127.0.0.1"}) == by_mooncake(run_dir)
+    bootstrap = engines[2].get("kv_bootstrap", "")
+    assert bootstrap.startswith("http://127.0.0.1:") == by_mooncake(run_dir)

@@ -62,6 +62,18 @@ CORRECTED = {
         ("model_executor/layers/fused_moe/layer.py", "FusedMoEConfig"),
         ("model_executor/layers/fused_moe/config.py", "FusedMoEConfig.is_lora_enabled"),
     ],
+    "vllm_routes_elsewhere.py": [
+        ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
+        ("distributed/aux_output_connector/worker.py", "BlockObjectStore"),
+        ("distributed/aux_output_connector/worker.py", "routed_experts_keys"),
+        ("distributed/aux_output_connector/store.py", "BlockObjectStore._lru"),
+        ("distributed/aux_output_connector/store.py", "BlockObjectStore._arena"),
+        ("distributed/aux_output_connector/store.py", "BlockObjectStore._UNALLOCATED_SLOT"),
+        ("distributed/aux_output_connector/store.py", "BlockObjectStore.get_concatenated"),
+        ("distributed/aux_output_connector/routed_experts.py", "RoutedExpertsBuffer.capture"),
+        ("distributed/aux_output_connector/routed_experts.py", "RoutedExpertsBuffer._tail"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.get_num_new_matched_tokens"),
+    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
@@ -90,7 +102,7 @@ def applies(file: Path, tree: Path) -> bool:
     """Corrections for CPU are for the release that has a build for CPU; the old release has corrections of its own."""
     if file.name.startswith("vllm_0_26"):
         return not is_new(tree)
-    return is_new(tree) or file.parent.name != "patches" or file.name not in ("vllm.py", "vllm_routes.py")
+    return is_new(tree) or file.parent.name != "patches" or file.name not in ("vllm.py", "vllm_routes.py", "vllm_routes_elsewhere.py")
 
 
 @cache

@@ -4,7 +4,6 @@ The engine answers with our account of versions (for vLLM 0.26) instead of its o
 """
 
 import asyncio
-import json
 import os
 from pathlib import Path
 
@@ -29,12 +28,8 @@ PROMPT = [(5 * i) % 48 for i in range(100)]
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    run_dir = make_run(tmp_path_factory.mktemp("routes") / "run", MIXTURE)
-    path = run_dir / "manifest.json"
-    content = json.loads(path.read_text())
-    content["transport"]["routed_experts"] = True
-    path.write_text(json.dumps(content))
-    return load(path), run_dir
+    run_dir = make_run(tmp_path_factory.mktemp("routes") / "run", MIXTURE, routed_experts=True)
+    return load(run_dir / "manifest.json"), run_dir
 
 
 @pytest.fixture(scope="module")

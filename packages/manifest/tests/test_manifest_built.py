@@ -29,6 +29,7 @@ H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
 ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
+STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
         changed("glm5_run"),
@@ -42,14 +43,13 @@ REFUSED = [
     (
         changed(
             "reverse_text_moe",
+            hardware=H200,
             transport__routed_experts=True,
-            inference__num_replicas=2,
-            inference__router={"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
-            inference__prefill_replicas=1,
-            inference__kv_transfer={"kind": "nixl"},
+            inference__tensor_parallel=2,
+            inference__kv_offload=TIERS,
         ),
-        "transport.routed_experts with inference.prefill_replicas 1: vLLM returns no routes beside caches that travel; "
-        "set transport.routed_experts to false, or inference.prefill_replicas to 0",
+        "transport.routed_experts with inference.kv_offload.kind 'tiers' and data_parallel·tensor_parallel = 2: a scheduler that asks for "
+        "caches with known routes is one process with its worker; set inference.kv_offload.kind to 'none', or both to 1",
     ),
     (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
@@ -57,12 +57,12 @@ REFUSED = [
         "'none', or inference.prefill_replicas to 0",
     ),
     (
-        changed("reverse_text_moe", inference__kv_offload=TIERS, transport__routed_experts=True),
-        "transport.routed_experts: routes of tokens whose cache came from elsewhere have not been shown to come back; "
-        "set transport.routed_experts to false, or inference.kv_offload.kind to 'none'",
+        changed("reverse_text_moe", inference__kv_offload=STORE, transport__routed_experts=True),
+        "transport.routed_experts with inference.kv_offload.kind 'mooncake': the store gives an engine caches that others computed, and "
+        "their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'",
     ),
     (
-        changed("reverse_text_smoke", inference__max_restarts=2, inference__prefill_replicas=1, inference__kv_transfer={"kind": "nixl"}),
+        changed("reverse_text_smoke", inference__max_restarts=2, **APART),
         "inference.max_restarts 2: engines that hand caches over are not started again yet; set it to 0, or inference.kv_transfer.kind to "
         "'none'",
     ),
@@ -130,6 +130,13 @@ def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, 
 
 def test_keys_travel_where_heads_do_not_divide():
     assert changed("reverse_text", trainer__mesh__cp=3, trainer__mesh__cp_style="ring")
+
+
+@pytest.mark.parametrize("transfer", [{"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}], ids=lambda each: each["kind"])
+def test_routes_come_back_where_caches_travel_or_stay(transfer):
+    routes = {"transport__routed_experts": True}
+    check_built(changed("reverse_text_moe", **routes, inference__num_replicas=2, **APART | {"inference__kv_transfer": transfer}))
+    check_built(changed("reverse_text_moe", **routes, inference__kv_offload=TIERS))
 
 
 def test_one_h200_node_of_a_built_network_is_built():

@@ -23,6 +23,7 @@ with tempfile.TemporaryDirectory() as _folder:
         json.loads(canonical_json(render(_workspace, name).manifest)) for name in ("words", "words_nodes", "words_sparse")
     )
 
+ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 MLA = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -91,6 +92,11 @@ SENTENCES = [
         "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
     (
+        broken(("inference", "router"), ROUTER, NODES),
+        "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the orchestrator takes each request to its two "
+        "engines itself; set inference.router.kind to 'none', or",
+    ),
+    (
         broken(("hardware", "num_nodes"), 2),
         "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of nodes; try 2",
     ),
@@ -115,7 +121,9 @@ SENTENCES = [
         broken(
             ("inference", "kv_transfer"),
             {"kind": "none"},
-            broken(("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, NODES)),
+            broken(
+                ("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, broken(("inference", "router"), ROUTER, NODES))
+            ),
         ),
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),

@@ -4,7 +4,8 @@
 - Blocks are found by a hash over tokens and salt; the salt is the policy's version when a group was dispatched, so no block of an older
   policy is ever found by rollouts of a newer one. A resumed attempt counts versions again from its checkpoint: what an earlier attempt
   has left on disk is removed before it could be found.
-- A block that cannot be read back is computed again.
+- A block that cannot be read back is computed again. Where routes are returned, so is one whose routes are not known
+  (`patches.vllm_routes_elsewhere`).
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.inference.patches.vllm_routes_elsewhere import FOLDER, KEPT
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -69,7 +71,18 @@ def offload(me: RoleProcess) -> list[str]:
         os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
     else:
         prepare_disk(disk)
+        os.environ.update(routes_environment(me.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
+
+
+def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
+    """Variables for routes that are kept as long as their blocks, in host memory and where blocks are on disk there too."""
+    inference, offload = manifest.inference, manifest.inference.kv_offload
+    if not manifest.transport.routed_experts or offload.kind != "tiers":
+        return {}
+    # Less than a hundredth of the blocks' bytes. Twice the room that is needed: both forget what was not used for long, but not alike.
+    kept = 1 + 2 * offload.host_bytes / inference.kv_cache_bytes
+    return {KEPT: f"{kept:g}"} | ({FOLDER: str(disk / "routes")} if offload.disk else {})
 
 
 def prepare_disk(disk: Path) -> None:

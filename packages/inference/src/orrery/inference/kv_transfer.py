@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
@@ -53,13 +54,14 @@ def transfer_environment(manifest: Manifest, host: str) -> dict[str, str]:
     if not manifest.inference.prefill_replicas:
         return {}
     (port,) = free_ports(1, host)
+    routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
-        return {
+        return routes | {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
             "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", ",".join([interface(), *_rdma_devices()])),
         }
-    return {
+    return routes | {
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(lease_s(manifest)),
         "MC_TCP_BIND_ADDRESS": host,

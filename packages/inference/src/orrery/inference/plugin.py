@@ -22,7 +22,7 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
     WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
-    from orrery.inference.patches import vllm_kv_transfer
+    from orrery.inference.patches import vllm_kv_transfer, vllm_routes_elsewhere
 
     vllm_kv_transfer.pause_beside_unread_blocks()
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
@@ -30,6 +30,9 @@ def register() -> None:
         vllm_kv_transfer.device_index_on_cpu()
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
         vllm_kv_transfer.nixl_that_waits()
+    if vllm_routes_elsewhere.KEPT in os.environ:
+        vllm_routes_elsewhere.keep()
+        vllm_routes_elsewhere.beside_transfer()
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

@@ -6,7 +6,7 @@
 | SIGTERM | uvicorn replaces vLLM's handler: `patches.vllm_0_26` | vLLM keeps uvicorn from it |
 | versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
-| routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; no P/D connector beside them |
+| routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; beside one by `patches.vllm_routes_elsewhere` |
 | routed experts on CPU | – | `patches.vllm_routes` |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
@@ -54,11 +54,13 @@ def api_server() -> ApiServer:
 
 def arguments(manifest: Manifest) -> dict[str, str]:
     """Flags that one release needs and the other does not. Raises OrreryError for what the installed one cannot do and another can."""
-    if manifest.transport.routed_experts and manifest.inference.kv_offload.kind != "none" and not _has(AUX_OUTPUT):
-        raise OrreryError(
-            f"transport.routed_experts with inference.kv_offload.kind {manifest.inference.kv_offload.kind!r}: this release of vLLM keeps "
-            f"routes by the place of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
-        )
+    if manifest.transport.routed_experts and not _has(AUX_OUTPUT):
+        for field, kind in (("kv_offload", manifest.inference.kv_offload.kind), ("kv_transfer", manifest.inference.kv_transfer.kind)):
+            if kind != "none":
+                raise OrreryError(
+                    f"transport.routed_experts with inference.{field}.kind {kind!r}: this release of vLLM keeps routes by the place of "
+                    f"their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
+                )
     if manifest.inference.data_parallel > 1 and not _has(LAUNCHERS):
         return {"--worker-cls": "orrery.inference.patches.vllm_0_26_worker.SeededWorker"}
     return {}

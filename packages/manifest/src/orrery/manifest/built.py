@@ -13,7 +13,7 @@ DIRECT_WIRES = ("nccl", "nixl")
 SERVED_RANK = 512  # of adapters, the largest that vLLM makes room for
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
-KV_TRANSFERS = ("none", "nixl")
+KV_TRANSFERS = ("none", "nixl", "mooncake")
 ADMISSIONS = ("fixed", "adaptive")
 
 
@@ -42,11 +42,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.max_restarts {inference.max_restarts}: an engine that was lost does not meet the trainer again on a direct wire "
             f"yet; set it to 0, or transport.weights to 'files'"
         )
-    if manifest.transport.routed_experts and inference.prefill_replicas:
-        raise OrreryError(
-            f"transport.routed_experts with inference.prefill_replicas {inference.prefill_replicas}: vLLM returns no routes beside caches "
-            f"that travel; set transport.routed_experts to false, or inference.prefill_replicas to 0"
-        )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
@@ -58,10 +53,15 @@ def check_built(manifest: Manifest) -> None:
             f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are of one data-parallel rank each so far; "
             f"set inference.data_parallel to 1, or inference.prefill_replicas to 0"
         )
-    if manifest.transport.routed_experts and inference.kv_offload.kind != "none":
+    if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "transport.routed_experts: routes of tokens whose cache came from elsewhere have not been shown to come back; "
-            "set transport.routed_experts to false, or inference.kv_offload.kind to 'none'"
+            "transport.routed_experts with inference.kv_offload.kind 'mooncake': the store gives an engine caches that others computed, "
+            "and their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'"
+        )
+    if manifest.transport.routed_experts and inference.kv_offload.kind == "tiers" and (devices := inference.devices_per_replica) > 1:
+        raise OrreryError(
+            f"transport.routed_experts with inference.kv_offload.kind 'tiers' and data_parallel·tensor_parallel = {devices}: a scheduler "
+            f"that asks for caches with known routes is one process with its worker; set inference.kv_offload.kind to 'none', or both to 1"
         )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),

@@ -428,10 +428,13 @@ class NoRouter(Record):
 
 
 class VllmRouter(Record):
-    """`vllm-router` before the replicas; thresholds are its cache-aware policy's."""
+    """`vllm-router` before the replicas; thresholds are its cache-aware policy's.
+
+    "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name; "cache_aware" by what they share.
+    """
 
     kind: Literal["vllm_router"]
-    policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash"]
+    policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
     balance_abs_threshold: PositiveInt
     balance_rel_threshold: PositiveFloat
 
@@ -520,6 +523,15 @@ class Inference(Record):
     def replicas_have_a_router(self) -> "Inference":
         if self.num_replicas > 1 and self.router.kind == "none" and not self.prefill_replicas:
             raise ValueError(f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'")
+        return self
+
+    @model_validator(mode="after")
+    def one_decides_where_a_request_goes(self) -> "Inference":
+        if self.prefill_replicas and self.router.kind != "none":
+            raise ValueError(
+                f"router {self.router.kind!r} with prefill_replicas {self.prefill_replicas}: where prefill is apart the orchestrator takes "
+                f"each request to its two engines itself; set inference.router.kind to 'none', or inference.prefill_replicas to 0"
+            )
         return self
 
     @model_validator(mode="after")

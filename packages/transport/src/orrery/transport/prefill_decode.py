@@ -9,6 +9,7 @@
 - Blocks are given back, also where nobody wants the answer any more: a prefill runs to its end and the decode engine reads its blocks for
   one token; a request on its way to the decode engine arrives and is aborted there. Neither connection is cut: a cut that crosses an end,
   or a beginning, would leave blocks that nobody reads until their lease runs out.
+- Routes of the prompt are the prefill engine's, from the prompt's last token on the decode engine's, which computes it and samples.
 - Which two engines talk is decided here and not by a router, which would rewrite request ids and drop the run's token.
 """
 
@@ -67,6 +68,7 @@ class PrefillDecode:
         request_id: str,
         max_tokens: int,
         session: str = "",
+        routes_from: int | None = None,
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
@@ -77,7 +79,7 @@ class PrefillDecode:
         self._prefill_of.in_flight[producer] += 1
         self._decode_of.in_flight[consumer] += 1
         try:
-            prefilling = asyncio.create_task(self._prefill(producer, token_ids, request_id, timeout_s, options["cache_salt"]))
+            prefilling = asyncio.create_task(self._prefill(producer, token_ids, request_id, timeout_s, options["cache_salt"], routes_from))
             self._prefilling[request_id] = False
             try:
                 prefilled, where = await asyncio.shield(prefilling)
@@ -93,15 +95,16 @@ class PrefillDecode:
             left_s = end - asyncio.get_running_loop().time()
             decoding = asyncio.create_task(
                 self.decode[consumer].generate(
-                    token_ids, request_id=request_id, max_tokens=max_tokens, timeout_s=left_s, kv_transfer=where, **options
+                    token_ids, request_id=request_id, max_tokens=max_tokens, timeout_s=left_s, kv_transfer=where,
+                    routes_from=None if routes_from is None else len(token_ids) - 1, **options,
                 )
-            )
+            )  # fmt: skip
             try:
                 decoded = await asyncio.shield(decoding)
             except asyncio.CancelledError:
                 self._end(consumer, decoding, request_id)
                 raise
-            return replace(decoded, cached_tokens=prefilled.cached_tokens)
+            return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=(*prefilled.routes, *decoded.routes))
         finally:
             self._prefill_of.in_flight[producer] -= 1
             self._decode_of.in_flight[consumer] -= 1
@@ -119,7 +122,13 @@ class PrefillDecode:
                 task.cancel()
 
     async def _prefill(
-        self, index: int, token_ids: Sequence[int] | np.ndarray, request_id: str, timeout_s: float, cache_salt: str
+        self,
+        index: int,
+        token_ids: Sequence[int] | np.ndarray,
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str,
+        routes_from: int | None = None,
     ) -> tuple[Generation, dict[str, Any]]:
         """The prefill engine's answer and what the decode engine needs to find the blocks."""
         handover = self.handovers[index]
@@ -130,7 +139,7 @@ class PrefillDecode:
             where |= {"remote_engine_id": handover["kv_engine_id"], "remote_bootstrap_addr": handover["kv_bootstrap"]}
         prefilled = await self.prefill[index].generate(
             token_ids, request_id=request_id, max_tokens=1, temperature=0.0, cache_salt=cache_salt, ignore_eos=True,
-            timeout_s=timeout_s, kv_transfer=transfer,
+            timeout_s=timeout_s, kv_transfer=transfer, routes_from=routes_from,
         )  # fmt: skip
         if not handover:
             if prefilled.kv_transfer is None:

@@ -1,0 +1,128 @@
+"""Routed experts beside caches that come from elsewhere (vLLM 0.32): from host memory or disk, or from the engine that prefilled.
+
+Upstream keeps routes in a store of its own, as large as the device's cache and keyed by the hashes of its blocks. A block that comes back
+from behind the device has lost its routes by then, and the engine ends over them ("auxiliary output object does not exist"); beside a
+connector that hands caches over it does not start ("PD auxiliary output is not supported").
+
+- `keep`: the store keeps as many routes as device and tiers keep blocks, on disk too where blocks are there; a reset of the device's
+  prefix cache takes neither away. A block that is computed again has its routes written again.
+- No cache without its routes: what a tier may load of a prompt ends where routes are not known, and is computed from there. The
+  scheduler looks into the store of the worker, so they are one process: an engine core without tensor parallelism.
+- `beside_transfer`: prefill and decode engines start with routes. The prefill engine answers with those of the prompt, the decode engine
+  from the prompt's last token, which it computes itself (`orrery.transport.prefill_decode` asks so). There a request begins within a
+  block; the routes before it are unknown here.
+- An unknown route is a row of the dtype's largest value (`orrery.transport.routed_experts`), never the end of an engine.
+- Versions: 0.32 (seen). Remove where upstream's store follows the tiers and answers for P/D: `test_inference_kv_offload.py` and
+  `test_inference_prefill_decode.py` pass without.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+KEPT = "ORRERY_ROUTES_KEPT"  # how many times the device's blocks the store has room for
+FOLDER = "ORRERY_ROUTES_FOLDER"  # where it keeps them on disk too
+
+_stores: list[Any] = []  # of this process; one, once a worker lives in it
+
+
+def keep() -> None:
+    """In each process that may be an engine core or a worker, before it is made."""
+    from vllm.distributed.aux_output_connector import worker
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+
+    if getattr(worker.BlockObjectStore, "orrery", False):
+        return
+    worker.BlockObjectStore = _known_routes(worker.BlockObjectStore)  # type: ignore[misc]
+    worker.routed_experts_keys = lambda hashes, _namespace: [each.hex() for each in hashes]
+    matched = OffloadingConnectorScheduler.get_num_new_matched_tokens
+
+    def with_routes(self: Any, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None) -> Any:
+        first = num_computed_tokens // self.config.tokens_per_hash
+        known = _num_known(request.block_hashes[first:]) * self.config.tokens_per_hash
+        return matched(self, request, num_computed_tokens, known if max_num_new_tokens is None else min(known, max_num_new_tokens))
+
+    OffloadingConnectorScheduler.get_num_new_matched_tokens = with_routes  # type: ignore[method-assign]
+
+
+def beside_transfer() -> None:
+    """In each process that may be an API server or an engine core, before its configuration is made."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
+
+    verify, capture = VllmConfig._verify_aux_output_compatibility, RoutedExpertsBuffer.capture
+    if getattr(verify, "orrery", False):
+        return
+
+    def verify_the_rest(self: Any) -> None:
+        transfer, self.kv_transfer_config = self.kv_transfer_config, None
+        try:
+            verify(self)
+        finally:
+            self.kv_transfer_config = transfer
+
+    def capture_within_a_block(self: Any, request_id: Any, token_start: int, rows: Any) -> Any:
+        before = token_start % self.block_size
+        if before and request_id not in self._requests:
+            tail = self._tail(request_id, token_start - before)
+            self._rows[tail.slot, :before].view("u1")[...] = 0xFF
+            tail.length = before
+        return capture(self, request_id, token_start, rows)
+
+    verify_the_rest.orrery = True  # type: ignore[attr-defined]
+    VllmConfig._verify_aux_output_compatibility = verify_the_rest  # type: ignore[method-assign]
+    RoutedExpertsBuffer.capture = capture_within_a_block  # type: ignore[method-assign]
+
+
+def _num_known(block_hashes: Any) -> int:
+    """How many of these blocks, from the first, have routes here."""
+    if not _stores:
+        raise RuntimeError("routes beside KV offload: the engine core has no worker in its process; set inference.tensor_parallel to 1")
+    return next((i for i, each in enumerate(block_hashes) if not _stores[-1].has(each.hex())), len(block_hashes))
+
+
+def _known_routes(store: type) -> type:
+    """The store, without the ways in which an engine could end over it."""
+
+    class KnownRoutes(store):
+        orrery = True
+
+        def __init__(self, *, max_bytes: int, object_nbytes: int):
+            super().__init__(max_bytes=int(max_bytes * float(os.environ.get(KEPT, "1"))), object_nbytes=object_nbytes)
+            self._folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+            _stores.append(self)
+
+        def has(self, key: str) -> bool:
+            return self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT or self._on_disk(key) is not None
+
+        def put(self, objects: list[Any], **keys: Any) -> None:
+            for each in objects:
+                slot = self._lru.get(each.key, self._UNALLOCATED_SLOT)
+                if slot != self._UNALLOCATED_SLOT:  # computed again, maybe by newer weights
+                    self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = each.payload
+                if self._folder is not None:
+                    path = self._path(each.key)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    aside = path.with_suffix(f".{os.getpid()}")
+                    aside.write_bytes(each.payload)
+                    aside.rename(path)
+            super().put(objects, **keys)
+
+        def get_concatenated(self, keys: list[str]) -> bytes:
+            return b"".join(self._get(key) for key in keys)
+
+        def _get(self, key: str) -> bytes:
+            if self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT:
+                return bytes(super().get_concatenated([key]))
+            path = self._on_disk(key)
+            return path.read_bytes() if path is not None else b"\xff" * self.object_nbytes
+
+        def _on_disk(self, key: str) -> Path | None:
+            path = self._path(key) if self._folder is not None else None
+            return path if path is not None and path.is_file() else None
+
+        def _path(self, key: str) -> Path:
+            assert self._folder is not None
+            return self._folder / key[:2] / key
+
+    return KnownRoutes
