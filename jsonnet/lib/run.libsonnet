@@ -67,7 +67,8 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
     max_model_len_tokens: run.context_tokens,
     // any one engine can take every rollout in flight, whatever the router does
     max_num_sequences: run.orchestrator.admission.max_in_flight,
-    router: if run.layout.engines == 1 then { kind: 'none' } else {
+    // where prefill is apart, the orchestrator takes requests to both engines itself
+    router: if run.layout.engines == 1 || run.layout.prefill_engines > 0 then { kind: 'none' } else {
       kind: 'vllm_router',
       policy: 'cache_aware',
       // vllm-router's own thresholds keep all requests of a small pool on one engine

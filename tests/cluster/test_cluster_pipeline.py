@@ -127,7 +127,7 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     )
     nodes = {role["name"]: role["node"] for role in run.status()["roles"]}
     assert nodes == {
-        **{"inference.0": "node1", "router.0": "node1", "orchestrator.0": "node1", "inference.1": "node2"},
+        **{"inference.0": "node1", "orchestrator.0": "node1", "inference.1": "node2"},
         **{"trainer.0": "node3", "trainer.1": "node4"},
     }  # fmt: skip
     listening = [line.split()[3] for line in cluster.on("node3", "ss", "-Hltn").stdout.splitlines()]

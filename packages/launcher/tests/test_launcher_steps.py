@@ -101,10 +101,10 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     for one in tasks:
         one.wait()
     assert {one.name: one.node for one in tasks} == {
-        "inference.0": "a", "router.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c", "trainer.1": "d",
+        "inference.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c", "trainer.1": "d",
     }  # fmt: skip
     calls = [path.read_text().split("\n\n", 1) for path in tmp_path.glob("srun.*")]
-    assert len(calls) == 5
+    assert len(calls) == 4
     for argv, env in calls:
         words = argv.splitlines()
         assert "t0psecret" not in argv and "APPTAINERENV_ORRERY_TOKEN=t0psecret" in env
@@ -113,7 +113,7 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
         assert "SLURM_JOB_ID=7" in env and "APPTAINERENV_ORRERY_INTERFACE=eth0" in env
         assert any(word.endswith(f":{CODE}:ro") for word in words)
     lists = sorted(word for argv, _ in calls for word in argv.splitlines() if word.startswith("--nodelist="))
-    assert lists == ["--nodelist=a"] * 3 + ["--nodelist=b", "--nodelist=c,d"]
+    assert lists == ["--nodelist=a"] * 2 + ["--nodelist=b", "--nodelist=c,d"]
     for log in run_dir.rglob("*.log"):
         assert "t0psecret" not in log.read_text()
 

@@ -57,7 +57,7 @@ def test_servers_come_first_and_the_first_component_has_the_orchestrator():
     each = stage(one, "rl")
     steps = step_plans(each, components(one.hardware, each, SLURM), SLURM)
     assert [(step.role, step.component, step.num_nodes, step.tasks_per_node) for step in steps] == [
-        ("inference", 0, 8, 1), ("inference", 1, 8, 1), ("router", 0, 1, 1), ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
+        ("inference", 0, 8, 1), ("inference", 1, 8, 1), ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def ranks(first: int) -> str:
 
 
 def glm5(trainer_nodes: int) -> dict[str, list[str]]:
-    engines = ["0: inference0/8 router0/0 orchestrator0/0", *(f"{node}: inference{node}/8" for node in range(1, 16))]
+    engines = ["0: inference0/8 orchestrator0/0", *(f"{node}: inference{node}/8" for node in range(1, 16))]
     trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
     return {
         "init": ["all 0+1", "0: trainer0/1"],
@@ -48,12 +48,12 @@ GOLDEN = {
             "prefill 0+1",
             "decode 1+1",
             "trainer 2+2",
-            "0: inference0/1 router0/0 orchestrator0/0",
+            "0: inference0/1 orchestrator0/0",
             "1: inference1/1",
             "2: trainer0/1",
             "3: trainer1/1",
         ],
-        "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 router0/0 orchestrator0/0", "1: inference1/1"],
+        "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 orchestrator0/0", "1: inference1/1"],
         "report": ["all 0+1", "0: report0/0"],
     },
 }
@@ -70,6 +70,9 @@ def test_a_run_of_one_node_has_one_group_in_every_stage():
         assert {process.node for process in one.processes} == {0}
 
 
+ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+
+
 def shape(per_node: int, wide: int, prefill_nodes: int, other_nodes: int, trainer_nodes: int) -> Manifest:
     """A run of engines of `wide` devices over so many whole nodes."""
     data = load(WORKSPACE.manifest_path("glm5_shape_smoke")).model_dump(mode="json")
@@ -80,6 +83,7 @@ def shape(per_node: int, wide: int, prefill_nodes: int, other_nodes: int, traine
         "prefill_replicas": prefill_nodes * engines,
         "tensor_parallel": wide,
         "kv_transfer": {"kind": "nixl" if prefill_nodes else "none"},
+        "router": {"kind": "none"} if prefill_nodes else ROUTER,
     }
     data["trainer"]["mesh"]["dp_shard"] = trainer_nodes * per_node
     return check(data, "shape")
