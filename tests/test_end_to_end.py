@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from orrery.transport.rollout_store import read_batch
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
-NUM_STEPS_WITH_LOSSES = 12
+NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2  # steps of the run that breaks, and from one of its checkpoints to the next
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -134,12 +135,27 @@ def test_a_finished_run_is_not_run_again(finished):
     assert (finished / "status.json").read_text() == before
 
 
-def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_goes_on(finished, manifest, tmp_path):
-    """One in the midst of an update, which the other takes alone; then that other one, so that all waits until one is back."""
+@dataclass(frozen=True)
+class Broken:
+    """A run whose RL stage lost both engines, got them back, and ended when the third could not be started again."""
+
+    manifest: Manifest
+    workspace: Path
+    folder: Path
+    version: int  # that all engines had when the first was lost
+    kept: int  # the step of the checkpoint that the last words name
+    sentence: str
+
+
+@pytest.fixture(scope="module")
+def broken(finished, manifest, tmp_path_factory) -> Broken:
+    """One engine is killed in the midst of an update, which the other takes alone; then that other one, so that all waits until one is
+    back; and one more, for which `max_restarts` leaves no restart."""
     content = manifest.model_dump(mode="json")
     content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = 2, NUM_STEPS_WITH_LOSSES
+    content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
     lossy = Manifest.model_validate(content)
-    workspace = new_workspace(tmp_path / "lossy")
+    workspace = new_workspace(tmp_path_factory.mktemp("broken"))
     folder = run_dir(workspace / "runs", lossy)
     not_yet = shutil.ignore_patterns("rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs")
     shutil.copytree(finished, folder, ignore=not_yet)
@@ -153,22 +169,30 @@ def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_
     await_row(launcher, folder, "orchestrator", event="update", version=version + 1)
     assert not rows(folder, "orchestrator", event="engine_healthy"), "it came back before the others had gone on without it"
     os.kill(pid_of(folder, "inference.0"), signal.SIGKILL)
-    output, _ = launcher.communicate()
-    assert launcher.returncode == 0, output
+    for engine in (0, 1):
+        await_row(launcher, folder, "orchestrator", event="engine_healthy", engine=engine)
+    kept, sentence = kill("inference", INTERVAL, launcher, folder)
+    return Broken(lossy, workspace, folder, version, kept, sentence)
 
+
+def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_goes_on(broken):
+    folder = broken.folder
     lost, back = (rows(folder, "orchestrator", event=event) for event in ("engine_fenced", "engine_healthy"))
-    assert [row["engine"] for row in lost] == [1, 0] and lost[0]["why"].startswith("update to version")
+    assert [row["engine"] for row in lost[:2]] == [1, 0] and lost[0]["why"].startswith("update to version")
     assert sorted((row["engine"], row["incarnation"]) for row in back) == [(0, 1), (1, 1)]
-    assert all(row["version"] > version for row in back), "an engine serves what it was started with"
-    trained = rows(folder, "trainer", stage="rl", event=None)
-    assert [row["step"] for row in trained] == list(range(1, NUM_STEPS_WITH_LOSSES + 1))
+    assert all(row["version"] > broken.version for row in back), "an engine serves what it was started with"
+    attempt = back[0]["attempt"]
+    trained = rows(folder, "trainer", stage="rl", event=None, attempt=attempt)
+    assert [row["step"] for row in trained] == list(range(1, len(trained) + 1)) and len(trained) >= broken.kept
+    assert trained[-1]["time_s"] > max(row["time_s"] for row in back), "it did not go on"
     assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
-    last = rows(folder, "orchestrator", stage="rl", event="batch")[-1]
+    last = rows(folder, "orchestrator", stage="rl", event="batch", attempt=attempt)[-1]
     assert last["dropped"]["engine_gone"] > 0
-    receipt = json.loads((folder / "receipt.json").read_text())
-    assert receipt["stages"]["rl"]["attempts"][-1]["engine_restarts"] == {"inference.0": 1, "inference.1": 1}
+    receipts = json.loads((folder / "receipt.json").read_text())["stages"]["rl"]["attempts"]
+    [restarts] = [receipt["engine_restarts"] for receipt in receipts if receipt["attempt"] == attempt]
+    assert restarts == {"inference.0": 1, "inference.1": 1}
     assert "restart 1" in (folder / "logs" / "inference.0.log").read_text()
-    assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"orrery-{folder.name[-12:]}-*")) == []
+    assert "engines were started again 2 times, and inference.max_restarts allows no more" in broken.sentence
 
 
 def await_row(launcher: subprocess.Popen, folder: Path, role: str, **wanted) -> None:
@@ -192,43 +216,37 @@ def kill_while_paused(folder: Path, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_goes_on(finished, manifest, tmp_path):
-    workspace = new_workspace(tmp_path / "killed")
-    folder = run_dir(workspace / "runs", manifest)
-    shutil.copytree(
-        finished, folder, ignore=shutil.ignore_patterns("rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs")
-    )
-    (folder / "metrics").mkdir()
-    interval, last = manifest.trainer.checkpoint.interval_steps, manifest.stages.rl.num_steps
-    kept = [
-        kill(role, number * interval, workspace, folder, last) for number, role in enumerate(("inference", "orchestrator", "trainer"), 1)
-    ]
+def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_goes_on(broken):
+    folder, last = broken.folder, broken.manifest.stages.rl.num_steps
+    kept = [broken.kept]  # an engine was killed
+    for role in ("orchestrator", "trainer"):
+        launcher = start(broken.workspace, "orrery", "run", folder.name, "rl")
+        kept.append(kill(role, kept[-1] + INTERVAL, launcher, folder)[0])
 
-    run(workspace, "orrery", "run", NAME, "rl")
+    run(broken.workspace, "orrery", "run", folder.name, "rl")
     trained = rows(folder, "trainer", stage="rl", event=None)
     assert [row["step"] for row in trained] == list(range(1, last + 1))
     attempts = [row["attempt"] for row in trained]
     assert attempts == sorted(attempts)
     assert all(trained[step - 1]["attempt"] < trained[step]["attempt"] for step in kept), "it did not go on from the checkpoint"
+    assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
     assert latest(folder) == last
     verify(folder / "checkpoints" / f"step_{last}")
     assert (folder / "weights" / "rl" / "model.safetensors").exists()
 
 
-def kill(role: str, after_step: int, workspace: Path, folder: Path, last: int) -> int:
-    """Start the RL stage, kill the role once a step after `after_step` is trained and that one's checkpoint is whole.
+def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -> tuple[int, str]:
+    """Kill the role of a running RL stage once a step after `after_step` is trained and that one's checkpoint is whole.
 
-    The step of the checkpoint that the run's last words name.
+    The step of the checkpoint that the run's last words name, and those words.
     """
-    launcher = start(workspace, "orrery", "run", NAME, "rl")
     step = 0
     while step <= after_step or (latest(folder) or 0) < after_step:
         step = max((row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0)
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.05)
-    assert step < last, "the run ended before it could be killed"
-    roles = json.loads((folder / "status.json").read_text())["roles"]
-    os.kill(next(one["pid"] for one in roles if one["name"] == f"{role}.0"), signal.SIGKILL)
+    assert step < NUM_STEPS_WITH_LOSSES, "the run ended before it could be killed"
+    os.kill(pid_of(folder, f"{role}.0"), signal.SIGKILL)
     killed_s = time.monotonic()
     output, _ = launcher.communicate()
     assert time.monotonic() - killed_s < 15
@@ -238,4 +256,4 @@ def kill(role: str, after_step: int, workspace: Path, folder: Path, last: int) -
     assert f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
     assert kept is not None and kept >= after_step
     assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"orrery-{folder.name[-12:]}-*")) == []
-    return kept
+    return kept, sentence
