@@ -3,6 +3,7 @@
     python benchmarks/transport/weight_update.py                     tiny, on a CPU; two trainer ranks (FSDP, experts parallel)
     python benchmarks/transport/weight_update.py --manifest qwen3_30b_a3b_16k --trainers 4 --devices 0,1,2,3/4,5,6,7 --wires nccl
                                                      Qwen3-30B-A3B's shape, random weights, four GPUs to four GPUs of one host, no network
+    … --wires adapters                               of attention alone, rank 16; its engine is another, so this wire is measured by itself
 
 - A trainer rank is the trainer's own policy, sharded as in a run, and its own publisher; nothing is trained, weights are scaled a little.
 - The engine is `orrery.inference` with weights of vLLM's load format `dummy`; versions are claimed, loaded and attested as in a run.
@@ -42,7 +43,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wires", nargs="+", default=["files", "nccl", "nixl"])
     parser.add_argument("--updates", type=int, default=6, help="the first forms the group and is not counted")
     parser.add_argument("--requests", type=int, default=8, help="in flight")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "adapters" in args.wires and len(args.wires) > 1:
+        parser.error(f"--wires {' '.join(args.wires)}: the engine of 'adapters' is another; measure that wire by itself")
+    return args
 
 
 # A trainer rank ---------------------------------------------------------------------------------------------------------
@@ -58,7 +62,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     from orrery.models.weights import initialize_on_device
     from orrery.trainer.parallel import build_policy
     from orrery.trainer.parallel.world import device_for, form
-    from orrery.trainer.publish import Direct, Publisher
+    from orrery.trainer.publish import Adapters, Direct, Publisher
     from orrery.transport.weight_wire import WeightPublisher
     from orrery.transport.weight_wire.source import Source
 
@@ -67,6 +71,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     world = form(manifest.trainer.mesh, rank, device, dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False))
     policy = build_policy(manifest.model, manifest.trainer, world)
     initialize_on_device(policy.network, 0.02, 0)
+    dtype = getattr(torch, manifest.inference.dtype)
     parts: list[dict[str, float]] = []
     me = SimpleNamespace(
         health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()),
@@ -76,8 +81,10 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     publisher: Publisher
     if kind == "files":
         publisher = Publisher(policy, WeightPublisher(folder) if rank == 0 else None)
+    elif kind == "adapters":
+        publisher = Adapters(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
     else:
-        publisher = Direct(policy, Source(kind, folder, "127.0.0.1", rank, size, device), getattr(torch, manifest.inference.dtype), me)
+        publisher = Direct(policy, Source(kind, folder, "127.0.0.1", rank, size, device), dtype, me)
     version = -1
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -103,12 +110,14 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
 
 def inference(run_dir: Path) -> None:
     """As `python -m orrery.inference`, but with weights that nobody has written."""
+    from orrery.inference.adapter_start import blank_adapter
     from orrery.inference.assemble import engine_environment, server_arguments
     from orrery.observe.process import role_process
 
     with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as me:
         engine_environment(me.manifest, me.host)
-        options = server_arguments(me.manifest, run_dir / "weights" / "init", 0, me.host, 0)
+        adapter = blank_adapter(run_dir, me.manifest, "rl", 0)
+        options = server_arguments(me.manifest, run_dir / "weights" / "init", 0, me.host, 0, adapter)
         from orrery.inference.server import serve
 
         serve(me, [*options, "--load-format", "dummy"])
@@ -162,13 +171,13 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
     """One wire."""
     from orrery.transport.engine import EngineClient
     from orrery.transport.update import update_engine
-    from orrery.transport.weight_wire import WeightWatch, claim, release
+    from orrery.transport.weight_wire import ADAPTER, WeightWatch, claim, release
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
         folder = Path(made)
         trainers = await asyncio.to_thread(Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder)
         rows, number, stop = [], 0, False
-        async with EngineClient(url, name="engine 0") as engine:
+        async with EngineClient(url, name="engine 0", model=ADAPTER if kind == "adapters" else None) as engine:
 
             async def keep_generating(lane: int) -> int:
                 nonlocal number
@@ -224,6 +233,9 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
     manifest["trainer"]["memory"] |= {"optimizer_offload": "none"} if manifest["trainer"]["memory"].get("optimizer_offload") else {}
     manifest["inference"] |= {"num_replicas": 1, "prefill_replicas": 0, "router": {"kind": "none"}}
+    if args.wires == ["adapters"]:
+        manifest["transport"]["weights"] = "adapters"
+        manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
     if engine_devices:
         is_mixture = manifest["model"]["moe"] is not None
         manifest["inference"] |= {"tensor_parallel": len(engine_devices), "data_parallel": 1, "expert_parallel": is_mixture}
@@ -262,7 +274,8 @@ def main() -> None:
         url = json.loads(endpoint.read_text())["url"]
         rows = [asyncio.run(measure(run_dir, url, kind, args)) for kind in args.wires]
     best = min(rows, key=lambda row: row["value"])
-    name = f"weight_update{'' if args.manifest == 'reverse_text_direct' else '_' + args.manifest}.json"
+    parts = [] if args.manifest == "reverse_text_direct" else [args.manifest]
+    name = "_".join(["weight_update", *parts, *(["adapters"] if args.wires == ["adapters"] else [])]) + ".json"
     record(
         Path(__file__).with_name(name),
         figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",

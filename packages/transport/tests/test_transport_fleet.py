@@ -136,7 +136,7 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
 
     async def main(urls):
-        async with EngineFleet(urls[:2], urls[2], restarting=me) as fleet:
+        async with EngineFleet(urls[:2], urls[2], restarting=me, model="adapter") as fleet:
             return await asyncio.wait_for(scenario(Engines(me, fleet, urls, stand_ins)), 20)
 
     return run(stand_ins, main)
@@ -207,6 +207,9 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
         engines.start_again()
         assert (await updating).version == 3 and len((await asking).token_ids) == 2
         assert fleet.roster.at(Phase.HEALTHY) == [1]
+        await fleet.engines[1].generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="c")
+        for asked in (stand_ins[2].asked[-1], stand_ins[3].asked[-1]):
+            assert asked[0] == "/inference/v1/generate" and asked[1]["model"] == "adapter"
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
