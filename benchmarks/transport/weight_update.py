@@ -196,6 +196,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 publish_s = max(await asyncio.to_thread(trainers.tell, "publish"))
                 published = WeightWatch(folder).latest()
                 assert published is not None and published.version == version
+                file_bytes = sum(file.stat().st_size for file in published.folder.glob("*.safetensors"))
                 claimed = claim(published, ["engine 0"])
                 assert claimed is not None
                 report = await update_engine(engine, claimed)
@@ -218,6 +219,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
         "value": median(row["paused_s"] for row in counted),
         "blocked_s": median(row["blocked_s"] for row in counted),
         "tokens_generated_meanwhile": tokens,
+        "file_bytes": file_bytes,
         "updates": rows,
     }
 
