@@ -3,7 +3,8 @@
     python benchmarks/transport/weight_update.py                     tiny, on a CPU; two trainer ranks (FSDP, experts parallel)
     python benchmarks/transport/weight_update.py --manifest qwen3_30b_a3b_16k --trainers 4 --devices 0,1,2,3/4,5,6,7 --wires nccl
                                                      Qwen3-30B-A3B's shape, random weights, four GPUs to four GPUs of one host, no network
-    … --wires adapters                               of attention alone, rank 16; its engine is another, so this wire is measured by itself
+    python benchmarks/transport/weight_update.py --manifest smollm2_smoke --trainers 1 --wires files adapters
+                                                     135 M parameters on a CPU, whole or as adapters of rank 16 on attention alone
 
 - A trainer rank is the trainer's own policy, sharded as in a run, and its own publisher; nothing is trained, weights are scaled a little.
 - The engine is `orrery.inference` with weights of vLLM's load format `dummy`; versions are claimed, loaded and attested as in a run.
@@ -43,10 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wires", nargs="+", default=["files", "nccl", "nixl"])
     parser.add_argument("--updates", type=int, default=6, help="the first forms the group and is not counted")
     parser.add_argument("--requests", type=int, default=8, help="in flight")
-    args = parser.parse_args()
-    if "adapters" in args.wires and len(args.wires) > 1:
-        parser.error(f"--wires {' '.join(args.wires)}: the engine of 'adapters' is another; measure that wire by itself")
-    return args
+    return parser.parse_args()
 
 
 # A trainer rank ---------------------------------------------------------------------------------------------------------
@@ -224,8 +222,8 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
     }
 
 
-def prepare(folder: Path, args: argparse.Namespace) -> Path:
-    """A run directory with as much as an engine and trainer ranks look at."""
+def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
+    """A run directory with as much as an engine and trainer ranks look at; of one that takes `adapters`, or of one that takes weights."""
     from orrery.manifest.identity import load
     from orrery.models.families import hf_config
 
@@ -235,7 +233,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
     manifest["trainer"]["memory"] |= {"optimizer_offload": "none"} if manifest["trainer"]["memory"].get("optimizer_offload") else {}
     manifest["inference"] |= {"num_replicas": 1, "prefill_replicas": 0, "router": {"kind": "none"}}
-    if args.wires == ["adapters"]:
+    if adapters:
         manifest["transport"]["weights"] = "adapters"
         manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
     if engine_devices:
@@ -250,19 +248,10 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
     return run_dir
 
 
-def main() -> None:
-    args = arguments()
-    if args.role == "inference":
-        inference(Path(args.rest[0]))
-        return
-    if args.role == "trainer":
-        run_dir, kind, rank, size, port, folder = args.rest
-        trainer(Path(run_dir), kind, int(rank), int(size), int(port), Path(folder))
-        return
-    from record import record
-
+def measure_all(wires: list[str], args: argparse.Namespace) -> list[dict]:
+    """These wires, one after another into one engine."""
     with ExitStack() as stack:
-        run_dir = prepare(Path(stack.enter_context(tempfile.TemporaryDirectory())), args)
+        run_dir = prepare(Path(stack.enter_context(tempfile.TemporaryDirectory())), args, adapters=wires == ["adapters"])
         shown = args.devices.partition("/")[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
         server = subprocess.Popen([sys.executable, __file__, "inference", str(run_dir)], env=environment, cwd=ROOT, start_new_session=True)
@@ -274,10 +263,25 @@ def main() -> None:
                 raise SystemExit(f"the engine ended with exit code {server.returncode}; its words are above")
             time.sleep(0.2)
         url = json.loads(endpoint.read_text())["url"]
-        rows = [asyncio.run(measure(run_dir, url, kind, args)) for kind in args.wires]
+        return [asyncio.run(measure(run_dir, url, kind, args)) for kind in wires]
+
+
+def main() -> None:
+    args = arguments()
+    if args.role == "inference":
+        inference(Path(args.rest[0]))
+        return
+    if args.role == "trainer":
+        run_dir, kind, rank, size, port, folder = args.rest
+        trainer(Path(run_dir), kind, int(rank), int(size), int(port), Path(folder))
+        return
+    from record import record
+
+    rows = []
+    for wires in ([kind for kind in args.wires if kind != "adapters"], [kind for kind in args.wires if kind == "adapters"]):
+        rows += measure_all(wires, args) if wires else []
     best = min(rows, key=lambda row: row["value"])
-    parts = [] if args.manifest == "reverse_text_direct" else [args.manifest]
-    name = "_".join(["weight_update", *parts, *(["adapters"] if args.wires == ["adapters"] else [])]) + ".json"
+    name = f"weight_update{'' if args.manifest == 'reverse_text_direct' else '_' + args.manifest}.json"
     record(
         Path(__file__).with_name(name),
         figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",
