@@ -10,11 +10,11 @@ from pathlib import Path
 
 from orrery.inference import releases
 from orrery.inference.adapter_start import adapter_arguments
-from orrery.inference.kv_transfer import refuse_open_interfaces, transfer_config, transfer_environment
+from orrery.inference.kv_transfer import name_devices, refuse_open_interfaces, transfer_config, transfer_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
-from orrery.observe.network import name_interface
+from orrery.observe.network import free_ports, name_interface
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
@@ -100,29 +100,35 @@ def _spread(inference: Inference) -> dict[str, str]:
     return arguments
 
 
-def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set the variables that vLLM and torch read when they are imported; what is set already as a matter of placement stays."""
-    os.environ.update(
-        VLLM_SERVER_DEV_MODE="1",  # /pause, /resume, weight updates, /collective_rpc
-        VLLM_PLUGINS=PLUGIN,  # ours and no other that happens to be installed
-        VLLM_HOST_IP=host,
-        VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(KEEP_ALIVE_S),
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
+def engine_variables(manifest: Manifest) -> dict[str, str]:
+    """What vLLM and torch read when they are imported, the same wherever the engine runs."""
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, weight updates, /collective_rpc
+        "VLLM_PLUGINS": PLUGIN,  # ours and no other that happens to be installed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         **releases.environment(manifest),
-    )
+    }
+    if manifest.inference.enforce_eager:
+        # vLLM still compiles the ranks of log-probs, for which every machine would need a C++ compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables
+
+
+def engine_environment(manifest: Manifest, host: str) -> None:
+    """Set the variables of this engine's process; what is set already as a matter of placement stays."""
+    os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
     if manifest.inference.kv_transfer.kind == "mooncake":
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
-    os.environ.update(transfer_environment(manifest, host))
+    if manifest.inference.prefill_replicas:
+        os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
+        name_devices(manifest)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if manifest.inference.enforce_eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = (
-            "1"  # vLLM still compiles the ranks of log-probs, for which every machine would need a C++ compiler
-        )
     if manifest.hardware.accelerator == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core
         os.environ.setdefault("OMP_NUM_THREADS", "1")

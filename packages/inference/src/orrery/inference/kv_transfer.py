@@ -20,7 +20,7 @@ from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
-from orrery.observe.network import LOOPBACK_INTERFACE, free_ports, interface
+from orrery.observe.network import LOOPBACK_INTERFACE, interface
 
 UPDATE_MARGIN_S = 600.0  # beyond what a request may take: an update may hold it for so long
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
@@ -49,23 +49,25 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     }
 
 
-def transfer_environment(manifest: Manifest, host: str) -> dict[str, str]:
-    """What the libraries behind `transfer_config` read; what is set already, as a matter of placement, stays."""
-    if not manifest.inference.prefill_replicas:
-        return {}
-    (port,) = free_ports(1, host)
+def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, str]:
+    """What the libraries behind `transfer_config` read of an engine on `host`, where others ask at `port` for its blocks."""
     routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
         return routes | {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-            "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", ",".join([interface(), *_rdma_devices()])),
         }
     return routes | {
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(lease_s(manifest)),
         "MC_TCP_BIND_ADDRESS": host,
     }
+
+
+def name_devices(manifest: Manifest) -> None:
+    """Have UCX, which NIXL goes by, use this run's interface and RDMA devices; what is set already, as a matter of placement, stays."""
+    if manifest.inference.kv_transfer.kind == "nixl":
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *_rdma_devices()]))
 
 
 def handover(config: Any, host: str) -> dict[str, str]:

@@ -186,6 +186,30 @@ def export(
     raise typer.Exit(subprocess.run(argv).returncode)
 
 
+@app.command()
+def deployment(
+    word: manifest_cli.Run,
+    kind: Annotated[str, typer.Argument(metavar="ROUTER", help="dynamo or llm_d.")],
+    image: Annotated[str, typer.Option("--image", help="The engines' image: vLLM and this project; for Dynamo, Dynamo too.")],
+    claim: Annotated[str, typer.Option("--claim", help="The volume claim whose root is the folder of the weights.")],
+    proxy_image: Annotated[str, typer.Option("--proxy-image", help="llm-d's routing proxy, where prefill is apart.")] = "",
+    to: Annotated[Path | None, typer.Option("--to", help="The folder to write; RUN-ROUTER here without it.")] = None,
+) -> None:
+    """Write what Dynamo or llm-d needs on Kubernetes to serve a run's engines, and print the paths. Applies nothing."""
+    import subprocess
+    import tempfile
+
+    from orrery.manifest.identity import canonical_json
+
+    manifest = manifest_cli.manifest_of(word)
+    with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
+        path = Path(folder) / "manifest.json"
+        path.write_bytes(canonical_json(manifest))
+        argv = [sys.executable, "-m", "orrery.inference.deployments", kind, str(path), "--image", image, "--claim", claim]
+        argv += ["--proxy-image", proxy_image, "--to", str(to or Path(f"{manifest.name}-{kind}"))]
+        raise typer.Exit(subprocess.run(argv).returncode)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(
     context: typer.Context,

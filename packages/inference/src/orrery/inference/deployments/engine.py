@@ -1,0 +1,133 @@
+"""One engine as a container: command line, variables, devices, volumes; the same for every router."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orrery.inference.assemble import engine_variables, server_arguments
+from orrery.inference.kv_offload import HASH_SEED, offload_config, routes_environment
+from orrery.inference.kv_transfer import transfer_environment
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import id12
+from orrery.manifest.schema import Manifest
+
+WEIGHTS, TIERS = Path("/policy"), Path("/tiers")  # where the pod has them
+PORT, BEHIND_PROXY_PORT = 8000, 8200
+SIDE_PORT = {"nixl": 5600, "mooncake": 8998, "none": 0}
+ADDRESS = "$(VLLM_HOST_IP)"  # Kubernetes puts the pod's own address in
+TOKEN_KEY = "token"
+WEIGHTS_MOUNT: dict[str, Any] = {"name": "weights", "mountPath": str(WEIGHTS), "readOnly": True}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a cluster knows: the image with vLLM and this package (for Dynamo, with Dynamo too), the claim of the volume whose root is the
+    folder of the weights, and for llm-d the image of its routing proxy, which stands before engines that decode."""
+
+    image: str
+    claim: str
+    proxy_image: str = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    index: int
+    part: str  # "whole", "prefill" or "decode"
+    container: dict[str, Any]
+    volumes: list[dict[str, Any]]
+
+
+def name_of(manifest: Manifest) -> str:
+    """The run's name as Kubernetes takes it. Raises OrreryError where it does not."""
+    name = manifest.name.replace("_", "-").strip("-")
+    if len(name) > 40:
+        raise OrreryError(f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; shorten the run's name")
+    return name
+
+
+def labels(manifest: Manifest) -> dict[str, str]:
+    # "id-", for some ids alone would be numbers to YAML.
+    return {"app": name_of(manifest), "orrery-manifest": f"id-{id12(manifest)}"}
+
+
+def check_servable(manifest: Manifest) -> None:
+    """Raises OrreryError for what such a deployment cannot have."""
+    if manifest.inference.kv_offload.kind == "mooncake":
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher starts, and nobody does here; "
+            "set it to 'tiers' or 'none'"
+        )
+    if manifest.transport.weights == "adapters":
+        raise OrreryError(
+            "transport.weights 'adapters': engines that wait for an adapter begin with one of the run's own making; set it to 'files', "
+            "and serve the merged weights"
+        )
+
+
+def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:
+    """Every engine of the run. `behind_proxy`: those that decode have a proxy in their pod, which has the port that callers know."""
+    check_servable(manifest)
+    made = []
+    for index in range(manifest.inference.num_replicas):
+        apart = manifest.inference.prefill_replicas
+        part = "whole" if not apart else "prefill" if index < apart else "decode"
+        proxied = behind_proxy and part == "decode"
+        # A proxy reaches its engine at the pod's loopback, others at the pod's address: the pod's network is its own.
+        host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
+        tiers = offload_config(manifest, TIERS)
+        arguments = _of_any_start(server_arguments(manifest, WEIGHTS, index, host, port))
+        if tiers is not None:
+            arguments += ["--kv-transfer-config", json.dumps(tiers)]
+        container: dict[str, Any] = {
+            "name": "engine",
+            "image": place.image,
+            "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+            "args": arguments,
+            "env": _environment(manifest),
+            "ports": [{"name": "engine", "containerPort": port}],
+            "resources": _resources(manifest),
+            "volumeMounts": [WEIGHTS_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],
+            "startupProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10, "failureThreshold": 120},
+            "readinessProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 5},
+        }
+        volumes: list[dict[str, Any]] = [weights_volume(place), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        if tiers is not None:
+            container["volumeMounts"].append({"name": "tiers", "mountPath": str(TIERS)})
+            volumes.append({"name": "tiers", "emptyDir": {}})
+        made.append(Engine(index, part, container, volumes))
+    return made
+
+
+def weights_volume(place: Place) -> dict[str, Any]:
+    return {"name": "weights", "persistentVolumeClaim": {"claimName": place.claim, "readOnly": True}}
+
+
+def _of_any_start(arguments: list[str]) -> list[str]:
+    """Without the name that the launcher gives an engine's cache for one start: a pod that is started again has other blocks."""
+    if "--kv-transfer-config" not in arguments:
+        return arguments
+    at = arguments.index("--kv-transfer-config") + 1
+    config = {key: value for key, value in json.loads(arguments[at]).items() if key != "engine_id"}
+    return [*arguments[:at], json.dumps(config), *arguments[at + 1 :]]
+
+
+def _environment(manifest: Manifest) -> list[dict[str, Any]]:
+    inference = manifest.inference
+    values = engine_variables(manifest)
+    if inference.prefill_replicas:
+        values |= transfer_environment(manifest, ADDRESS, SIDE_PORT[inference.kv_transfer.kind])
+    if inference.kv_offload.kind == "tiers":
+        values |= {"PYTHONHASHSEED": HASH_SEED, **routes_environment(manifest, TIERS)}
+    own_address: dict[str, Any] = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    token: dict[str, Any] = {
+        "name": "ORRERY_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": f"{name_of(manifest)}-token", "key": TOKEN_KEY}},
+    }
+    return [own_address, token, *({"name": name, "value": value} for name, value in values.items())]
+
+
+def _resources(manifest: Manifest) -> dict[str, Any]:
+    devices = manifest.inference.devices_per_replica
+    amount = {"cpu": str(devices)} if manifest.hardware.accelerator == "cpu" else {"nvidia.com/gpu": str(devices)}
+    return {"limits": amount, "requests": amount}

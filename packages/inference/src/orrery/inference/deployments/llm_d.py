@@ -1,0 +1,140 @@
+"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`, whose endpoint picker finds engines by their labels.
+
+- Engines are vLLM servers; whoever knows a pod's address can drive it, as a run does, with the token.
+- Requests to /inference/v1/generate are understood by the picker (`vllmhttp-parser`); X-Session-ID, which rollouts carry, is the
+  header that its session filter goes by.
+- Where prefill is apart, a decoding pod has llm-d's routing proxy before its engine, which takes each request to the engine that prefills.
+"""
+
+from typing import Any
+
+from orrery.inference.deployments.engine import (
+    BEHIND_PROXY_PORT,
+    PORT,
+    SIDE_PORT,
+    Engine,
+    Place,
+    engines,
+    labels,
+    name_of,
+)
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+ROLE = "llm-d.ai/role"
+CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # what the routing proxy calls them
+PICKER_FILE = "picker.yaml"
+
+
+def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
+    """`engines.yaml` and `router.values.yaml`. Raises OrreryError where something is missing."""
+    if manifest.inference.prefill_replicas and not place.proxy_image:
+        raise OrreryError(
+            f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have llm-d's routing proxy before their "
+            f"engine; name its image with --proxy-image"
+        )
+    return {
+        "engines.yaml": [_deployment(manifest, place, each) for each in engines(manifest, place, behind_proxy=True)],
+        "router.values.yaml": [_values(manifest)],
+    }
+
+
+def _deployment(manifest: Manifest, place: Place, engine: Engine) -> dict[str, Any]:
+    own = {**labels(manifest), "orrery-engine": str(engine.index)}
+    template = own | ({ROLE: engine.part} if engine.part != "whole" else {})
+    pod: dict[str, Any] = {"containers": [engine.container], "volumes": engine.volumes}
+    if engine.part == "decode":
+        pod["initContainers"] = [_proxy(manifest, place)]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": f"{name_of(manifest)}-engine-{engine.index}", "labels": own},
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},  # a second engine would find no GPU beside the first
+            "selector": {"matchLabels": own},
+            "template": {"metadata": {"labels": template}, "spec": pod},
+        },
+    }
+
+
+def _proxy(manifest: Manifest, place: Place) -> dict[str, Any]:
+    transfer = manifest.inference.kv_transfer.kind
+    arguments = [f"--port={PORT}", f"--model-server-port={BEHIND_PROXY_PORT}", f"--kv-connector={CONNECTORS[transfer]}"]
+    if transfer == "mooncake":
+        arguments.append(f"--mooncake-bootstrap-port={SIDE_PORT[transfer]}")
+    return {
+        "name": "routing-proxy",
+        "image": place.proxy_image,
+        "args": [*arguments, "--secure-serving=false"],
+        "ports": [{"name": "proxy", "containerPort": PORT}],
+        "restartPolicy": "Always",
+    }
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "router": {
+            "epp": {
+                "replicas": 1,  # what it knows of requests in flight and of sessions is its own
+                "pluginsConfigFile": PICKER_FILE,
+                "pluginsConfig": picker(manifest),
+            },
+            "inferencePool": {"create": True, "failureMode": "FailClose"},  # an engine that was not picked may hold an older policy
+            "modelServers": {
+                "type": "vllm",
+                "protocol": "http",
+                "matchLabels": labels(manifest),
+                "targetPorts": [{"number": PORT}],
+            },
+        }
+    }
+
+
+def picker(manifest: Manifest) -> dict[str, Any]:
+    """The endpoint picker's configuration. llm-d has no turns to take: round robin becomes the shortest queue, too."""
+    router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
+    plugins: list[dict[str, Any]] = [{"type": "vllmhttp-parser"}, {"type": "max-score-picker"}, {"type": "queue-scorer"}]
+    scorers: list[dict[str, Any]] = [{"pluginRef": "queue-scorer", "weight": 1}]
+    if router.kind == "vllm_router" and router.policy == "cache_aware":
+        plugins += [
+            {
+                "type": "approx-prefix-cache-producer",
+                "parameters": {"maxPrefixTokensToMatch": manifest.inference.max_model_len_tokens},
+            },
+            {"type": "prefix-cache-scorer"},
+        ]
+        scorers.append({"pluginRef": "prefix-cache-scorer", "weight": 2})
+    sticky = apart or (router.kind == "vllm_router" and router.policy in ("consistent_hash", "sticky_least_loaded"))
+    profiles = ("prefill", "decode") if apart else ("default",)
+    made = []
+    if apart:
+        plugins += [
+            {"type": "always-disagg-pd-decider"},
+            {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "always-disagg-pd-decider"}}},
+            {"type": "prefill-filter"},
+            {"type": "decode-filter"},
+        ]
+    for profile in profiles:
+        chosen = [{"pluginRef": f"{profile}-filter"}] if apart else []
+        if sticky:
+            plugins.append(_session_filter(manifest, profile))
+            chosen.append({"pluginRef": f"session-{profile}"})
+        made.append({"name": profile, "plugins": [*chosen, *scorers, {"pluginRef": "max-score-picker"}]})
+    return {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": plugins,
+        "schedulingProfiles": made,
+        "requestHandler": {"parsers": [{"pluginRef": "vllmhttp-parser"}]},
+    }
+
+
+def _session_filter(manifest: Manifest, profile: str) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "strategy": "session_id",
+        "sessionIdConfig": {"sources": [{"header": "x-session-id"}], "evictionTtlSeconds": manifest.orchestrator.rollout_timeout_s},
+    }
+    if profile == "prefill":
+        parameters["profileName"] = profile
+    return {"name": f"session-{profile}", "type": "session-affinity-filter", "parameters": parameters}

@@ -1,0 +1,198 @@
+"""What is rendered for Dynamo and llm-d: closed schemas of their APIs accept it, and vLLM's own parsers the engines' flags."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from deployment_schemas import DEPLOYMENT, GRAPH, PROXY_CONNECTORS, PROXY_FLAGS, ROUTER_MODES, VALUES
+from inference_servers import REPOSITORY
+
+from orrery.inference.assemble import server_arguments
+from orrery.inference.deployments import KINDS
+from orrery.inference.deployments.dynamo import SERVER_FLAGS, without_server_flags
+from orrery.inference.deployments.engine import Place
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+
+PLACE = Place("engine:1", "policy", "proxy:1")
+POLICIES = ["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
+TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": True}
+
+
+def run(name="reverse_text_moe", weights="files", routed_experts=False, **inference):
+    data = json.loads((REPOSITORY / f"manifests/{name}.json").read_text())
+    data["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 32}
+    data["transport"] |= {"weights": weights, "routed_experts": routed_experts}
+    data["inference"] |= {"num_replicas": 2, "dtype": "bfloat16"} | inference
+    return check(data, "test")
+
+
+def routed(policy, **inference):
+    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+    return run(router=router, **inference)
+
+
+def apart(transfer, **more):
+    return run(num_replicas=3, prefill_replicas=1, kv_transfer=transfer, router={"kind": "none"}, **more)
+
+
+RUNS = {
+    **{policy: routed(policy) for policy in POLICIES},
+    "wide": routed("cache_aware", tensor_parallel=2, data_parallel=2, num_replicas=1, expert_parallel=True, quantization="fp8"),
+    "tiers": routed("cache_aware", kv_offload=TIERS, routed_experts=True),
+    "nixl": apart({"kind": "nixl"}, routed_experts=True),
+    "mooncake": apart({"kind": "mooncake", "protocol": "rdma"}),
+}
+
+
+def containers(documents):
+    """Each engine's container."""
+    for document in itertools.chain(*documents.values()):
+        if document.get("kind") == "Deployment":
+            yield document["spec"]["template"]["spec"]["containers"][0]
+        for component in document.get("spec", {}).get("components", ())[1:]:
+            yield component["podTemplate"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_graph_is_one_that_dynamo_accepts(name):
+    (graph,) = KINDS["dynamo"](RUNS[name], PLACE)["graph.yaml"]
+    jsonschema.validate(graph, GRAPH)
+    frontend, *workers = graph["spec"]["components"]
+    environment = {each["name"]: each["value"] for each in frontend["podTemplate"]["spec"]["containers"][0]["env"]}
+    assert environment["DYN_ROUTER_MODE"] in ROUTER_MODES
+    assert len({each["name"].lower() for each in (frontend, *workers)}) == 1 + RUNS[name].inference.num_replicas
+    assert {each["podTemplate"]["spec"]["containers"][0]["name"] for each in (frontend, *workers)} == {"main"}
+    sticky = name in ("consistent_hash", "sticky_least_loaded", "nixl", "mooncake")
+    assert ("DYN_ROUTER_SESSION_AFFINITY_TTL_SECS" in environment) == sticky
+    parts = ["prefill", "decode", "decode"] if RUNS[name].inference.prefill_replicas else ["worker"] * len(workers)
+    assert [each["type"] for each in workers] == parts
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_engines_and_picker_are_such_as_llm_d_accepts(name):
+    documents = KINDS["llm_d"](RUNS[name], PLACE)
+    for deployment in documents["engines.yaml"]:
+        jsonschema.validate(deployment, DEPLOYMENT)
+        template = deployment["spec"]["template"]
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        mounted = {mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+        for proxy in template["spec"].get("initContainers", ()):
+            flags = dict(word.split("=") for word in proxy["args"])
+            assert set(flags) <= set(PROXY_FLAGS) and flags["--kv-connector"] in PROXY_CONNECTORS
+    assert len({each["metadata"]["name"] for each in documents["engines.yaml"]}) == RUNS[name].inference.num_replicas
+    (values,) = documents["router.values.yaml"]
+    jsonschema.validate(values, VALUES)
+    picker, servers = values["router"]["epp"]["pluginsConfig"], values["router"]["modelServers"]
+    named = [each.get("name", each["type"]) for each in picker["plugins"]]
+    used = [ref["pluginRef"] for profile in picker["schedulingProfiles"] for ref in profile["plugins"]]
+    assert len(set(named)) == len(named) and {*used, *(each["pluginRef"] for each in picker["requestHandler"]["parsers"])} <= set(named)
+    for deployment in documents["engines.yaml"]:
+        assert servers["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        pod = deployment["spec"]["template"]["spec"]
+        ports = [port["containerPort"] for each in [*pod["containers"], *pod.get("initContainers", ())] for port in each["ports"]]
+        assert servers["targetPorts"][0]["number"] in ports and len(set(ports)) == len(ports)
+
+
+def test_a_schema_that_accepts_everything_would_show_nothing():
+    (graph,) = KINDS["dynamo"](RUNS["nixl"], PLACE)["graph.yaml"]
+    documents = KINDS["llm_d"](RUNS["nixl"], PLACE)
+    for document, schema, path in (
+        (graph, GRAPH, ("spec", "components", 1, "podTemplate", "spec", "containers", 0, "arg")),
+        (graph, GRAPH, ("spec", "services")),
+        (documents["engines.yaml"][0], DEPLOYMENT, ("spec", "template", "spec", "container")),
+        (documents["router.values.yaml"][0], VALUES, ("router", "epp", "pluginsConfig", "plugins", 0, "parameters", "weight")),
+    ):
+        broken = json.loads(json.dumps(document))
+        at = broken
+        for key in path[:-1]:
+            at = at.setdefault(key, {}) if isinstance(at, dict) else at[key]
+        at[path[-1]] = 1
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_engines_have_the_flags_of_the_launchers_command(name):
+    manifest = RUNS[name]
+    addresses = {"--host", "--port"}
+    for kind in KINDS:
+        made = list(containers(KINDS[kind](manifest, PLACE)))
+        assert len(made) == manifest.inference.num_replicas
+        for index, container in enumerate(made):
+            ours = pairs(server_arguments(manifest, Path("/policy"), index, "h", 1))
+            theirs = pairs(container["args"])
+            if kind == "dynamo":
+                ours = {flag: value for flag, value in ours.items() if flag not in SERVER_FLAGS}
+                theirs = {flag: value for flag, value in theirs.items() if flag not in ("--kv-events-config", "--disaggregation-mode")}
+            if manifest.inference.prefill_replicas:
+                for each in (ours, theirs):
+                    config = json.loads(each["--kv-transfer-config"])
+                    config.pop("engine_id", None)
+                    each["--kv-transfer-config"] = config
+            if manifest.inference.kv_offload.kind == "tiers":
+                assert json.loads(theirs.pop("--kv-transfer-config"))["kv_connector"] == "OffloadingConnector"
+            assert {flag: value for flag, value in theirs.items() if flag not in addresses} == {
+                flag: value for flag, value in ours.items() if flag not in addresses
+            }
+
+
+def pairs(arguments):
+    """{"--flag": value or None}; a value never begins like a flag."""
+    found = {}
+    for i, word in enumerate(arguments):
+        if word.startswith("--"):
+            after = arguments[i + 1] if i + 1 < len(arguments) else "--"
+            found[word] = None if after.startswith("--") else after
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_vllms_own_parsers_take_every_engines_arguments():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from orrery.inference import releases
+
+    engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    server = releases.api_server().make_arg_parser(FlexibleArgumentParser())
+    of_engine = {flag for action in engine._actions for flag in action.option_strings}
+    assert not of_engine & set(SERVER_FLAGS)  # what Dynamo leaves out is no engine's
+    for manifest in RUNS.values():
+        for container in containers(KINDS["llm_d"](manifest, PLACE)):
+            parsed = server.parse_args(container["args"])
+            assert (parsed.model, parsed.tensor_parallel_size) == ("/policy", manifest.inference.tensor_parallel)
+            assert engine.parse_args(without_server_flags(container["args"])).seed == parsed.seed
+
+
+@pytest.mark.parametrize(
+    ("kind", "manifest", "place", "sentence"),
+    [
+        ("llm_d", RUNS["nixl"], Place("engine:1", "policy"), "name its image with --proxy-image"),
+        ("dynamo", routed("round_robin", num_replicas=25), PLACE, "set it to at most 24"),
+        ("llm_d", routed("round_robin", kv_offload={"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1}), PLACE, "nobody does here"),
+    ],
+    ids=["no proxy", "too many", "store"],
+)
+def test_what_a_cluster_cannot_serve_is_one_sentence(kind, manifest, place, sentence):
+    with pytest.raises(OrreryError, match=sentence):
+        KINDS[kind](manifest, place)
+
+
+@pytest.mark.parametrize(("kind", "files"), [("dynamo", ["graph.yaml"]), ("llm_d", ["engines.yaml", "router.values.yaml"])])
+def test_the_command_writes_yaml_and_prints_where(kind, files, tmp_path):
+    command = [sys.executable, "-m", "orrery.launcher.cli", "deployment", str(REPOSITORY / "manifests/reverse_text_moe.json"), kind]
+    command += ["--image", "engine:1", "--claim", "policy", "--to", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "out" / name) for name in files]
+    for name in files:
+        text = (tmp_path / "out" / name).read_text()
+        assert list(yaml.safe_load_all(text)) and "&id" not in text
