@@ -109,10 +109,10 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
         return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
 
     async def scenario(fleet):
+        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
         flight = asyncio.ensure_future(sample(fleet, "in-flight-direct", max_tokens=300))
         while (await fleet.metrics())[0].running == 0:
             await asyncio.sleep(0)
-        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
         report = await fleet.update(published)
         return published, report, await fleet.fingerprints(), await flight, await sample(fleet, "after-direct")
 

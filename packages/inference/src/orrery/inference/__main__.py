@@ -19,6 +19,10 @@ def main() -> None:
         adapter = blank_adapter(me.run_dir, manifest, me.stage, me.index)
         arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter)
         arguments += offload(me)
+        from orrery.inference.patches.vllm import import_without_compiler  # imports torch
+
+        if manifest.inference.enforce_eager:
+            import_without_compiler()
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)

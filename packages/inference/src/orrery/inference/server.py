@@ -82,6 +82,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> 
     address, socket = vllm.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     me.health.doing("starting the engine")
+    gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
     async with vllm.build_async_engine_client(args) as engine:
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))

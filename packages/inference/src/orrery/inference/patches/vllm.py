@@ -1,4 +1,4 @@
-"""Corrections to vLLM 0.32 on CPU. None touches vLLM's files; each is one call, made where the comment says.
+"""Corrections to vLLM 0.32, all but the last on CPU. None touches vLLM's files; each is one call, made where the comment says.
 
 1. `forget_moe_kernels`. Upstream: `UnquantizedFusedMoEMethod._setup_kernel` calls the experts' `process_weights_after_loading` (on CPU: the
    prepack into the grouped-GEMM layout) only while `moe_kernel is None`, so a layerwise reload leaves CPU experts computing with the old
@@ -15,14 +15,29 @@
 4. `inspect_models_here`. Upstream: the model registry looks at a model class in a subprocess, "to avoid initialising CUDA in the parent",
    and caches the answer in the home directory; on a fresh machine that is one more import of torch and vLLM. On CPU there is
    nothing to initialise. Versions: 0.32. Remove when the registry skips the subprocess on CPU.
+5. `import_without_compiler`. Upstream: `vllm.env_override` imports torch's compiler to add names to a list of its lowerings, a fifth of
+   what start-up takes, also where nothing is ever compiled; it goes on without where there is no compiler. Versions: 0.26 to 0.32, on
+   GPUs too. Remove when it waits until the compiler is imported, as it does for its other corrections of it.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
+
+
+def import_without_compiler() -> None:
+    """Import vLLM, before anything else does, in a process that compiles nothing; torch's compiler stays there for whoever asks."""
+    if "vllm" in sys.modules or "torch._inductor" in sys.modules:
+        return
+    sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an import of it is an ImportError
+    try:
+        import vllm  # noqa: F401
+    finally:
+        del sys.modules["torch._inductor"]
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
