@@ -30,7 +30,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from orrery.inference.loading import Loading, Run, runs
 from orrery.inference.needs import Needs, learn, put_back
 from orrery.inference.patches.vllm import forget_moe_kernels, repack_tied_heads
-from orrery.transport.fingerprint import tensor_fingerprint
+from orrery.transport.fingerprint import MASK, tensor_fingerprint
+from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import read_weights
 from orrery.transport.weight_wire.claims import Taking, read_taking
 from orrery.transport.weight_wire.meeting import Tensor
@@ -78,6 +79,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.held: dict[str, tuple[int, str]] = {}
         self.parts = Parts()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
+        self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}  # of whole tensors that stand in the model
         self._num_ranks = init_info.num_ranks
         self._target: Target | None = None
 
@@ -85,9 +87,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.held = {}
         self.parts = Parts()
         self._consumed = {}
+        begin = time.perf_counter()
         if self.device.type == "cpu":
             forget_moe_kernels(self.model)
         initialize_layerwise_reload(self.model)
+        self.parts.add("start_s", begin)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         taking = read_taking(update_info.path)
@@ -105,10 +109,18 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
+        begin = time.perf_counter()
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
             repack_tied_heads(self.model)
-        self.held = {name: self._attest(name, consumed) for name, consumed in self._consumed.items()}
+        resident = {name: self._resident(name, consumed) for name, consumed in self._consumed.items()}
+        kept = {name: self._fingerprint(tensor) for name, tensor in resident.items() if tensor is not None}
+        found = dict(zip(kept, torch.cat([*kept.values()]).tolist(), strict=True)) if kept else {}  # the device is waited for once
+        self.held = {
+            name: (found[name] & MASK, RESIDENT) if name in found else (consumed.fingerprint, AS_CONSUMED)
+            for name, consumed in self._consumed.items()
+        }
+        self.parts.add("finish_s", begin)
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -167,8 +179,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, tensor in read_weights(update.path):
                 if name in self._consumed:
                     raise ValueError(f"weights version {update.version}: tensor {name!r} comes twice")
-                self._consumed[name] = Consumed(tensor_fingerprint(tensor), tensor.shape, tensor.dtype)
-                yield name, tensor.to(self.device)
+                here = tensor.to(self.device)
+                self._consumed[name] = Consumed(tensor_fingerprint(here), tensor.shape, tensor.dtype)
+                yield name, here
         except SafetensorError as error:
             raise ValueError(f"weights version {update.version}: {damage(Path(update.path)) or error}") from error
 
@@ -196,21 +209,28 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             names.discard("lm_head.weight")
         return names
 
-    def _attest(self, name: str, consumed: Consumed) -> tuple[int, str]:
-        """Fingerprint from the processed model where the tensor stands in it as it came, else the one taken on its way in."""
+    def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
+        """The tensor in the processed model where it stands there as it came; None where only the way in tells."""
         module_path, _, attribute = name.rpartition(".")
         try:
             module = self.model.get_submodule(module_path)
         except AttributeError:  # fused under another name (q_proj in qkv_proj): repacked
-            return consumed.fingerprint, AS_CONSUMED
+            return None
         parameter = getattr(module, attribute, None)
         if consumed.shape is None or not isinstance(module, KEPT_AS_THEY_CAME) or parameter is None or parameter.dtype != consumed.dtype:
-            return consumed.fingerprint, AS_CONSUMED
+            return None
         if isinstance(module, VocabParallelEmbedding):
             parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
-        if parameter.shape != consumed.shape:  # a tensor-parallel slice
-            return consumed.fingerprint, AS_CONSUMED
-        return tensor_fingerprint(parameter.detach()), RESIDENT
+        return parameter.detach() if parameter.shape == consumed.shape else None  # else a tensor-parallel slice
+
+    def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
+        """i64 [1] on the tensor's device."""
+        key = tensor.shape, tensor.dtype
+        if key not in self._fingerprints:
+            shape = tuple(tensor.shape)
+            whole = Where(0, shape, shape, (0,) * len(shape), tensor.element_size())
+            self._fingerprints[key] = SliceFingerprints([whole], tensor.device)
+        return self._fingerprints[key].of(tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def damage(folder: Path) -> str | None:

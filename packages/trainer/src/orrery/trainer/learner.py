@@ -176,6 +176,7 @@ def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | N
         **losses,
         "entropy": mean("entropy", "scored"),
         "mismatch_kl": mean("mismatch_kl", "members_rl"),
+        "mismatch_kl_same_weights": mean("mismatch_kl_same_weights", "same_weights"),
         "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
         "masked_share": mean("masked", "members_rl"),
         "routes_missing": int(sums["routes_missing"]) if sums["routes_missing"] or sums["routes_replayed"] else None,

@@ -44,7 +44,8 @@ class Tally:
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl", "members_rl", "members_cross_entropy", "members_reference_kl",
-        "entropy", "scored", "mismatch_kl", "masked", "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
+        "entropy", "scored", "mismatch_kl", "mismatch_kl_same_weights", "same_weights", "masked",
+        "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: in float32 a sum of counts stops being exact at 2^24 tokens
@@ -104,15 +105,18 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine
+        kl = log_ratio.exp() - 1 - log_ratio  # of one sample; its mean over samples of the engine is KL(engine || trainer)
+        same = targets.same_weights & in_rl
         sums = [
             *(parts[name].detach() for name in COMPONENTS),
             *(member.sum() for member in members),
             (entropy.detach() * scored).sum(),
             scored.sum(),
-            ((log_ratio.exp() - 1 - log_ratio) * in_rl).sum(),
+            (kl * in_rl).sum(),
+            (kl * same).sum(),
+            same.sum(),
             (~keep & in_rl).sum(),
             *logprob.new_zeros(5),
         ]
-        same = targets.same_weights & in_rl
         peak = torch.where(same, log_ratio.abs(), torch.full_like(log_ratio, -1.0)).max().reshape(1)
     return total, Tally(torch.stack([value.double() for value in sums]), peak)
