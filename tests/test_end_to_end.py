@@ -150,10 +150,14 @@ class Broken:
 @pytest.fixture(scope="module")
 def broken(finished, manifest, tmp_path_factory) -> Broken:
     """One engine is killed in the midst of an update, which the other takes alone; then that other one, so that all waits until one is
-    back; and one more, for which `max_restarts` leaves no restart."""
+    back; and one more, for which `max_restarts` leaves no restart.
+
+    On a direct wire, where an update is of all engines together, and what comes back gets its weights from the trainer ranks.
+    """
     content = manifest.model_dump(mode="json")
     content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = 2, NUM_STEPS_WITH_LOSSES
     content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
+    content["transport"]["weights"] = "nccl"
     lossy = Manifest.model_validate(content)
     workspace = new_workspace(tmp_path_factory.mktemp("broken"))
     folder = run_dir(workspace / "runs", lossy)

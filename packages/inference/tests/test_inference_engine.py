@@ -16,10 +16,14 @@ from inference_servers import DENSE, await_published, engine, family, free_port,
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_slices, named_hf_tensors
-from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, UpdateFailed
-from orrery.transport.weight_wire import Published, WeightPublisher, claim
+from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed
+from orrery.transport.update import update_engine
+from orrery.transport.weight_wire import Published, WeightPublisher, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.buckets import Held
+from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.plan import Parts
 from orrery.transport.weight_wire.source import Source
+from orrery.transport.weight_wire.target import Target
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -127,6 +131,51 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
     assert flight.finish_reason == "length" and len(flight.token_ids) == 300
     assert (np.diff(flight.versions) >= 0).all() and flight.versions[-1] == version
     assert (after.versions == version).all()
+    assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
+
+
+def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_without_it(server, policies, tmp_path):
+    """The other is here in this process, and ends with the first slices in its hands; both engines are half-way then."""
+    policies.newest += 1
+    version, module = policies.newest, make_module(policies.manifest, seed=301)
+    folder = tmp_path / "wire"
+    folder.mkdir(mode=0o700)
+    source = Source("nccl", folder, "127.0.0.1", 0, 1, torch.device("cpu"), bucket_bytes=1 << 14)
+    other = Target("engine 1", 0, 1, torch.device("cpu"))
+
+    def held():
+        return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
+
+    def whole(tensors):
+        return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
+
+    def end_half_way(claimed):
+        other.join(folder, whole)
+        rounds = other.take(read_taking(claimed.path), Parts())
+        for _ in range(3):
+            next(rounds)
+        rounds.close()
+        give_up(claimed)
+
+    async def scenario(fleet):
+        [engine] = fleet.engines
+        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
+        claimed = claim(published, ["engine 0", "engine 1"])
+        await engine.pause()
+        taken, _ = await asyncio.gather(engine.update_weights(claimed), asyncio.to_thread(end_half_way, claimed), return_exceptions=True)
+        nothing = await engine.fingerprints()
+        again = claim_again(claimed, ["engine 0"])
+        report = await update_engine(engine, again)
+        release(again)
+        return taken, nothing, report, await engine.fingerprints(), published, await sample(fleet, "after-a-loss")
+
+    try:
+        taken, nothing, report, held_by, published, after = drive(server[1], scenario)
+        source.settle()
+    finally:
+        source.close()
+    assert isinstance(taken, TakenAlong) and nothing == {}
+    assert {name: each.fingerprint for name, each in held_by.items()} == published.fingerprints and report.version == version
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 

@@ -93,9 +93,10 @@ class Engine:
         self.target, self.needs = Target(name, rank, world_size, CPU), lambda tensors: engine_boxes(tensors, rank, world_size)
         self.got, self.parts, self.damage = {}, None, None
 
-    def take(self, published):
+    def take(self, published, arriving=lambda: None):
         taking = read_taking(published.path)
         self.target.join(published.folder.parent, self.needs)
+        arriving()
         self.got, self.parts = {}, Parts()
         for one, bucket in self.target.take(taking, self.parts):
             for name, box, offset in one.slices:

@@ -32,6 +32,8 @@ class StandIn:
     generated: object = field(default_factory=lambda: answer([7, 8], [("3", 0, 2)]))
     held: dict = field(default_factory=lambda: HELD)
     fail: dict = field(default_factory=dict)  # path → (status, body)
+    fail_at_first: dict = field(default_factory=dict)  # path → [(status, body)], one a call
+    before: dict = field(default_factory=dict)  # path → called with the body, in a thread
     hang: set = field(default_factory=set)  # paths that are never answered
     delay_s: float = 0.0
     asked: list = field(default_factory=list)
@@ -41,6 +43,11 @@ class StandIn:
         self.asked.append((request.path_qs, body))
         if request.path in self.hang:
             await asyncio.sleep(60)
+        if request.path in self.before:
+            await asyncio.to_thread(self.before[request.path], body)
+        if self.fail_at_first.get(request.path):
+            status, content = self.fail_at_first[request.path].pop(0)
+            return web.json_response(content, status=status)
         if request.path in self.fail:
             status, content = self.fail[request.path]
             return web.json_response(content, status=status)

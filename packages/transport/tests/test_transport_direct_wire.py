@@ -1,6 +1,8 @@
 """Direct wires: slices go from the trainer ranks that own them to the engine ranks that need them, and from nobody else to nobody else."""
 
 import importlib.util
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
 
 from orrery.transport.fingerprint import tensor_fingerprint
-from orrery.transport.weight_wire import claim, release
+from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.contract import ELSEWHERE
 from orrery.transport.weight_wire.plan import Parts
+from orrery.transport.weight_wire.reception import Reception
+from orrery.transport.weight_wire.source import _Sending
 from orrery.transport.weight_wire.target import Target
 
 KINDS = ["nccl", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
@@ -89,30 +93,49 @@ def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
         check(engine, 3)
 
 
-def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it(tmp_path, kind, monkeypatch):
-    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.05")
+def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it_and_its_next_incarnation_comes_back(tmp_path, kind):
     whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 0)
         claimed = claim(published, ["engine 0", "engine 1"])
+        settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
 
         def end_in_the_middle():
             ending.target.join(claimed.folder.parent, ending.needs)
             rounds = ending.target.take(read_taking(claimed.path), Parts())
             next(rounds)
+            settling.start()
             rounds.close()
+            give_up(claimed)  # as the fleet does where an engine does not answer
 
-        _, ended = together(lambda: whole.take(claimed), end_in_the_middle)
-        assert ended is None
-        release(claimed)
-        again = claim(published, ["engine 0"])
+        failed, ended = together(lambda: whole.take(claimed), end_in_the_middle)
+        assert ended is None and isinstance(failed, TakeFailed), failed
+        again = claim_again(claimed, ["engine 0"])
+        assert settling.is_alive(), "the trainer steps while engines are half-way"
         assert whole.take(again) == published.fingerprints
         check(whole, 0)
-        version, error, _ = ranks[0].takes[0]
-        assert version == 0 and "engine 1 (rank 0)" in error
-        back = Engine("engine 1", 0, 1)
-        both = claim(published, ["engine 0", "engine 1"])
-        assert together(lambda: whole.take(both), lambda: back.take(both)) == [published.fingerprints] * 2
+        release(again)
+        settling.join(60)
+        (_, first, _), (version, second, _) = ranks[0].takes
+        assert first and (version, second) == (0, "")
+        back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
+        for engines in ([back], [whole, back]):
+            claimed = claim(published, [engine.target.engine for engine in engines])
+            assert together(*(partial(engine.take, claimed) for engine in engines)) == [published.fingerprints] * len(engines)
+            release(claimed)
+
+
+def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
+    engine = Engine("engine 0", 0, 1)
+    with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
+        published = publish(ranks, 0)
+        claimed = claim(published, ["engine 0", "engine 1"])
+        begin = time.monotonic()
+        [failed] = together(lambda: engine.take(claimed, arriving=threading.Timer(0.1, give_up, [claimed]).start))
+        assert isinstance(failed, TakeFailed) and ELSEWHERE in str(failed)
+        assert time.monotonic() - begin < 10
+        release(claimed)
+        settle(ranks)
 
 
 def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, monkeypatch):
@@ -125,6 +148,80 @@ def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, 
             engine.take(claimed)
         release(claimed)
         settle(ranks)
+
+
+def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_change(tmp_path, monkeypatch):
+    """Between an engine's arrival and the order to send: the trainer settles and steps."""
+    engine = Engine("engine 0", 0, 1)
+    has_arrived, has_stepped, original = threading.Event(), threading.Event(), Reception._order
+
+    def order(self, taking, members):
+        has_arrived.set()
+        assert has_stepped.wait(60)
+        return original(self, taking, members)
+
+    monkeypatch.setattr(Reception, "_order", order)
+    with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 3)
+        claimed = claim(published, ["engine 0"])
+
+        def step():
+            assert has_arrived.wait(60)
+            release(claimed)
+            settle(ranks)
+            for rank in ranks:
+                rank.load(99)
+            has_stepped.set()
+
+        failed, stepped = together(lambda: engine.take(claimed), step)
+        assert stepped is None and isinstance(failed, TakeFailed), failed
+        assert not engine.got
+        published = publish(ranks, 4)
+        claimed = claim(published, ["engine 0"])
+        assert engine.take(claimed) == published.fingerprints
+        release(claimed)
+        assert [(version, bool(error)) for version, error, _ in ranks[0].takes] == [(3, True), (4, False)]
+
+
+def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_back(tmp_path, monkeypatch):
+    engine = Engine("engine 0", 0, 1)
+    is_sending, may_send, original = threading.Event(), threading.Event(), _Sending._carry_out
+
+    def carry_out(self, order):
+        is_sending.set()
+        assert may_send.wait(60)
+        return original(self, order)
+
+    monkeypatch.setattr(_Sending, "_carry_out", carry_out)
+    with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 3)
+        claimed = claim(published, ["engine 0"])
+        taking = threading.Thread(target=together, args=(lambda: engine.take(claimed),), daemon=True)
+        taking.start()
+        assert is_sending.wait(60)
+        release(claimed)
+        settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
+        settling.start()
+        settling.join(0.3)
+        assert settling.is_alive()
+        may_send.set()
+        settling.join(60)
+        taking.join(60)
+        check(engine, 3)
+
+
+def test_updates_leave_nothing_behind_in_store_and_folder(tmp_path, kind):
+    engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
+    seen = []
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        for version in range(3):
+            claimed = claim(publish(ranks, version), ["engine 0"])
+            for held in together(*(partial(engine.take, claimed) for engine in engines)):
+                assert isinstance(held, dict), held
+            release(claimed)
+            settle(ranks)
+            seen.append((ranks[0].source._server.num_keys(), sorted(path.name for path in (tmp_path / "wire").iterdir())))
+    assert seen[1] == seen[2]
 
 
 def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alone(tmp_path, kind):

@@ -1,7 +1,9 @@
 """The fleet against stand-in servers: what it does to all engines, and what it makes of one that fails."""
 
 import asyncio
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from engine_stand_in import HELD, StandIn, run
@@ -13,11 +15,13 @@ from orrery.observe.process import RoleProcess
 from orrery.transport import engine as engine_module
 from orrery.transport import fleet as fleet_module
 from orrery.transport import rendezvous
-from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed, TensorAttestation, UpdateFailed, WeightsDiffer
+from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed, TakenAlong, TensorAttestation, UpdateFailed, WeightsDiffer
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.roster import Phase
 from orrery.transport.update import compare
 from orrery.transport.weight_wire import Published
+from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.contract import ELSEWHERE
 
 PUBLISHED = Published(3, "/", {"a": 1, "b": 2**64 - 1}, "d" * 16)
 
@@ -247,3 +251,91 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
                 await asyncio.sleep(0.01)
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+# Direct wires ---------------------------------------------------------------------------------------------------------
+
+ALONG = (500, {"error": {"message": f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"}})
+
+
+def direct(folder, version=3):
+    """What a trainer publishes on a direct wire."""
+    folder.mkdir(exist_ok=True)
+    (folder / "wire.json").touch()
+    (folder / f"version_{version}.json").touch()
+    return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
+
+
+def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(tmp_path, monkeypatch):
+    folder, seen = tmp_path / "wire", []
+
+    def look(body):
+        [path] = folder.glob("claim_3_*.json")
+        taking = read_taking(body["update_info"]["path"])
+        seen.append((path.name, taking.engines))
+        if len(seen) == 1:  # the lost one's failure is told, so nobody waits for it
+            while Path(body["update_info"]["path"]).exists():
+                time.sleep(0.01)
+
+    def end(body):
+        while not seen:
+            time.sleep(0.01)
+
+    stand_ins = [
+        StandIn(fail_at_first={"/update_weights": [ALONG]}, before={"/update_weights": look}),
+        StandIn(fail={"/update_weights": (500, {}), "/health": (503, {})}, before={"/update_weights": end}),
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert (await fleet.update(direct(folder))).version == 3
+        assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
+        assert [engines for _, engines in seen] == [("engine 0", "engine 1"), ("engine 0",)] and seen[0][0] == seen[1][0]
+        assert engines.stand_ins[0].paths()[-1] == "/resume"
+        engines.start_again()
+        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        assert sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, monkeypatch):
+    stand_ins = [StandIn(fail={"/update_weights": ALONG}), StandIn(fail={"/update_weights": ALONG}), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        with pytest.raises(TakenAlong, match="trainer 0 did not send its slices"):
+            await engines.fleet.update(direct(tmp_path / "wire"))
+        assert [stand_in.paths().count("/update_weights") for stand_in in stand_ins] == [2, 2, 0, 0]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_is_over_for_a_newer_one(tmp_path, monkeypatch):
+    gone = {"/pause": (500, {}), "/health": (503, {})}
+    stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "wire", engines.fleet
+        updating = asyncio.create_task(fleet.update(direct(folder)))
+        await until(lambda: fleet.roster.at(Phase.FENCED) == [0, 1])
+        (folder / "version_3.json").unlink()  # the trainer steps
+        engines.start_again()
+        assert await updating is None
+        assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(Phase.HEALTHY) == [1]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(tmp_path):
+    stand_ins = [StandIn(fail={"/update_weights": ALONG}), StandIn(fail={"/update_weights": (500, {"error": {"message": "cut off"}})})]
+
+    async def scenario(urls):
+        async with EngineFleet(urls, urls[0]) as fleet:
+            with pytest.raises(UpdateFailed, match="engine 1: /update_weights failed: cut off"):
+                await fleet.update(direct(tmp_path / "wire"))
+
+    run(stand_ins, scenario)
+    assert stand_ins[0].paths().count("/update_weights") == 1

@@ -94,8 +94,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.parts.add("start_s", begin)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        taking = read_taking(update_info.path)
         try:
+            taking = read_taking(update_info.path)
             if taking is None:
                 self.model.load_weights(self._fingerprinted(update_info))
                 self._check_complete(update_info)

@@ -37,11 +37,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
             "or inference.kv_transfer.kind to 'none'"
         )
-    if inference.max_restarts and manifest.transport.weights in DIRECT_WIRES:
-        raise OrreryError(
-            f"inference.max_restarts {inference.max_restarts}: an engine that was lost does not meet the trainer again on a direct wire "
-            f"yet; set it to 0, or transport.weights to 'files'"
-        )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(

@@ -11,6 +11,7 @@
     └── RunFailed
         ├── EngineGone        nobody answers at the address, the connection broke, or a control call took too long
         └── UpdateFailed      the engine is there and did not take these weights; names engine and tensor
+            ├── TakenAlong    another's loss on a direct wire made it fail, and it may try again
             └── WeightsDiffer it says that it did, and holds others
 """
 
@@ -26,6 +27,7 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe.deadline import scaled
 from orrery.transport.route_bytes import Routes, split
+from orrery.transport.weight_wire.contract import ELSEWHERE
 
 if TYPE_CHECKING:
     from orrery.transport.weight_wire import Published
@@ -56,6 +58,10 @@ class EngineGone(RunFailed):
 
 class UpdateFailed(RunFailed):
     """An engine did not take the weights that were published."""
+
+
+class TakenAlong(UpdateFailed):
+    """Who sends, or who was to receive together with this engine, did not come through: nothing is wrong with this one."""
 
 
 class WeightsDiffer(UpdateFailed):
@@ -247,7 +253,12 @@ class EngineClient:
     async def load(self, published: "Published") -> None:
         """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete."""
         body = {"update_info": {"path": str(published.path), "version": published.version, "engine": self.name}}
-        await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
+        try:
+            await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
+        except UpdateFailed as error:
+            if ELSEWHERE in str(error):
+                raise TakenAlong(str(error)) from error
+            raise
 
     async def finish_update(self, version: int) -> None:
         """Put the loaded weights in place; tokens sampled from now on carry `version`."""

@@ -30,6 +30,7 @@ from orrery.transport.engine import (
     EngineMetrics,
     Generation,
     GenerationFailed,
+    TakenAlong,
     TensorAttestation,
     UpdateFailed,
     WeightsDiffer,
@@ -38,7 +39,7 @@ from orrery.transport.prefill_decode import PrefillDecode
 from orrery.transport.roster import Phase, Roster
 from orrery.transport.router import RouterClient
 from orrery.transport.update import UpdateReport, update_engine
-from orrery.transport.weight_wire.claims import claim, is_direct, release
+from orrery.transport.weight_wire.claims import claim, claim_again, give_up, release
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
@@ -86,6 +87,7 @@ class EngineFleet:
         self._published: Published | None = None  # what engines are to hold
         self._admitted = set(range(len(engine_urls)))  # who gets requests
         self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
+        self._is_gone = False  # the wanted version: it cannot be had any more
         self._updating = asyncio.Lock()
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._num_lost, self._last_loss = 0, ""
@@ -182,44 +184,63 @@ class EngineFleet:
         """
         async with self._updating:
             self.roster.want(published.version)
-            self._published = published
+            self._published, self._is_gone = published, False
             self._reports.clear()
             incarnations = {index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)}
-            results = await self._take_together(published, list(incarnations))
-            if results is None:
+            failures = await self._take_together(published, list(incarnations))
+            if failures is None:
                 return None
-            failures = {index: error for index, error in zip(incarnations, results, strict=True) if isinstance(error, BaseException)}
-            for error in failures.values():
+            errors = sorted(failures.values(), key=lambda error: isinstance(error, TakenAlong))  # who is at fault says more
+            for error in errors:
                 if self._restarting is None or isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed):
                     raise error
-            if failures and len(failures) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in failures.values()):
-                raise next(iter(failures.values()))  # it is not the engines that are broken
+            if errors and len(errors) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in errors):
+                raise errors[0]  # it is not the engines that are broken
             for index, error in failures.items():
                 await self._fence(index, incarnations[index], f"update to version {published.version}: {error}")
-        await self._until(lambda: bool(self._reports))
+        await self._until(lambda: bool(self._reports) or self._is_gone)
+        if not self._reports:
+            return None
         self.version = published.version
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
-    async def _take_together(self, published: "Published", indices: list[int]) -> list[BaseException | None] | None:
-        """What came of these engines taking `published`, in order; None where it is gone.
+    async def _take_together(self, published: "Published", indices: list[int]) -> dict[int, BaseException] | None:
+        """Which of these engines did not take `published`, and why; None where it is gone.
 
-        On a direct wire one that is lost takes the others' update along: these try again without it.
+        On a direct wire one that is lost takes the others along: these take it again without it, under the same claim.
         """
-        results: dict[int, BaseException | None] = {}
-        waiting = list(indices)
-        while waiting:
-            claimed = claim(published, [self.engines[index].name for index in waiting])
-            if claimed is None:
-                # Who has failed in a take of it keeps to its failure; the others are as they were.
-                return None if not results else [results.get(index) for index in indices]
+        claimed = claim(published, [self.engines[index].name for index in indices])
+        if claimed is None:
+            return None
+        failures: dict[int, BaseException] = {}
+        waiting, num_blameless = list(indices), 0
+        try:
+            while True:
+                failed = await self._take_all(waiting, claimed)
+                failures = {index: error for index, error in failures.items() if index not in waiting} | failed
+                waiting = [index for index, error in failed.items() if isinstance(error, TakenAlong)]
+                num_blameless += len(waiting) == len(failed)
+                if not waiting or num_blameless > 1 or self._restarting is None:  # it may fail once without anybody's being lost
+                    return failures
+                claimed = claim_again(claimed, [self.engines[index].name for index in waiting])
+        finally:
+            release(claimed)
+
+    async def _take_all(self, indices: list[int], claimed: "Published") -> dict[int, BaseException]:
+        """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault."""
+
+        async def take(index: int) -> None:
             try:
-                answers = await asyncio.gather(*(self._take(index, claimed) for index in waiting), return_exceptions=True)
-            finally:
-                release(claimed)
-            results |= dict(zip(waiting, answers, strict=True))
-            lost = [index for index in waiting if isinstance(results[index], EngineGone)]
-            waiting = [index for index in waiting if isinstance(results[index], UpdateFailed)] if lost and is_direct(published) else []
-        return [results[index] for index in indices]
+                await self._take(index, claimed)
+            except BaseException as error:
+                if not isinstance(error, TakenAlong):
+                    give_up(claimed)  # nobody need wait for this one
+                elif (why := await self.engines[index].death()) is not None:  # a part of it has died, and the rest says so
+                    raise EngineGone(why) from error
+                raise
+
+        answers = await asyncio.gather(*map(take, indices), return_exceptions=True)
+        return {index: error for index, error in zip(indices, answers, strict=True) if isinstance(error, BaseException)}
 
     async def _take(self, index: int, published: "Published") -> None:
         """One engine to `published`, and among those that serve."""
@@ -336,11 +357,13 @@ class EngineFleet:
                 if published is None:
                     if self.roster.took(index, incarnation, START_VERSION):
                         await self._admit(index, incarnation)
-                elif published.folder.is_dir() and (claimed := claim(published, [self.engines[index].name])) is not None:
-                    try:
-                        await self._take(index, claimed)
-                    finally:
-                        release(claimed)
+                elif published.folder.is_dir():
+                    failures = await self._take_together(published, [index])
+                    if failures is None:  # the trainer has gone on since
+                        self._is_gone = True
+                        self._ring()
+                    elif failures:
+                        raise failures[index]
             except WeightsDiffer:
                 raise
             except RunFailed as error:

@@ -18,13 +18,21 @@ engines' room learns what an engine rank needs. Of vLLM's own engines `nccl` and
 for what is fused, `sharded_rdt` wants Ray, and the last two are not in 0.26; so the transport here is ours, and loading is vLLM's.
 
 - A version can be had while the trainer holds it: from `publish` until the next optimizer step. `claim` is None once it is gone.
-- All engines named in a claim must come (each is sent `/update_weights` with what `claim` gave); each rank arrives in the trainer's store,
-  and once all have, they go as one group (`meeting`, `reception`).
-- An engine that ends during a take makes it fail, by name, at all others too: at once where a connection breaks, else at a deadline. The
-  trainer goes on. To go on without it, claim the same version again for the others; to have it back, claim for it, alone or with others,
-  when it listens again. Whoever takes part in a claim is the group: there is nothing else to be told, and a group is formed anew
-  only when its members are others than before, or after a failure. An engine half-way through a failed take holds nobody's weights: leave
-  it paused until a take has succeeded. Where `claim` says that the version is gone, the next one will do.
+- All engines named in a take must come (each is sent `/update_weights` with what `claim` gave); each rank arrives in the trainer's store,
+  and once all have, they go as one group (`meeting`, `reception`). Whoever takes part is the group: there is nothing else to be told, and a
+  group is formed anew only when its members are others than before, or after a failure.
+
+Engines that are lost, and come back:
+
+    claim(version, [0, 1]) ─▶ take 7 of both ──1 is lost──▶ give_up ─▶ 0 fails: TakeFailed ─▶ claim_again(…, [0]) ─▶ take 8 of 0 ─▶ release
+    1 listens again ─▶ claim(the version of now, [1]) ─▶ take 9 of 1 ─▶ release; the next version is taken by both together
+
+- Who is lost says so by not answering, or fails with words of its own; everybody else fails with `TakeFailed` and is well. `give_up` spares
+  them the deadlines for the one that does not come: waits for it end, and where connections break they have ended before.
+- The claim holds the version over all of this: the trainer does not step while engines are half-way. An engine half-way through a failed
+  take holds nobody's weights; it stays paused until another take, of this version or a later one, has succeeded.
+- One that comes back claims what is there. Where `claim` says that the version is gone, the next one will do.
+- A take that begins late, after its claim was given back, is refused by the trainer's ranks, which are the only ones to send.
 """
 
 from collections.abc import Callable
@@ -33,8 +41,8 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
-from orrery.transport.weight_wire.claims import claim, is_direct, release
-from orrery.transport.weight_wire.contract import Published, WireFailed
+from orrery.transport.weight_wire.claims import claim, claim_again, give_up, is_direct, release
+from orrery.transport.weight_wire.contract import Published, TakeFailed, WireFailed
 from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, own, read_weights, remove_weight_dir, weight_dir
 
 if TYPE_CHECKING:
@@ -47,10 +55,13 @@ __all__ = [
     "DIRECT_KINDS",
     "KINDS",
     "Published",
+    "TakeFailed",
     "WeightPublisher",
     "WeightWatch",
     "WireFailed",
     "claim",
+    "claim_again",
+    "give_up",
     "is_direct",
     "make_publisher",
     "make_source",

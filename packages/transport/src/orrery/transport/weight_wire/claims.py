@@ -3,15 +3,18 @@
 The trainer's ranks send from the weights that they train, so a version exists only until the next optimizer step:
 
 - `version_<n>.json` says that n can be had. It is made when n is, and taken away just before the step that makes n + 1.
-- Whoever brings engines to n first makes `claim_<n>_<take>.json`, a hard link to the marker: that works while the marker is there and
-  not after, atomically. So either the trainer sees the claim before it steps, and waits until the take is over; or there is none, and n
-  is gone.
-- `take_<take>.json` says which engines are to have which version. It is what engines are handed as the path of a version.
-- A take that is over, however it ended, or that will not come about is given back (`release`), and the trainer goes on.
+- Whoever brings engines to n first makes `claim_<n>_<claim>.json`, a hard link to the marker: that works while the marker is there and
+  not after, atomically. So either the trainer sees the claim before it steps, and waits until what was claimed is taken or the claim is
+  given back; or there is none, and n is gone.
+- `take_<take>_<claim>.json` says which engines are to have which version, together. It is what engines are handed as the path of a version.
+- A take is on while its file is there. Where an engine is lost, the file goes (`give_up`), so that nobody waits for that engine any more;
+  the claim holds the version meanwhile, and the others make another take of it (`claim_again`).
+- A claim is given back (`release`), however its takes ended, and the trainer goes on. Trainer ranks answer no take without its claim.
 
 Versions of other wires can always be claimed: nothing happens.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +22,19 @@ from pathlib import Path
 import msgspec
 
 from orrery.manifest.publish import write_atomic
-from orrery.transport.weight_wire.contract import Published
+from orrery.transport import visible
+from orrery.transport.weight_wire.contract import Published, TakeFailed
 
 ADDRESS = "wire.json"  # stands in the folder of every direct wire, and in no other
 
+_numbers = itertools.count(1)  # of takes; one process claims, and no number means two of them
+
 
 class Taking(msgspec.Struct, frozen=True):
-    """`take_<take>.json`."""
+    """`take_<take>_<claim>.json`."""
 
     take: int
+    claim: int
     version: int
     engines: tuple[str, ...]
 
@@ -44,33 +51,71 @@ def claim(published: Published, engines: Sequence[str]) -> Published | None:
     """
     if not is_direct(published):
         return published
-    folder = published.folder
-    take = 1 + max((_number(path, 1) for path in folder.glob("take_*.json")), default=0)
-    path = folder / f"take_{take}.json"
-    write_atomic(path, msgspec.json.encode(Taking(take, published.version, tuple(engines))))
+    folder, number = published.folder, next(_numbers)
+    claimed = _take(published, folder, Taking(number, number, published.version, tuple(engines)))
     try:
-        os.link(folder / f"version_{published.version}.json", folder / f"claim_{published.version}_{take}.json")
+        os.link(folder / f"version_{published.version}.json", _claim_path(folder, published.version, number))
     except FileNotFoundError:
+        give_up(claimed)
         return None
-    return msgspec.structs.replace(published, path=str(path))
+    return claimed
+
+
+def claim_again(claimed: Published, engines: Sequence[str]) -> Published:
+    """What is claimed already once more, for these engines; the take before is given up."""
+    if not _is_take(claimed.folder):
+        return claimed
+    give_up(claimed)
+    path = claimed.folder
+    return _take(claimed, path.parent, Taking(next(_numbers), _number(path, 2), claimed.version, tuple(engines)))
+
+
+def give_up(claimed: Published) -> None:
+    """Nobody is to wait any more for who has not come through this take."""
+    if _is_take(claimed.folder):
+        claimed.folder.unlink(missing_ok=True)
 
 
 def release(claimed: Published) -> None:
-    """The take of `claimed` is over, or will not be."""
+    """The claim is over."""
     path = claimed.folder
-    if path.name.startswith("take_"):
-        (path.parent / f"claim_{claimed.version}_{_number(path, 1)}.json").unlink(missing_ok=True)
+    if _is_take(path):
+        give_up(claimed)
+        _claim_path(path.parent, claimed.version, _number(path, 2)).unlink(missing_ok=True)
 
 
 def read_taking(path: Path | str) -> Taking | None:
-    """What stands at the path that an engine was handed; None where this is no path of a direct wire."""
+    """What stands at the path that an engine was handed; None where this is no path of a direct wire. TakeFailed where the take is over."""
     path = Path(path)
-    return msgspec.json.decode(path.read_bytes(), type=Taking) if path.name.startswith("take_") else None
+    if not _is_take(path):
+        return None
+    content = visible.read(path)
+    if content is None:
+        raise TakeFailed(_number(path, 1), "it was given up")
+    return msgspec.json.decode(content, type=Taking)
+
+
+def take_path(folder: Path, take: int, claim: int) -> Path:
+    return folder / f"take_{take}_{claim}.json"
 
 
 def claims(folder: Path, version: int) -> list[int]:
-    """The takes of `version` that are not over."""
+    """The claims of `version` that have not been given back."""
     return sorted(_number(path, 2) for path in folder.glob(f"claim_{version}_*.json"))
+
+
+def _take(published: Published, folder: Path, taking: Taking) -> Published:
+    path = take_path(folder, taking.take, taking.claim)
+    write_atomic(path, msgspec.json.encode(taking))
+    return msgspec.structs.replace(published, path=str(path))
+
+
+def _claim_path(folder: Path, version: int, number: int) -> Path:
+    return folder / f"claim_{version}_{number}.json"
+
+
+def _is_take(path: Path) -> bool:
+    return path.name.startswith("take_")
 
 
 def _number(path: Path, part: int) -> int:

@@ -11,6 +11,19 @@ class WireFailed(RunFailed):
     """Weights did not travel; the sentence names the take, who was waited for, or the tensor."""
 
 
+ELSEWHERE = "failed elsewhere"
+
+
+class TakeFailed(WireFailed):
+    """A take came to nothing for this end by another's doing: the same again, without whoever was lost, may succeed.
+
+    An engine passes on nothing but its sentence, so the sentence says so too (`ELSEWHERE`).
+    """
+
+    def __init__(self, take: int, why: object) -> None:
+        super().__init__(f"take {take} {ELSEWHERE}: {why}")
+
+
 class Published(msgspec.Struct, frozen=True):
     """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up."""
 

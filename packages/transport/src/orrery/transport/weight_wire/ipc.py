@@ -58,9 +58,11 @@ def _configured() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
-def offer(meeting: Meeting, generation: int, source: int, buckets: Sequence[torch.Tensor]) -> None:
-    """Say how this source's buckets are mapped."""
-    meeting.put(f"ipc/{generation}/{source}", [handle_of(bucket) for bucket in buckets])
+def offer(meeting: Meeting, generation: int, source: int, buckets: Sequence[torch.Tensor]) -> str:
+    """Say how this source's buckets are mapped; the key at which that stands."""
+    key = f"ipc/{generation}/{source}"
+    meeting.put(key, [handle_of(bucket) for bucket in buckets])
+    return key
 
 
 def handle_of(bucket: torch.Tensor) -> Handle:

@@ -56,7 +56,7 @@ class _Sending:
         return self._peers.send(self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number)
 
     def close(self) -> None:
-        for end in (self._peers, self.registered):
+        for end in (self._pull, self._peers, self.registered):
             if end is not None:
                 end.close()
 
@@ -84,14 +84,14 @@ def make_source_link(
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
-    registered = None
+    registered, offer = None, None
     if kind == "nixl":
         registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.secret}", buckets)
-        nixl.offer(meeting, generation, rank, registered)
+        offer = nixl.offer(meeting, generation, rank, registered)
     elif near:
-        ipc.offer(meeting, generation, rank, buckets)
+        offer = ipc.offer(meeting, generation, rank, buckets)
     peers = Peers(meeting.store, generation, rank, plan.ranks, device) if _needs_peers(kind, plan) else None
-    pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device)
+    pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer)
     link = _Sending(pull, pulling, peers, buckets, len(plan.holdings))
     link.registered = registered
     return link

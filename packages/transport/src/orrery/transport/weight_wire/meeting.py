@@ -7,13 +7,15 @@
 - A *take* is one version going to a set of engines. The orchestrator numbers takes; every rank of every engine arrives with the number.
   When all are there, rank 0 says go, with the members in order and the number of the group that they form.
 - A group with the same members as before is the same group. After a failure, or with other members, a new one is formed.
-- Every wait has a deadline and a name.
+- Every wait has a deadline and a name. Those within a take end with it.
+- What has been read by all whom it concerns is removed from the store.
 """
 
 import contextlib
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +32,8 @@ from orrery.transport.weight_wire.slices import Box
 
 MEET_S = 120.0  # for ranks of one role to come, or to answer
 FOREVER_S = 10.0**7  # waits for work have no deadline; the end of the store ends them
+LOOK_S = 0.5  # after this a wait within a take looks whether that is still on
+POLL_S = 0.02
 
 T = TypeVar("T")
 
@@ -80,6 +84,7 @@ class Arrival(msgspec.Struct):
     """A rank of an engine has come for a take."""
 
     take: int
+    claim: int
     engine: str
     rank: int
     world_size: int
@@ -90,6 +95,7 @@ class Order(msgspec.Struct):
     """Rank 0's answer to a take: who goes, as which group; or why nobody does. `end`: there will be no more."""
 
     take: int
+    claim: int = -1
     version: int = -1
     generation: int = -1
     members: tuple[str, ...] = ()
@@ -105,10 +111,23 @@ class Done(msgspec.Struct):
 
 
 class Meeting:
-    """One thread's connection to the store. Not to be shared between threads: a wait keeps the connection."""
+    """One thread's connection to the store. Not to be shared between threads: a wait keeps the connection.
+
+    Waits within `during` end also where the take is given up.
+    """
 
     def __init__(self, store: dist.Store, address: Address) -> None:
         self.address, self.store = address, dist.PrefixStore(address.secret, store)
+        self._take: Path | None = None
+
+    @contextlib.contextmanager
+    def during(self, take: Path | None) -> Iterator[None]:
+        """`take` is the file that is there while the take is on (`claims`)."""
+        before, self._take = self._take, take
+        try:
+            yield
+        finally:
+            self._take = before
 
     def put(self, key: str, value: Any) -> None:
         self.store.set(key, msgspec.msgpack.encode(value))
@@ -120,11 +139,19 @@ class Meeting:
 
     def _await(self, key: str, what: str, within_s: float) -> None:
         limit_s = scaled(within_s)
+        end = time.monotonic() + limit_s
         try:
-            self.store.wait([key], timedelta(seconds=limit_s))
-        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-            gone = f"within {limit_s:g} s" if isinstance(error, dist.DistStoreError) else "and trainer 0 is gone"
-            raise WireFailed(f"weight wire: no word of {what} {gone}; read logs/trainer.0.log") from error
+            try:
+                self.store.wait([key], timedelta(seconds=limit_s if self._take is None else min(limit_s, LOOK_S)))
+            except dist.DistStoreError:
+                while not self.store.check([key]):
+                    if self._take is not None and not self._take.exists():
+                        raise WireFailed(f"weight wire: no word of {what} until the take was given up") from None
+                    if time.monotonic() >= end:
+                        raise WireFailed(f"weight wire: no word of {what} within {limit_s:g} s; read logs/trainer.0.log") from None
+                    time.sleep(POLL_S)
+        except (dist.DistNetworkError, RuntimeError) as error:
+            raise WireFailed(f"weight wire: no word of {what} and trainer 0 is gone; read logs/trainer.0.log") from error
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
         """The bytes that stand at `key`, as `get` waits for them."""

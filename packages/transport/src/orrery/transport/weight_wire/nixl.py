@@ -6,7 +6,8 @@ metadata of an agent and the buckets' addresses, stands in the wire's store. Wor
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -56,9 +57,11 @@ class Registered:
         self.agent.deregister_memory(self._registration)
 
 
-def offer(meeting: Meeting, generation: int, source: int, registered: Registered) -> None:
-    """Say where this source's buckets are."""
-    meeting.put(f"nixl/{generation}/{source}", registered.described())
+def offer(meeting: Meeting, generation: int, source: int, registered: Registered) -> str:
+    """Say where this source's buckets are; the key at which that stands."""
+    key = f"nixl/{generation}/{source}"
+    meeting.put(key, registered.described())
+    return key
 
 
 class NixlReader:
@@ -67,25 +70,36 @@ class NixlReader:
     def __init__(self, meeting: Meeting, generation: int, source: int, own: Registered) -> None:
         self._own, self._source = own, source
         self._remote = meeting.get(f"nixl/{generation}/{source}", Agent, f"trainer {source}, where its buckets are")
-        self._name = own.agent.add_remote_agent(self._remote.metadata)
+        with self._reaching():
+            self._name = own.agent.add_remote_agent(self._remote.metadata)
         self._name = self._name.decode() if isinstance(self._name, bytes) else self._name
 
     def read(self, side: int, offset: int, into: torch.Tensor) -> None:
+        with self._reaching():
+            self._read(side, offset, into)
+
+    def close(self) -> None:
+        self._own.agent.remove_remote_agent(self._name)
+
+    def _read(self, side: int, offset: int, into: torch.Tensor) -> None:
         agent = self._own.agent
         local = agent.get_xfer_descs([(into.data_ptr(), into.nbytes, self._own.device)], self._own.memory)
         there = agent.get_xfer_descs([(self._remote.addresses[side] + offset, into.nbytes, self._remote.device)], self._remote.memory)
         handle = agent.initialize_xfer("READ", local, there, self._name)
         try:
             state, end = agent.transfer(handle), time.monotonic() + scaled(ROUND_S)
-            while state == "PROC":
-                if time.monotonic() > end:
-                    break
+            while state == "PROC" and time.monotonic() <= end:
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise WireFailed(f"weight wire: reading the slices of trainer {self._source} over NIXL ended in state {state}; see its log")
+                raise RuntimeError(f"it ended in state {state}")
         finally:
             agent.release_xfer_handle(handle)
 
-    def close(self) -> None:
-        self._own.agent.remove_remote_agent(self._name)
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """NIXL's errors have no class in common but Exception."""
+        try:
+            yield
+        except Exception as error:
+            raise WireFailed(f"weight wire: slices of trainer {self._source} cannot be read over NIXL ({error}); see its log") from error

@@ -33,31 +33,47 @@ class Reader(Protocol):
 
 
 class PullSource:
-    """A source's end. `key` is the group's and the source's own."""
+    """A source's end. `offer`: the key at which it has said how its buckets are read."""
 
-    def __init__(self, meeting: Meeting, generation: int, source: int, names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, meeting: Meeting, generation: int, source: int, names: Sequence[str], device: torch.device, offer: str | None = None
+    ) -> None:
+        self._offer = offer
         self._meeting, self._key, self._names, self._device = meeting, f"pull/{generation}/{source}", names, device
         self._count: dict[int, int] = defaultdict(int)
+        self._offered: set[str] = set()
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> "_Offered":
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # it is full only then
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
+        self._offered.add(key)
         self._meeting.put(f"{key}/full", Full(side, offset, num_bytes))
-        return _Offered(self._meeting, key, self._names[target])
+        return _Offered(self, key, self._names[target])
+
+    def is_read(self, key: str, target: str) -> None:
+        self._meeting.get(f"{key}/read", bool, f"{target}, that it has read its slices", ROUND_S)
+        self._forget(key)
 
     def close(self) -> None:
-        """Readers hear of it at their deadline."""
+        """Readers hear of it when the take is given up, or at their deadline."""
+        for key in list(self._offered):
+            self._forget(key)
+        if self._offer is not None:
+            self._meeting.forget(self._offer)
+
+    def _forget(self, key: str) -> None:
+        self._offered.discard(key)
+        self._meeting.forget(f"{key}/full", f"{key}/read")
 
 
 class _Offered:
-    def __init__(self, meeting: Meeting, key: str, target: str) -> None:
-        self._meeting, self._key, self._target = meeting, key, target
+    def __init__(self, source: PullSource, key: str, target: str) -> None:
+        self._source, self._key, self._target = source, key, target
 
     def wait(self) -> None:
-        self._meeting.get(f"{self._key}/read", bool, f"{self._target}, that it has read its slices", ROUND_S)
-        self._meeting.forget(f"{self._key}/full", f"{self._key}/read")
+        self._source.is_read(self._key, self._target)
 
 
 class PullTarget:

@@ -1,12 +1,14 @@
 """Takes as trainer rank 0 sees them: engine ranks arrive, and when all of a take are there, everybody goes.
 
-One take at a time. One that a later take finds incomplete was given up by the orchestrator, and is over.
+One take at a time. One that is given up, or that a later take finds incomplete, is over. So is one whose version is not to be had any more:
+whether it is, `admit` says in the moment in which the take begins.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
-from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.claims import Taking, read_taking, take_path
+from orrery.transport.weight_wire.contract import TakeFailed, WireFailed
 from orrery.transport.weight_wire.meeting import FOREVER_S, Arrival, Done, Meeting, Order
 
 ARRIVAL_S = 120.0  # for all ranks of all engines of a take, once the first has come
@@ -16,68 +18,76 @@ DONE_S = 300.0  # for the other trainer ranks to have sent
 class Reception:
     """Belongs to one thread."""
 
-    def __init__(self, meeting: Meeting, folder: Path) -> None:
-        self._meeting, self._folder = meeting, folder
-        self._num_arrivals = 0
+    def __init__(self, meeting: Meeting, folder: Path, admit: Callable[[Taking], str]) -> None:
+        """`admit` says why a take may not begin, or "" where it has begun."""
+        self._meeting, self._folder, self._admit = meeting, folder, admit
+        self._num_arrivals = self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
 
     def next(self) -> Order:
         """Wait for the next take; the order that it leads to, which the engines have been given too."""
         arrived: dict[tuple[str, int], Arrival] = {}
-        take = 0
+        taking: Taking | None = None
         while True:
             try:
-                arrival = self._meeting.get(f"arrival/{self._num_arrivals + 1}", Arrival, "engines", ARRIVAL_S if arrived else FOREVER_S)
+                arrival = self._next_arrival(taking)
             except WireFailed:
-                if not arrived:
+                if taking is None:
                     raise
-                return self._answer(Order(take, error=f"take {take}: {self._missing(take, arrived)} did not come within {ARRIVAL_S:g} s"))
-            self._num_arrivals += 1
-            self._meeting.forget(f"arrival/{self._num_arrivals}")
+                missing = ", ".join(self._absent(taking.engines, arrived))
+                return self._answer(Order(taking.take, version=taking.version, error=f"{missing} did not come"))
             if arrival.take < 0:
                 return Order(-1, end=True)
-            if arrival.take < take:
-                continue
-            if arrival.take > take:
-                arrived, take = {}, arrival.take
+            if arrival.take <= self._answered or (taking is not None and arrival.take < taking.take):
+                continue  # who comes as late sees that its take is over
+            if taking is None or arrival.take > taking.take:
+                try:
+                    arrived, taking = {}, read_taking(take_path(self._folder, arrival.take, arrival.claim))
+                except TakeFailed:
+                    return self._answer(Order(arrival.take, error="it was given up"))
+                assert taking is not None
             arrived[arrival.engine, arrival.rank] = arrival
-            taking = read_taking(self._folder / f"take_{take}.json")
-            assert taking is not None
             if not self._absent(taking.engines, arrived):
                 ordered = [arrived[engine, rank] for engine in taking.engines for rank in range(arrived[engine, 0].world_size)]
-                return self._answer(self._order(take, taking.version, tuple(each.member for each in ordered)))
+                return self._answer(self._order(taking, tuple(each.member for each in ordered)))
 
     def gather(self, order: Order, mine: Done, num_ranks: int) -> Done:
         """What came of an order over all trainer ranks: the first error, the longest seconds."""
-        every = [
-            mine,
-            *(
-                self._meeting.get(f"done/{order.take}/{rank}", Done, f"trainer {rank}, that it has sent", DONE_S)
-                for rank in range(1, num_ranks)
-            ),
-        ]
+        every = [mine]
+        for rank in range(1, num_ranks):
+            key = f"done/{order.take}/{rank}"
+            every.append(self._meeting.get(key, Done, f"trainer {rank}, that it has sent", DONE_S))
+            self._meeting.forget(key)
         error = next((done.error for done in every if done.error), "")
         if error:
             self._members = ()  # whatever the next take's members are, they form a new group
         keys = {key for done in every for key in done.parts}
         return Done(error, {key: max(done.parts.get(key, 0.0) for done in every) for key in sorted(keys)})
 
-    def _order(self, take: int, version: int, members: tuple[str, ...]) -> Order:
+    def _next_arrival(self, taking: Taking | None) -> Arrival:
+        key = f"arrival/{self._num_arrivals + 1}"
+        with self._meeting.during(take_path(self._folder, taking.take, taking.claim) if taking is not None else None):
+            arrival = self._meeting.get(key, Arrival, "engines", FOREVER_S if taking is None else ARRIVAL_S)
+        self._num_arrivals += 1
+        self._meeting.forget(key)
+        return arrival
+
+    def _order(self, taking: Taking, members: tuple[str, ...]) -> Order:
+        if refusal := self._admit(taking):
+            return Order(taking.take, version=taking.version, error=refusal)
         if members != self._members:
             self._generation, self._members = self._generation + 1, members
-        return Order(take, version, self._generation, members)
+        return Order(taking.take, taking.claim, taking.version, self._generation, members)
 
     def _answer(self, order: Order) -> Order:
+        """Who waits for the answer to an earlier take sees that it is over."""
         self._meeting.put(f"go/{order.take}", order)
+        self._meeting.forget(f"go/{self._answered}")
+        self._answered = order.take
         return order
 
     @staticmethod
     def _absent(engines: tuple[str, ...], arrived: dict[tuple[str, int], Arrival]) -> list[str]:
         sizes = {engine: each.world_size for (engine, _), each in arrived.items()}
         return [f"{engine} (rank {rank})" for engine in engines for rank in range(sizes.get(engine, 1)) if (engine, rank) not in arrived]
-
-    def _missing(self, take: int, arrived: dict[tuple[str, int], Arrival]) -> str:
-        taking = read_taking(self._folder / f"take_{take}.json")
-        assert taking is not None
-        return ", ".join(self._absent(taking.engines, arrived))

@@ -4,8 +4,10 @@
 - A thread sends while the trainer waits for its next batch, or works on it: until the optimizer steps the weights stand still. `settle`,
   called just before the step, takes the version away and waits until whoever has claimed it has it.
 - Beside its shards a rank holds two buckets, and never a whole tensor that is not its own.
-- A take that fails (an engine has died, a deadline has passed) is over with a sentence, and its group is given up; the trainer goes on,
-  and the next take forms another. Rank 0 raises what fails on the trainer's own side at the next `publish` or `settle`.
+- A take begins only while its version is open: from `publish` until `settle` has found that nobody has a claim to it. Both are decided
+  under one lock, so no take that comes late reads weights that change.
+- A take that fails (an engine has died, a deadline has passed) is over with a sentence, and its group is given up; its claim holds the
+  version for another take without that engine. Rank 0 raises what fails on the trainer's own side at the next `publish` or `settle`.
 """
 
 import threading
@@ -23,7 +25,7 @@ from orrery.observe.deadline import scaled
 from orrery.transport.fingerprint import MASK, digest
 from orrery.transport.weight_wire import meeting
 from orrery.transport.weight_wire.buckets import Copy, Held, fill, joined
-from orrery.transport.weight_wire.claims import claims
+from orrery.transport.weight_wire.claims import Taking, claims, take_path
 from orrery.transport.weight_wire.contract import Published, WireFailed
 from orrery.transport.weight_wire.ipc import allocate
 from orrery.transport.weight_wire.links import SourceLink, make_source_link
@@ -34,7 +36,7 @@ from orrery.transport.weight_wire.shares import Shares
 from orrery.transport.weight_wire.slices import Message
 
 BUCKET_BYTES = 1 << 28
-SETTLE_S = 300.0  # for what was claimed to be sent
+SETTLE_S = 600.0  # for what was claimed to be sent: longer than an engine that hangs in a take is waited for
 
 Report = Callable[[int, str, dict[str, float]], None]
 
@@ -54,6 +56,7 @@ class Source:
             self.address = meeting.find(folder)
         self._meeting = meeting.join(self.address)
         self._version: int | None = None
+        self._settled = -1
         self._held: dict[str, Held] = {}
         self._pointers: list[int] = []
         self._sending: _Sending | None = None
@@ -85,7 +88,9 @@ class Source:
             total += np.frombuffer(self._meeting.raw(key, f"trainer {rank}, its fingerprints of version {version}"), np.uint64)
             self._meeting.forget(key)
         fingerprints = {tensor.name: int(share) & MASK for tensor, share in zip(self._tensors, total, strict=True)}
+        self._meeting.forget(f"settled/{self._settled}")  # all ranks have read it, since all are here
         published = Published(version, str(self.folder), fingerprints, digest(fingerprints))
+        self._sending.open(version)
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         return published
 
@@ -103,6 +108,7 @@ class Source:
             self._sending.settle(version, scaled(SETTLE_S))
             closed.unlink()
             self._meeting.put(key, True)
+            self._settled = version
         return time.perf_counter() - begin
 
     def close(self) -> None:
@@ -141,7 +147,8 @@ class _Sending:
         self._changed = threading.Condition()
         self._busy = False
         self._failure: BaseException | None = None
-        self._over: set[int] = set()  # takes
+        self._open: int | None = None  # the version that takes may begin of
+        self._sent: set[int] = set()  # claims
         self._held: dict[str, Held] = {}
         self._generation = -1
         self._plan: Plan | None = None
@@ -159,20 +166,37 @@ class _Sending:
         if self._failure is not None:
             raise WireFailed(f"weight wire: trainer {self._source.rank} answers no take any more ({self._failure})") from self._failure
 
+    def open(self, version: int) -> None:
+        with self._changed:
+            self._open = version
+            self._sent.clear()
+
+    def admit(self, taking: Taking) -> str:
+        """Why this take may not begin; "" where it has begun, and the weights stand still until it is over."""
+        with self._changed:
+            if taking.version != self._open:
+                return f"version {taking.version} is gone"
+            if taking.claim not in claims(self._source.folder, taking.version):
+                return "it was given up"
+            self._busy = True
+            return ""
+
     def settle(self, version: int, limit_s: float) -> None:
+        """Wait for whoever has claimed the version, and close it."""
         begin = time.perf_counter()
         with self._changed:
-            while self._busy or set(claims(self._source.folder, version)) - self._over:
+            while self._busy or set(claims(self._source.folder, version)) - self._sent:
                 self.check()
                 if time.perf_counter() - begin > limit_s:
                     raise WireFailed(
                         f"weight wire: version {version} was claimed and is not taken after {limit_s:g} s; read logs/orchestrator.0.log"
                     )
-                self._changed.wait(0.01)  # a claim may also be given up, which only the folder tells
+                self._changed.wait(0.01)  # a claim may also be given back, which only the folder tells
+            self._open = None
 
     def close(self) -> None:
         if self._source.rank == 0:
-            meeting.join(self._source.address).arrive(meeting.Arrival(-1, "", 0, 0, ""))
+            meeting.join(self._source.address).arrive(meeting.Arrival(-1, -1, "", 0, 0, ""))
         self._thread.join(scaled(10.0))
 
     def _run(self) -> None:
@@ -182,26 +206,26 @@ class _Sending:
                 # Of its own, ahead of what the trainer has queued: engines stand paused. `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(self._source.device, priority=-1))
             self._meeting = meeting.join(self._source.address)
-            reception = Reception(self._meeting, self._source.folder) if self._source.rank == 0 else None
+            reception = Reception(self._meeting, self._source.folder, self.admit) if self._source.rank == 0 else None
             number = 0
             while True:
                 order = reception.next() if reception is not None else self._meeting.order(number)
-                with self._changed:
-                    self._busy = True
                 if reception is not None:
                     self._meeting.put(f"order/{number}", order)
                 if order.end:
                     break
-                number += 1
                 done = self._carry_out(order)
                 if reception is not None:
                     done = reception.gather(order, done, self._source.num_ranks)
+                    self._meeting.forget(f"order/{number}")
                     self.report(order.version, done.error, done.parts)
                 else:
                     self._meeting.put(f"done/{order.take}/{self._source.rank}", done)
+                number += 1
                 with self._changed:
                     self._busy = False
-                    self._over.add(order.take)
+                    if not done.error:
+                        self._sent.add(order.claim)
                     self._changed.notify_all()
         except BaseException as error:  # the main thread is where a trainer fails
             self._failure = error
@@ -214,12 +238,14 @@ class _Sending:
     def _carry_out(self, order: Order) -> Done:
         if order.error:
             return Done(order.error)
+        assert self._meeting is not None
         parts, begin = Parts(), time.perf_counter()
         try:
-            if order.generation != self._generation:
-                self._form(order)
-            begin = parts.add("form_s", begin)
-            self._send(parts)
+            with self._meeting.during(take_path(self._source.folder, order.take, order.claim)):
+                if order.generation != self._generation:
+                    self._form(order)
+                begin = parts.add("form_s", begin)
+                self._send(parts)
         except (OrreryError, RuntimeError) as error:
             self._drop()
             return Done(str(error) or type(error).__name__, parts.seconds)

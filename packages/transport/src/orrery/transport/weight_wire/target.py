@@ -4,7 +4,7 @@
   they came in; they must be used before the next but one round is asked for.
 - Every slice is fingerprinted as it came. `attest` adds the shares of all ranks of the engine up: every rank then knows the whole
   tensors' fingerprints, and that ranks which hold the same part hold the same bits.
-- Whatever fails gives the group up, so that nobody waits for this rank, and raises.
+- Whatever fails gives the group up, so that nobody waits for this rank, and raises; `TakeFailed` where it was not this rank's doing.
 """
 
 import secrets
@@ -20,8 +20,8 @@ from orrery.transport.fingerprint import MASK
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import meeting
 from orrery.transport.weight_wire.buckets import shape_of, starts_of
-from orrery.transport.weight_wire.claims import Taking
-from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.claims import Taking, take_path
+from orrery.transport.weight_wire.contract import TakeFailed, WireFailed
 from orrery.transport.weight_wire.ipc import allocate
 from orrery.transport.weight_wire.links import OnItsWay, TargetLink, make_target_link
 from orrery.transport.weight_wire.meeting import Arrival, Meeting, Member, Order, Place, Tensor
@@ -51,6 +51,7 @@ class Target:
         self._address: meeting.Address | None = None
         self._generation = -1
         self._link: TargetLink | None = None
+        self._ahead: list[Sequence[OnItsWay]] = []
         self.tensors: dict[str, Tensor] = {}
 
     def join(self, folder: Path, needs: Callable[[list[Tensor]], Needs]) -> None:
@@ -67,30 +68,35 @@ class Target:
         self._meeting.put(
             f"member/{self._member}", Member(self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs)
         )
+        self._folder, self._attested = folder, "attest"
         self._buckets = allocate(address.bucket_bytes, self.device)
         self._address = address
 
     def take(self, taking: Taking, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """(slices, the bucket that they are in), until all have come. Raises WireFailed."""
+        """(slices, the bucket that they are in), until all have come. Raises TakeFailed."""
         begin = time.perf_counter()
-        self._take = taking.take
-        self._meeting.arrive(Arrival(taking.take, self.engine, self.rank, self.world_size, self._member))
-        order = self._meeting.get(f"go/{taking.take}", Order, f"trainer 0, that take {taking.take} may begin", 2 * ARRIVAL_S)
-        begin = parts.add("meet_s", begin)
-        if order.error:
-            raise WireFailed(f"weight wire: {order.error}")
+        self._meeting.forget(f"{self._attested}/{self.rank}")  # whoever wanted it has had it, or has failed
+        self._attested = f"attest/{taking.take}/{self.engine}"
         try:
-            if order.generation != self._generation:
-                self._form(order)
-            begin = parts.add("form_s", begin)
-            yield from self._receive(parts)
-        except BaseException:
+            with self._meeting.during(take_path(self._folder, taking.take, taking.claim)):
+                self._meeting.arrive(Arrival(taking.take, taking.claim, self.engine, self.rank, self.world_size, self._member))
+                order = self._meeting.get(f"go/{taking.take}", Order, f"trainer 0, that take {taking.take} may begin", 2 * ARRIVAL_S)
+                begin = parts.add("meet_s", begin)
+                if order.error:
+                    raise WireFailed(order.error)
+                if order.generation != self._generation:
+                    self._form(order)
+                begin = parts.add("form_s", begin)
+                yield from self._receive(parts)
+        except BaseException as error:
             self.drop()
+            if isinstance(error, WireFailed):
+                raise TakeFailed(taking.take, error) from error
             raise
 
     def attest(self) -> dict[str, int]:
         """Fingerprint by name of the whole tensors that the ranks of this engine hold. WireFailed names what ranks disagree about."""
-        key = f"attest/{self._take}/{self.engine}"
+        key = self._attested
         self._meeting.store.set(f"{key}/{self.rank}", self._shares.cpu().numpy().tobytes())
         whole: dict[tuple[str, Box], tuple[int, int]] = {}
         for member in self._plan.members:
@@ -114,7 +120,8 @@ class Target:
         """Give the group up."""
         if self._link is not None:
             self._link.close()
-        self._generation, self._link = -1, None
+        # Messages on their way keep connections open, and with them whoever waits at the other end.
+        self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: Order) -> None:
         self.drop()
