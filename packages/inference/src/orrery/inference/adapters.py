@@ -11,7 +11,9 @@
   name, and the engine has nothing to attest.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -43,37 +45,38 @@ class AdapterReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors = dict(read_weights(update_info.path))
         except SafetensorError as error:
             raise ValueError(f"{what}: {damage(Path(update_info.path)) or error}") from error
-        places = {name for module in self._buffers() for name in _names(module)}
+        places = self._buffers().keys()
         for names, verb in ((tensors.keys() - places, "has no place in this model"), (places - tensors.keys(), "is missing")):
             if names:
                 raise ValueError(f"{what}: tensor {min(names)!r} {verb}")
         self._tensors = tensors
 
     def finish_weight_update(self) -> None:
-        manager, slot = self.model.lora_manager, self._slot()
-        for name, module in manager.modules.items():
-            parts = [[self._tensors[each] for each in _names(part)] for part in manager.packed_modules.get(name) or [name]]
-            a, b = zip(*parts, strict=True)
-            module.set_lora(slot, *((list(a), list(b)) if len(parts) > 1 else (a[0], b[0])))
-        buffers = {name: pair[i] for module, pair in self._buffers().items() for i, name in enumerate(_names(module))}
+        [slot] = [
+            index for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id) if adapter is not None
+        ]  # the one adapter's
+        for module, parts in self._adapted():
+            a, b = ([self._tensors[_names(part)[factor]] for part in parts] for factor in (0, 1))
+            module.set_lora(slot, *((a, b) if len(parts) > 1 else (a[0], b[0])))
+        buffers = self._buffers()
         self.held = {name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()}
         self._tensors = {}
 
     def shutdown(self) -> None:
         self.held = {}
 
-    def _slot(self) -> int:
-        """Where the one adapter stands in every buffer."""
-        [slot] = [index for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id) if adapter is not None]
-        return slot
-
-    def _buffers(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The buffers A [slots, 1, rank, in] and B [slots, 1, out, rank] of every projection by its name; of fused ones each part's."""
+    def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
+        """(vLLM's module, names of its projections: several of a fused one)."""
         manager = self.model.lora_manager
-        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, module in manager.modules.items():
-            parts = manager.packed_modules.get(name) or [name]
-            found.update(zip(parts, zip(module.lora_a_stacked, module.lora_b_stacked, strict=True), strict=True))
+            yield module, manager.packed_modules.get(name) or [name]
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of all factors by PEFT name: A [slots, 1, rank, in] and B [slots, 1, out, rank]."""
+        found: dict[str, torch.Tensor] = {}
+        for module, parts in self._adapted():
+            for part, *pair in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+                found.update(zip(_names(part), pair, strict=True))
         return found
 
 
