@@ -23,7 +23,7 @@ local base =
     stages+: { sft: null, evaluate+: { num_problems: 512 } },
   };
 // As many steps as each takes to be learned, or nearly; where nearly all rollouts are right, hardly a group has anything to teach.
-local steps = { reverse_words: 40, arithmetic: 70, calculator: 15 };
+local steps = { reverse_words: 40, arithmetic: 60, calculator: 15 };
 local tasks = {
   reverse_words: import 'tasks/smollm2_reverse_words.libsonnet',
   arithmetic: import 'tasks/smollm2_arithmetic.libsonnet',
