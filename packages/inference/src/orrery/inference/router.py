@@ -8,6 +8,7 @@
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
+import os
 import subprocess
 import sys
 import urllib.error
@@ -44,7 +45,6 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, 
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),
         *("--request-timeout-secs", str(int(manifest.orchestrator.rollout_timeout_s) + 60)),
-        *("--log-level", "warning"),
         "--disable-retries",
         "--disable-circuit-breaker",
     ]
@@ -59,7 +59,11 @@ def main() -> None:
         arguments = router_arguments(me.manifest, urls, me.host, port, metrics_port)
         without_proxy([me.host, *(host for url in urls if (host := urlsplit(url).hostname))])
         me.health.doing("starting vllm-router")
-        process = subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *arguments], preexec_fn=die_with_parent)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_router.launch_router", *arguments],
+            preexec_fn=die_with_parent,
+            env={"RUST_LOG": "warn"} | os.environ,  # --log-level stops at the router's Python; its core would write a line a request
+        )
         try:
             url = f"http://{me.host}:{port}"
             await_start(me, process, "vllm-router", "answer /health", lambda: _is_healthy(url))
