@@ -13,7 +13,7 @@ from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
 from orrery.launcher.submission import Component, components, sbatch_options
-from orrery.manifest.built import check_built
+from orrery.manifest.built import notes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import ProcessPlan, StagePlan, stage
@@ -27,7 +27,7 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
         how = "processes here" if one.num_nodes == 1 else "needs a cluster, and there is no site file with [slurm]"
-        return [_head(manifest, one, how), f"  {_names(one.processes)}", *_notes(manifest)]
+        return [_head(manifest, one, how), f"  {_names(one.processes)}", *notes(manifest)]
     parts = components(hardware, one, site.slurm)
     steps = step_plans(one, parts, site.slurm)
     job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
@@ -35,7 +35,7 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     for number, part in enumerate(parts):
         held = ", ".join(_names(step.processes) for step in steps if step.component == number)
         lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
-    lines += _notes(manifest)
+    lines += notes(manifest)
     if one.num_nodes > 1 and site.network is None:
         lines.append("  note: network.interface: the site file has none, so nodes cannot reach one another: the stage is refused")
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
@@ -48,15 +48,6 @@ def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
     return (
         f"{one.name} of {run_dir('', manifest).name}: {how}, {nodes}, {len(one.processes)} process{'es' if len(one.processes) > 1 else ''}"
     )
-
-
-def _notes(manifest: Manifest) -> list[str]:
-    """What of the manifest is not so yet."""
-    try:
-        check_built(manifest)
-    except OrreryError as error:
-        return [f"  note: it is planned and refuses to start: {error}"]
-    return []
 
 
 def _nodes(part: Component, accelerator: str) -> str:

@@ -70,6 +70,15 @@ def check_built(manifest: Manifest) -> None:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
 
 
+def notes(manifest: Manifest) -> list[str]:
+    """What is to be told of a run that cannot start yet, where it is planned or checked: one line, or none."""
+    try:
+        check_built(manifest)
+    except OrreryError as error:
+        return [f"  note: it is planned and refuses to start: {error}"]
+    return []
+
+
 def _check_adapters(manifest: Manifest) -> None:
     """What of `trainer.lora` does not reach engines yet."""
     lora, wire = manifest.trainer.lora, manifest.transport.weights

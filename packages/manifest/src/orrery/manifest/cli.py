@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from orrery.manifest import fields
+from orrery.manifest.built import notes
 from orrery.manifest.check import nearest
 from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
@@ -116,7 +117,7 @@ def check(names: Names = None) -> None:
     runs = _chosen(rest) if rest or not names else []
     check_tasks([*given, *map(_spelled, runs)])
     for word, manifest in given:
-        print(f"{word}: {manifest.name} is a manifest")
+        print(f"{word}: {manifest.name} is a manifest", *notes(manifest), sep="\n")
     for run in runs:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file():
@@ -125,7 +126,7 @@ def check(names: Names = None) -> None:
             changed = differences(load(path), run.manifest)
             what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "") if changed else "its layout was edited"
             raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it")
-        print(f"{name} {id12(run.manifest)}")
+        print(f"{name} {id12(run.manifest)}", *notes(run.manifest), sep="\n")
     if not names:
         known = run_files(workspace)
         for path in sorted((workspace.root / "manifests").glob("*.json")):
