@@ -72,8 +72,8 @@ configure() {
 ClusterName=simulated
 SlurmctldHost=head($(address head))
 SlurmUser=slurm
-# cred_expire: how long a requeued job waits at the least; longer than KillWait, or the new job meets the old one's steps
-AuthInfo=cred_expire=20
+# cred_expire: how long a requeued job waits at the least; 10 s longer than KillWait, or the new job meets the old one's steps
+AuthInfo=cred_expire=15
 SlurmctldPidFile=$ROOT/run/slurmctld.pid
 SlurmdPidFile=$ROOT/run/slurmd.%n.pid
 SlurmctldLogFile=$ROOT/log/slurmctld.log
