@@ -81,6 +81,7 @@ def _exit_now() -> None:
 async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> None:
     address, socket = vllm.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
+    os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
     me.health.doing("starting the engine")
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
     async with vllm.build_async_engine_client(args) as engine:
