@@ -18,7 +18,7 @@ from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_slices, named_hf_tensors
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed
 from orrery.transport.update import update_engine
-from orrery.transport.weight_wire import Published, WeightPublisher, claim, claim_again, give_up, release
+from orrery.transport.weight_wire import DIRECT_KINDS, Published, WeightPublisher, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.buckets import Held
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.plan import Parts
@@ -102,7 +102,8 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
     assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
 
 
-def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path):
+@pytest.mark.parametrize("kind", DIRECT_KINDS)
+def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path, kind):
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=300)
     folder = tmp_path / "wire"
@@ -114,11 +115,11 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
 
     async def scenario(fleet):
         published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
-        flight = asyncio.ensure_future(sample(fleet, "in-flight-direct", max_tokens=300))
+        flight = asyncio.ensure_future(sample(fleet, f"in-flight-{kind}", max_tokens=300))
         while (await fleet.metrics())[0].running == 0:
             await asyncio.sleep(0)
         report = await fleet.update(published)
-        return published, report, await fleet.fingerprints(), await flight, await sample(fleet, "after-direct")
+        return published, report, await fleet.fingerprints(), await flight, await sample(fleet, f"after-{kind}")
 
     try:
         published, report, held_by, flight, after = drive(server[1], scenario)

@@ -3,6 +3,7 @@
 import importlib.util
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE
+from orrery.transport.weight_wire.peers import Peers
 from orrery.transport.weight_wire.plan import Parts
 from orrery.transport.weight_wire.reception import Reception
 from orrery.transport.weight_wire.source import _Sending
@@ -244,3 +246,30 @@ def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alo
             held = engine.take(claimed)
         release(claimed)
         assert flipped and {name for name in held if held[name] != published.fingerprints[name]} == {"expert.2.up"}
+
+
+class ConnectingForEver:
+    """A process group of nccl whose peer ended while the two were connecting."""
+
+    def send(self, *_):
+        threading.Event().wait()
+
+    recv = send
+
+
+def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monkeypatch):
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    peers = object.__new__(Peers)
+    peers._names, peers._device, peers._met, peers._group = (
+        ["trainer 0", "engine 0 (rank 0)"],
+        torch.device("cuda"),
+        set(),
+        ConnectingForEver(),
+    )
+    with pytest.raises(WireFailed, match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\); see its log"):
+        peers.send(torch.zeros(1), 1, 0)
+    with pytest.raises(WireFailed, match="trainer 0 did not send its slices"):
+        peers.receive(torch.zeros(1), 0, 0)

@@ -3,11 +3,16 @@
 - The group is our own, beside whatever groups torch or vLLM have in the process; its ranks are sources first, then targets.
 - nccl gives each pair a communicator and a stream of its own, so a rank's messages to several peers travel at the same time.
 - Who waits for a peer that has died gets an error: from gloo at once, from nccl at the deadline, after which the group is given up.
+- nccl makes a pair's communicator within the pair's first message, and there it waits for the other end for as long as that takes: on a
+  peer that ends in this moment, for ever. So first messages are a thread's matter, which is left behind at the deadline.
 """
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,8 @@ ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patien
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
 
+T = TypeVar("T")
+
 
 class Peers:
     """One rank's end."""
@@ -28,6 +35,7 @@ class Peers:
     def __init__(self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device) -> None:
         """`names` are what error sentences call the ranks of the group, this one (`rank`) among them. Waits until all are there."""
         self._names, self._device = names, device
+        self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
         name_interface()
         if device.type == "cuda":
@@ -47,10 +55,29 @@ class Peers:
                 ) from error
 
     def send(self, message: Tensor, peer: int, number: int) -> "Sent":
-        return Sent(self, self._group.send([message], peer, number), peer, "take")
+        return Sent(self, self._start(lambda: self._group.send([message], peer, number), peer, "take"), peer, "take")
 
     def receive(self, message: Tensor, peer: int, number: int) -> "Sent":
-        return Sent(self, self._group.recv([message], peer, number), peer, "send")
+        return Sent(self, self._start(lambda: self._group.recv([message], peer, number), peer, "send"), peer, "send")
+
+    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> dist.Work:
+        try:
+            if self._device.type == "cpu" or peer in self._met:
+                return message()
+            stream = torch.cuda.current_stream(self._device)
+
+            def on_our_stream() -> dist.Work:
+                with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                    return message()
+
+            work = within(scaled(ROUND_S), on_our_stream)
+            self._met.add(peer)
+            return work
+        except RuntimeError as error:
+            raise self.failed(peer, verb, error) from error
+
+    def failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
+        return WireFailed(f"weight wire: {self._names[peer]} did not {verb} its slices ({_first(error)}); see its log")
 
     def close(self) -> None:
         """Give the group up; whoever waits for this rank hears of it."""
@@ -79,8 +106,28 @@ class Sent:
                 time.sleep(POLL_S)
             self._work.wait()
         except RuntimeError as error:
-            name = self._peers._names[self._peer]
-            raise WireFailed(f"weight wire: {name} did not {self._verb} its slices ({_first(error)}); see its log") from error
+            raise self._peers.failed(self._peer, self._verb, error) from error
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What `call` gives, in a thread of its own. Raises what it raises, or RuntimeError after `limit_s`; then the thread goes on alone."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="weight-wire-meets", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"{limit_s:g} s are over")
+    return results[0]
 
 
 def _first(error: Exception) -> str:
