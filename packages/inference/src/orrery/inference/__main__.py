@@ -5,6 +5,7 @@ import gc
 from orrery.inference.adapter_start import blank_adapter
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
 from orrery.inference.kv_offload import forget, offload
+from orrery.inference.releases import import_vllm
 from orrery.observe.process import role_process
 from orrery.transport.token import run_token
 
@@ -19,10 +20,7 @@ def main() -> None:
         adapter = blank_adapter(me.run_dir, manifest, me.stage, me.index)
         arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter)
         arguments += offload(me)
-        from orrery.inference.patches.vllm import import_without_compiler  # imports torch
-
-        if manifest.inference.enforce_eager:
-            import_without_compiler()
+        import_vllm(manifest)
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)

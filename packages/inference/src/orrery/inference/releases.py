@@ -7,6 +7,7 @@
 | versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
 | routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; beside one by `patches.vllm_routes_elsewhere` |
+| torch's compiler, as it is imported | needed | left out where nothing is compiled |
 | routed experts on CPU | – | `patches.vllm_routes` |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
@@ -71,6 +72,14 @@ def environment(manifest: Manifest) -> dict[str, str]:
     if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu" and _has(AUX_OUTPUT):
         return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # else vLLM may choose the other runner, and refuse to start with it
     return {}
+
+
+def import_vllm(manifest: Manifest) -> None:
+    """Import vLLM, without torch's compiler where nothing is compiled and the release can do without: 0.26 imports it whole."""
+    if manifest.inference.enforce_eager and _has(LAUNCHERS):
+        from orrery.inference.patches.vllm import import_without_compiler
+
+        import_without_compiler()
 
 
 def correct(manifest: Manifest) -> None:
