@@ -1,4 +1,8 @@
-"""Rows moved and activated by plain operations, without autograd: what the `aten` form and the operators on a CPU run."""
+"""Rows moved and activated by plain operations, without autograd: what the `aten` form and the operators on a CPU run.
+
+A result is never `x.to(the dtype that it has)`: torch 2.11's compiler hands out x, being an intermediate of an `autograd.Function`, as one
+more result of it, and where both are one tensor the gradient goes to the second: zeros, without a word. (2.13 looks for aliases.)
+"""
 
 import torch
 from torch import Tensor
@@ -9,6 +13,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, and not so much as an operation where it is."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def spread_rows(x_TD: Tensor, row_M: Tensor, num_slots: int) -> Tensor:
     """Row m is x[row_M[m] // num_slots]."""
     return x_TD[row_M // num_slots]
@@ -16,12 +25,12 @@ def spread_rows(x_TD: Tensor, row_M: Tensor, num_slots: int) -> Tensor:
 
 def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
     """Token t is the sum over k of y[place_TK[t, k]], rounded once."""
-    return y_MD[place_TK].sum(1, dtype=wide(y_MD.dtype)).to(y_MD.dtype)
+    return cast(y_MD[place_TK].sum(1, dtype=wide(y_MD.dtype)), y_MD.dtype)
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    gate_MI, up_MI = gate_up_M2I.to(wide(gate_up_M2I.dtype)).chunk(2, dim=1)
-    return (gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
+    gate_MI, up_MI = cast(gate_up_M2I, wide(gate_up_M2I.dtype)).chunk(2, dim=1)
+    return cast(gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None], gate_up_M2I.dtype)
 
 
 def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
