@@ -1,8 +1,8 @@
 """A copy in host memory of what a rank holds: what training waits for at a checkpoint, and what a thread writes to disk after that.
 
 - One buffer, laid out as the data of the safetensors file that it becomes; it stays for the next checkpoint.
-- Beside CUDA the buffer is pinned, so that a copy runs at the speed of the link. It is registered rather than allocated by torch, whose
-  pinned blocks are powers of two. Pinning takes seconds for tens of gigabytes: `reserve` does it ahead, in a thread of its own.
+- Beside CUDA the buffer is pinned (`host_memory`), so that a copy runs at the speed of the link. Pinning takes seconds for tens of
+  gigabytes: `reserve` does it ahead, in a thread of its own.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer.host_memory import host_block
 from orrery.trainer.parallel.world import World
 from orrery.trainer.safetensors_file import Layout, content, layout
 
@@ -48,19 +49,16 @@ class HostCopy:
         """Make room. Raises RunFailed where there is none."""
         if self._buffer.numel() >= num_bytes:
             return
-        self._release()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         available = available_bytes()
         if num_bytes > available:  # asked first: a host that runs out of memory kills, and says nothing
             raise RunFailed(
                 f"trainer.checkpoint: this rank's copy of weights and optimizer state takes {num_bytes / 1e9:.1f} GB of host memory, "
                 f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
             )
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()  # touched now, so that the copy finds every page
-        if self._device.type == "cuda" and num_bytes:
-            torch.cuda.set_device(self._device)  # a thread begins with the first device
-            code = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
-            if int(code):
-                log.warning("%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer", num_bytes / 1e9, int(code))
+        self._buffer, error = host_block(num_bytes, self._device)
+        if error:
+            log.warning("%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer", num_bytes / 1e9, error)
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
         """Copy `pieces`; when this returns they may change."""
@@ -76,11 +74,6 @@ class HostCopy:
         """The safetensors file of what was copied last."""
         assert self._layout is not None, "nothing was copied"
         return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
-
-    def _release(self) -> None:
-        if self._device.type == "cuda" and self._buffer.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
 def host_number() -> int:

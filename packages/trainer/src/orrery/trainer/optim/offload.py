@@ -5,11 +5,9 @@
 - Three slots on the device: while bucket i is updated, i + 1 is on its way in and i − 1 on its way out, each on a stream of its own. A slot
   is filled again once what was in it is back on the host; a window is fetched again once it is back from the step before.
 - Slots exist from `prefetch` (or the step's begin) to the step's end: forward and backward of other micro-batches have that memory.
-- Host memory is registered with CUDA, not taken from torch's pinned allocator, which rounds sizes up to powers of two.
 - On a CPU the same path runs without streams.
 """
 
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import local
 
 if TYPE_CHECKING:
@@ -115,16 +114,13 @@ class Offload:
         return (bucket.end - bucket.begin) * bucket.line.dtype.itemsize * len(bucket.group.rule.keys)
 
     def _host_block(self, length: int, dtype: torch.dtype) -> Tensor:
-        block = torch.empty(length, dtype=dtype).zero_()  # by many threads, where pinning would touch the pages by one
-        if self._device.type == "cuda" and block.nbytes:
-            cudart = torch.cuda.cudart()
-            if error := int(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
-                raise RunFailed(
-                    f"trainer.memory.optimizer_offload: {block.nbytes / 2**30:.1f} GiB of host memory cannot be pinned "
-                    f"(CUDA error {error}); free host memory, shard over more ranks, or set it to false"
-                )
-            weakref.finalize(self, cudart.cudaHostUnregister, block.data_ptr())
-        return block
+        block, error = host_block(length * dtype.itemsize, self._device)
+        if error:
+            raise RunFailed(
+                f"trainer.memory.optimizer_offload: {block.nbytes / 2**30:.1f} GiB of host memory cannot be pinned "
+                f"(CUDA error {error}); free host memory, shard over more ranks, or set it to false"
+            )
+        return block.view(dtype)
 
 
 def _device_of(line: "Line") -> torch.device:
