@@ -229,6 +229,19 @@ def test_the_prefix_cache_is_shared_within_a_salt_and_never_across_salts(server)
     assert warm.cached_tokens == 192  # whole blocks of 32
 
 
+def test_seeded_requests_whose_prompts_are_prefilled_in_parts_sample_as_they_would_alone(server):
+    prompts = [[(7 * i + 3 * k) % 48 for k in range(300 + i)] for i in range(8)]  # together more than a step's tokens
+
+    async def scenario(fleet):
+        alone = [await sample(fleet, f"alone-{i}", prompt, 8, seed=i, cache_salt=f"alone-{i}") for i, prompt in enumerate(prompts)]
+        return alone, await asyncio.gather(
+            *(sample(fleet, f"crowd-{i}", prompt, 8, seed=i, cache_salt=f"crowd-{i}") for i, prompt in enumerate(prompts))
+        )
+
+    for one, other in zip(*drive(server[1], scenario), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
 def test_a_stop_token_ends_a_request_and_is_part_of_it(server):
     async def scenario(fleet):
         free = await sample(fleet, "free", max_tokens=8, temperature=0.0)

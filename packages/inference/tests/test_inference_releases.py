@@ -27,7 +27,13 @@ TREES = [INSTALLED, *(Path(folder) for folder in [os.environ.get("ORRERY_VLLM_SO
 
 # What patches replace or rely on, beyond what they import: file, then class and attribute.
 CORRECTED = {
-    "vllm.py": [("v1/engine/utils.py", "get_mp_context"), ("model_executor/models/registry.py", "_run_in_subprocess")],
+    "vllm.py": [
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner._sample"),
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner._bookkeeping_sync"),
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner.discard_request_mask"),
+        ("v1/engine/utils.py", "get_mp_context"),
+        ("model_executor/models/registry.py", "_run_in_subprocess"),
+    ],
     "vllm_0_26.py": [
         ("v1/engine/async_llm.py", "AsyncLLM.update_weights"),
         ("v1/engine/async_llm.py", "AsyncLLM.finish_weight_update"),

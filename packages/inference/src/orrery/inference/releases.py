@@ -89,6 +89,7 @@ def correct(manifest: Manifest) -> None:
 
         vllm.fork_engine_core()
         vllm.inspect_models_here()
+        vllm.draw_again_after_a_part()
         if manifest.transport.routed_experts:
             vllm_routes.routes_on_cpu()
         if manifest.transport.weights == "adapters":

@@ -19,6 +19,10 @@
    what start-up takes, also where nothing is ever compiled; it goes on without where there is no compiler. Versions: 0.32 (0.26
    imports it for more than that, and does not go on). Remove when it waits until the compiler is imported, as it does
    for its other corrections of it.
+6. `draw_again_after_a_part`. Upstream: a request with a seed whose prompt is prefilled in parts draws a token after each part, and
+   `GPUModelRunner._bookkeeping_sync` takes the draw back by its generator's offset; a generator on CPU has none ("CPU Generator does
+   not use offset"), and the engine core ends. Versions: 0.32 (seen). Remove when it puts the generator's state back:
+   `test_inference_engine.py` passes without.
 """
 
 import multiprocessing
@@ -83,3 +87,37 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
     if not hasattr(module, name):
         raise RuntimeError(f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py")
     setattr(module, name, by)
+
+
+def draw_again_after_a_part() -> None:
+    """Before the engine core is forked: a seeded request draws its first token as if its prompt had been prefilled at once."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+    if getattr(sample, "orrery", False):
+        return
+
+    def of_parts(self: Any) -> dict[int, torch.Generator]:
+        """Generators by row, of requests whose prompt is not done yet."""
+        rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        return {row: self.input_batch.generators[row] for row in rows if row in self.input_batch.generators}
+
+    def sample_and_put_back(self: Any, *args: Any, **options: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in of_parts(self).values()]
+        output = sample(self, *args, **options)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def bookkeep_without(self: Any, *args: Any, **options: Any) -> Any:
+        hidden = of_parts(self)
+        for row in hidden:
+            del self.input_batch.generators[row]
+        try:
+            return bookkeep(self, *args, **options)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    sample_and_put_back.orrery = True  # type: ignore[attr-defined]
+    CPUModelRunner._sample = sample_and_put_back  # type: ignore[method-assign]
+    CPUModelRunner._bookkeeping_sync = bookkeep_without  # type: ignore[method-assign]
