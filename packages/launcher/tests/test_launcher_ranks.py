@@ -94,6 +94,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_others_say_where_they_were(run_d
     assert time.monotonic() - begin_s < 20
     assert "sft: trainer.1 was killed by SIGKILL while sft (step " in stderr and f"its log is {run_dir}/logs/trainer.1.log" in stderr
     if accelerator != "cpu":  # gloo's ranks fail by themselves when one is gone
+        assert (run_dir / "logs/flight_recorder/rank_0").exists(), kept(run_dir, stderr)
         assert recorded(run_dir, 0)["entries"] and "most recent call first" in (run_dir / "logs/trainer.0.log").read_text()
 
 
@@ -107,11 +108,14 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     begin_s = time.monotonic()
     said = {path: end(launcher) for path, launcher in launchers.items()}
     assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < 20  # where nothing is scaled: within a minute
-    assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped]
-    assert "sft: stall: trainer.1 made no progress for" in said[asleep] and "s while sft (step 6); trainer.0 waits" in said[asleep]
+    assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped], kept(stopped, said[stopped])
+    assert "sft: stall: trainer.1 made no progress for" in said[asleep], kept(asleep, said[asleep])
+    assert "s while sft (step 6); trainer.0 waits" in said[asleep], kept(asleep, said[asleep])
     for path, sentence in said.items():
         logs = path / "logs"
-        assert f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight recorders in {logs}/flight_recorder;" in sentence
+        assert f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight recorders in {logs}/flight_recorder;" in sentence, (
+            kept(path, sentence)
+        )
         for rank in (0, 1):
             assert "most recent call first" in (logs / f"trainer.{rank}.log").read_text()
     # One that was stopped is woken to say where it was, and goes on for a moment; the other still is where it was.
@@ -119,6 +123,16 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     begun = [max(entry["collective_seq_id"] for entry in recorded(asleep, rank)["entries"]) for rank in (0, 1)]
     assert begun[0] > begun[1]
     assert all(recorded(stopped, rank)["entries"] for rank in (0, 1))
+
+
+def kept(run_dir: Path, said: str) -> str:
+    """All that a failed run left, since it can be seen nowhere else once the test has ended."""
+    logs = run_dir / "logs"
+    texts = [
+        f"— {path.name}\n{path.read_text()[-4000:]}"
+        for path in (*sorted(logs.glob("*.log")), *sorted(run_dir.glob("stages/*/health/*.json")))
+    ]
+    return "\n".join([said, f"flight recorders: {sorted(path.name for path in logs.glob('flight_recorder/*'))}", *texts])
 
 
 def recorded(run_dir: Path, rank: int) -> dict:

@@ -100,7 +100,11 @@ def main() -> None:
             own = dist.PrefixStore(f"{size}.{part}", store) if is_needed else None
             world = form(cases[mine[0]][1].mesh, place, rank_device(rank), own)
             for name in mine:
-                answers[name] = do(name, cases[name][0], folder, world)
+                try:
+                    answers[name] = do(name, cases[name][0], folder, world)
+                except BaseException as error:
+                    error.add_note(f"in the case {name}")  # the last that is said, of which only the end is shown
+                    raise
             if size == 4:
                 answers["exchanges"] = exchanges(world)
             dissolve(world)
