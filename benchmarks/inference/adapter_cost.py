@@ -1,0 +1,132 @@
+"""What an adapter beside the weights takes from an engine: tokens/s of one that serves it, as a share of one that serves weights alone.
+
+- The weights are dummies and the adapter is the one of the start, of zeros: engines compute with it all the same, the shape is what costs.
+- On a GPU one engine after the other has it to itself; on a CPU both are there and rounds alternate. A round is all requests, from the
+  first that is sent to the last that is there. The figure is the median of the ratios of rounds of the same number.
+
+    python benchmarks/inference/adapter_cost.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
+    python benchmarks/inference/adapter_cost.py --run smollm2_smoke --tokens 32 --requests 8 --record adapter_cost_cpu
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from throughput import manifest, prompts
+
+from orrery.manifest.identity import canonical_json
+from orrery.manifest.schema import Manifest
+from orrery.models.families import hf_config
+from orrery.observe.process import parse_role
+from orrery.transport.engine import EngineClient
+from orrery.transport.rendezvous import await_endpoints
+from orrery.transport.weight_wire import served_model
+from record import record
+from roles import roles
+
+START_S = 900.0
+
+
+def adapted(args: argparse.Namespace, adapter: bool) -> Manifest:
+    """The checked-in run with one engine by itself, which takes an adapter or does not."""
+    content = manifest(args, routes=False).model_dump(mode="json")
+    content["inference"]["router"] = {"kind": "none"}
+    content["transport"]["weights"] = "adapters" if adapter else "files"
+    content["trainer"]["lora"] = {"rank": args.rank, "alpha": 2.0 * args.rank, "targets": args.targets, "seed": 1} if adapter else None
+    return Manifest.model_validate(content)
+
+
+@contextmanager
+def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
+    with tempfile.TemporaryDirectory(prefix="orrery-adapter-cost-") as folder:
+        run_dir, spec = Path(folder), adapted(args, adapter)
+        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
+        init = run_dir / "weights" / "init"
+        init.mkdir(parents=True)
+        config = hf_config(spec.model) | {"eos_token_id": None, "dtype": spec.inference.dtype}
+        (init / "config.json").write_text(json.dumps(config))
+        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        try:
+            with roles(run_dir, {"inference": (str(Path(__file__).with_name("throughput.py")), "--serve")}):
+                [endpoint] = await_endpoints(me, "inference", 1, START_S)
+                yield EngineClient(endpoint.url, os.environ.get("ORRERY_TOKEN"), model=served_model(spec, "rl"))
+        finally:
+            me.metrics.close()
+
+
+async def one_round(args: argparse.Namespace, client: EngineClient, vocab_size: int, number: int) -> float:
+    """Tokens/s of all requests at once."""
+
+    async def one(index: int, ids: list[int]) -> int:
+        generation = await client.generate(
+            ids, max_tokens=args.tokens, temperature=1.0, cache_salt=str(number), request_id=f"{number}-{index}", ignore_eos=True
+        )
+        return len(generation.token_ids)
+
+    begin = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(one(index, ids) for index, ids in enumerate(prompts(args, vocab_size, number).tolist()))))
+    if tokens != args.requests * args.tokens:
+        raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
+    return tokens / (time.perf_counter() - begin)
+
+
+async def rounds(args: argparse.Namespace, clients: dict[bool, EngineClient]) -> dict[bool, list[float]]:
+    """Rounds of each of these engines in turn; the first of each is not counted."""
+    vocab_size = adapted(args, False).model.vocab_size
+    rates: dict[bool, list[float]] = {adapter: [] for adapter in clients}
+    for number in range(args.rounds + 1):
+        for adapter, client in clients.items():
+            rates[adapter].append(await one_round(args, client, vocab_size, number))
+            print(f"{'with the adapter' if adapter else 'weights alone'}, round {number}: {rates[adapter][-1]:.0f} tokens/s", flush=True)
+    for client in clients.values():
+        await client.close()
+    return {adapter: each[1:] for adapter, each in rates.items()}
+
+
+def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> dict[bool, list[float]]:
+    with ExitStack() as stack:
+        return asyncio.run(rounds(args, {adapter: stack.enter_context(engine(args, adapter)) for adapter in cases}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", nargs="+", default=["attention"])
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of an answer")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", default="adapter_cost", help="name of the JSON beside this script")
+    args = parser.parse_args()
+    args.quantization = "none"
+
+    load_before = os.getloadavg()[0]
+    on_cpu = adapted(args, False).hardware.accelerator == "cpu"
+    measured = measure(args, (False, True)) if on_cpu else measure(args, (False,)) | measure(args, (True,))
+    record(
+        Path(__file__).with_name(f"{args.record}.json"),
+        figure="output tokens/s of an engine that serves an adapter, as a share of one that serves weights alone",
+        value=statistics.median(b / a for a, b in zip(measured[False], measured[True], strict=True)),
+        unit="share",
+        goal=None,
+        better="higher",
+        details={
+            "tokens_per_s_weights": measured[False],
+            "tokens_per_s_adapter": measured[True],
+            "load_average_before": load_before,
+            **vars(args),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
