@@ -4,16 +4,19 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launcher_stages import alive, end, launch, ready, wait_for
 
-from orrery.launcher import lock, status
+from orrery.launcher import lock, stage, status
 from orrery.launcher.observer import Observer
+from orrery.launcher.process import ended_within
 from orrery.launcher.stage import newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.metrics import MetricsFile
@@ -23,7 +26,12 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir):
-    code, stderr = end(launch(run_dir, ("inference", ["child", "shm", "serve"]), ("trainer", ["look"]), ("orchestrator", [])))
+    launcher = launch(
+        run_dir, ("inference", ["child", "shm", "ready", "serve"]), ("trainer", ["look", "until asked"]), ("orchestrator", [])
+    )
+    ready(run_dir, "inference.0")
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
     assert code == 0, stderr
     done = json.loads((run_dir / "stages/rl/DONE").read_text())
     assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(done["ended_s"] - done["started_s"])
@@ -97,6 +105,34 @@ def test_a_role_that_ignores_sigterm_is_killed(run_dir):
     code, _ = end(launcher)
     assert code == 1
     assert status.read(run_dir).roles[0].exit == "SIGKILL"
+
+
+def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
+    class Held:
+        name, pid, node = "inference.0", 7, "node1"
+
+        def poll(self):
+            return None
+
+        def signal(self, number): ...
+
+        def kill_group(self): ...
+
+        def wait(self, within_s):
+            return False
+
+    ending = object.__new__(stage._Stage)
+    ending.processes, ending.interrupts = [Held()], SimpleNamespace(received=[])
+    ending.job = SimpleNamespace(site=SimpleNamespace(roles=SimpleNamespace(deadline_scale=0.5)))
+    sentence = ending._end_all(0.0)
+    assert sentence.startswith("inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it")
+
+
+def test_waiting_for_a_process_says_whether_it_ended():
+    process = subprocess.Popen(["sleep", "60"])
+    assert not ended_within(process, 0.05)
+    process.kill()
+    assert ended_within(process, 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

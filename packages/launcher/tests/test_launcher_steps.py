@@ -99,7 +99,7 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     assert (made.job, made.restarts, made.nodes) == ("7", 1, (("a",), ("b",), ("c", "d")))
     tasks = made.start(plan, run_dir, 3, "t0psecret")
     for one in tasks:
-        one.wait()
+        assert one.wait(30)
     assert {one.name: one.node for one in tasks} == {
         "inference.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c", "trainer.1": "d",
     }  # fmt: skip

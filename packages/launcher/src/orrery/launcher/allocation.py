@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orrery.launcher import containers, slurm
 from orrery.launcher.environment import cluster_environment
-from orrery.launcher.process import header, role_argv
+from orrery.launcher.process import ended_within, header, role_argv
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.steps import Step, StepPlan, Task, srun, step_options, step_plans
 from orrery.launcher.submission import components
@@ -23,7 +23,7 @@ from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
-CLEAN_S, ANSWER_S = 15.0, 8.0
+CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes
 
 
@@ -78,7 +78,7 @@ class Allocation:
             time.sleep(0.1)
         for probe in probes.values():
             probe.kill()
-        return [name for name, probe in probes.items() if probe.wait() != 0]
+        return [name for name, probe in probes.items() if not ended_within(probe, KILLED_S) or probe.returncode != 0]
 
     def clean(self) -> None:
         """Remove the job's scratch folder from every node; what cannot be reached in CLEAN_S stays."""

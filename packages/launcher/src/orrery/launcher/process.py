@@ -54,8 +54,9 @@ class Process:
         if self.poll() is None:
             self._popen.send_signal(number)
 
-    def wait(self) -> None:
-        self._popen.wait()
+    def wait(self, within_s: float) -> bool:
+        """Whether it ended within so many seconds."""
+        return ended_within(self._popen, within_s)
 
     def kill_group(self) -> None:
         """SIGKILL to the process and to everything that it left in its process group."""
@@ -65,6 +66,15 @@ class Process:
     def last_words(self) -> str:
         """The last line that it wrote in this attempt, shortened; empty when it wrote nothing."""
         return last_line(self.log, self._log_begin)
+
+
+def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
+    """A killed process too may stay: the kernel holds it while a device or a file system does not answer."""
+    try:
+        popen.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def role_argv(python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int, incarnation: int = 0) -> list[str]:

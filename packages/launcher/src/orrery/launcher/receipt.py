@@ -29,9 +29,11 @@ from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.publish import write_atomic
+from orrery.observe.deadline import scaled
 from orrery.observe.metrics import read
 
 WITHIN_S = 60.0  # for git, for an image's Python, for nvidia-smi
+READ_S = 600.0  # for all images of a stage
 KEPT_BYTES = 2**20  # an untracked file above this is named and not kept
 WHOLE_BYTES = 64 * 2**30  # of weights above this the index is hashed and shards are told by size
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
@@ -105,7 +107,8 @@ class ImageReader:
         return {role: self._found.get(path.name, {"file": path.name, **unread}) for role, path in sorted(self._images.items())}
 
     def wait(self) -> None:
-        self._thread.join()
+        """Until all are read, or READ_S have passed."""
+        self._thread.join(scaled(READ_S))
 
     def _read(self) -> None:
         for path in dict.fromkeys(self._images.values()):

@@ -21,9 +21,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -64,6 +64,7 @@ SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
 EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
+KILLED_S = 10.0  # for the kernel to end who was killed
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
 MARGIN_S = 60.0
 # Of a rank in a wind-down; Slurm ends a step's other ranks with its first.
@@ -215,7 +216,8 @@ class _Stage:
             outcome = Outcome("failed", f"{self.stage}: {explain(error)}; {self._go_on()}", 1)
         finally:
             grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
-            self._end_all(grace_s)
+            if stuck := self._end_all(grace_s):
+                outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
             self._put_back(outcome)
             observer.close()
             view.close()
@@ -402,7 +404,6 @@ class _Stage:
         """The next incarnation of an engine that has ended, with nothing left of this one that could be taken for it."""
         assert isinstance(process, Process)
         process.kill_group()
-        process.wait()
         for folder in (self._endpoints, health_dir(self.run_dir, self.stage)):
             (folder / f"{process.name}.json").unlink(missing_ok=True)
         sentence = self._sentence(process).removeprefix(f"{self.stage}: ")
@@ -565,8 +566,11 @@ class _Stage:
 
     # Ending -----------------------------------------------------------------------------------------------------------
 
-    def _end_all(self, grace_s: float) -> None:
-        """SIGTERM to all, and after `grace_s` (or at a second Ctrl-C) SIGKILL; then whatever stayed in their groups."""
+    def _end_all(self, grace_s: float) -> str:
+        """SIGTERM to all, and after `grace_s` (or at a second Ctrl-C) SIGKILL; then whatever stayed in their groups.
+
+        Who is there even so, in words.
+        """
         interrupted = len(self.interrupts.received)
         for process in self.processes:
             process.signal(signal.SIGTERM)
@@ -577,8 +581,10 @@ class _Stage:
             time.sleep(0.05)
         for process in self.processes:
             process.kill_group()
-        for process in self.processes:
-            process.wait()
+        killed_s = time.monotonic()
+        within_s = KILLED_S * self.job.site.roles.deadline_scale
+        stuck = [one for one in self.processes if not one.wait(max(0.0, killed_s + within_s - time.monotonic()))]
+        return still_there(stuck, within_s) if stuck else ""
 
     def _end_strays(self) -> None:
         """Kill what a role started outside its process group: this process adopted it, and it carries the run's token."""
@@ -604,6 +610,14 @@ class _Stage:
     def _log(self, text: str) -> None:
         with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n")
+
+
+def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
+    names = ", ".join(f"{one.name} (process {one.pid} on {one.node})" for one in stuck)
+    return (
+        f"{names} did not end within {within_s:g} s of SIGKILL, so the kernel holds it in a device or file system that does not answer; "
+        f"see to that node before you start again"
+    )
 
 
 def _job_ends_at_s(job: Job) -> float | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.launcher.placement import KINDS
-from orrery.launcher.process import last_line, signal_or_code
+from orrery.launcher.process import ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
 from orrery.launcher.submission import Component, gres, members, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
@@ -148,8 +148,8 @@ class Step:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
-        self._popen.wait()
+    def wait(self, within_s: float) -> bool:
+        return ended_within(self._popen, within_s)
 
 
 class Task:
@@ -181,8 +181,8 @@ class Task:
         if self.rank == 0:  # once a step: srun hands it to every task
             self.step.signal(number)
 
-    def wait(self) -> None:
-        self.step.wait()
+    def wait(self, within_s: float) -> bool:
+        return self.step.wait(within_s)
 
     def kill_group(self) -> None:
         self.step.kill()
