@@ -3,9 +3,11 @@
 - The whole RL stage as a person starts it: launcher, two engines behind vllm-router, orchestrator, trainer; an untrained model.
 - One of the engines is killed while it generates, once the run is warm, `--kills` times in turn; each time the run goes on with the other.
 - Of each loss: until the orchestrator has fenced it, until the launcher has started it again, until it has the current version, attested,
-  and requests. Tokens are those of batches that were cut in that time, beside those of an equal time before the first kill.
+  and requests. Tokens are those of batches that were cut in that time, beside those of an equal time before the first kill. The pause is
+  the longest that an update meant for an engine meanwhile.
 
-    python benchmarks/inference/engine_loss.py            # on a quiet machine; about 4 minutes
+    python benchmarks/inference/engine_loss.py                # on a quiet machine; about 4 minutes
+    python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
 """
 
 import argparse
@@ -33,11 +35,12 @@ WARM_STEPS = 4
 LIMIT_S = 600.0
 
 
-def manifest(kills: int) -> Manifest:
+def manifest(kills: int, wire: str) -> Manifest:
     """The small demo with two engines, without an end, a warm start, or evaluations to speak of."""
     content = json.loads((ROOT / "manifests" / "reverse_text_smoke.json").read_text())
     content["name"] = NAME
     content["inference"]["max_restarts"] = kills
+    content["transport"]["weights"] = wire
     content["trainer"]["checkpoint"]["interval_steps"] = NEVER
     content["orchestrator"]["drop_zero_advantage_groups"] = False
     content["orchestrator"]["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1}
@@ -84,25 +87,26 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=2)
-    kills = parser.parse_args().kills
+    parser.add_argument("--wire", default="files", choices=("files", "nccl", "nixl"))
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), manifest(kills))
+        run = Run(Path(folder), manifest(args.kills, args.wire))
         if code := run.start("init").wait():
             raise SystemExit(code)
         launcher = run.start("rl")
         try:
-            losses, ordinary = measure(run, launcher, kills)
+            losses, ordinary = measure(run, launcher, args.kills)
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait()
     record(
-        Path(__file__).with_suffix(".json"),
+        Path(__file__).with_name(f"engine_loss{'' if args.wire == 'files' else '_' + args.wire}.json"),
         figure="inference/engine_loss",
         value=statistics.median(loss["healthy_s"] for loss in losses),
         unit="s",
         goal=None,
         better="lower",
-        details={"tokens_per_s_before": ordinary, "engines": 2, "losses": losses},
+        details={"tokens_per_s_before": ordinary, "engines": 2, "wire": args.wire, "losses": losses},
     )
 
 
@@ -122,6 +126,7 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
         os.kill(run.pid(f"inference.{index}"), signal.SIGKILL)
         run.wait(launcher, "an engine that serves again", lambda number=number: len(run.rows("orchestrator", "engine_healthy")) > number)
         healthy = run.rows("orchestrator", "engine_healthy")[number]
+        updates = [row for row in run.rows("orchestrator", "update") if row["time_s"] > killed_s]
         lost = run.rows("orchestrator", "batch")[-1]["dropped"].get("engine_gone", 0)
         losses.append({
             "engine": index,
@@ -130,6 +135,7 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
             "healthy_s": healthy["time_s"] - killed_s,
             "version": healthy["version"],
             "tokens_per_s_meanwhile": run.tokens_per_s(killed_s, healthy["time_s"]),
+            "longest_pause_s": max((row["pause_s"] for row in updates), default=None),
             "rollouts_lost": lost - sum(loss["rollouts_lost"] for loss in losses),
         })  # fmt: skip
         have = batches()
