@@ -144,5 +144,10 @@ def test_routes_come_back_where_caches_travel_or_stay(transfer):
     check_built(changed("reverse_text_moe", **routes, inference__kv_offload=TIERS))
 
 
+@pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
+def test_engines_that_are_lost_come_back_on_every_wire_that_sends_weights(wire):
+    check_built(changed("reverse_text_smoke", inference__max_restarts=1, transport__weights=wire))
+
+
 def test_one_h200_node_of_a_built_network_is_built():
     check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))

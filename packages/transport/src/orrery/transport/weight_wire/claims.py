@@ -104,6 +104,11 @@ def claims(folder: Path, version: int) -> list[int]:
     return sorted(_number(path, 2) for path in folder.glob(f"claim_{version}_*.json"))
 
 
+def is_claimed(folder: Path, version: int, number: int) -> bool:
+    """Whether this claim of `version` has not been given back."""
+    return _claim_path(folder, version, number).exists()  # by name: a network file system may list it later
+
+
 def _take(published: Published, folder: Path, taking: Taking) -> Published:
     path = take_path(folder, taking.take, taking.claim)
     write_atomic(path, msgspec.json.encode(taking))

@@ -25,7 +25,7 @@ from orrery.observe.deadline import scaled
 from orrery.transport.fingerprint import MASK, digest
 from orrery.transport.weight_wire import meeting
 from orrery.transport.weight_wire.buckets import Copy, Held, fill, joined
-from orrery.transport.weight_wire.claims import Taking, claims, take_path
+from orrery.transport.weight_wire.claims import Taking, claims, is_claimed, take_path
 from orrery.transport.weight_wire.contract import Published, WireFailed
 from orrery.transport.weight_wire.ipc import allocate
 from orrery.transport.weight_wire.links import SourceLink, make_source_link
@@ -176,7 +176,7 @@ class _Sending:
         with self._changed:
             if taking.version != self._open:
                 return f"version {taking.version} is gone"
-            if taking.claim not in claims(self._source.folder, taking.version):
+            if not is_claimed(self._source.folder, taking.version, taking.claim):
                 return "it was given up"
             self._busy = True
             return ""
