@@ -8,6 +8,7 @@
 
     python benchmarks/inference/engine_loss.py                # on a quiet machine; about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
+    benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py --manifest asynchrony_h200_4 --wire nccl    # on a host with four GPUs
 """
 
 import argparse
@@ -28,16 +29,18 @@ from orrery.observe.metrics import rows as all_rows
 from record import record
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
+BASE = "reverse_text_smoke"
 NAME = "engine_loss"
 NEVER = 100_000  # steps
 WARM_STEPS = 4
 LIMIT_S = 600.0
 
 
-def manifest(kills: int, wire: str) -> Manifest:
-    """The small demo with two engines, without an end, a warm start, or evaluations to speak of."""
-    content = json.loads((ROOT / "manifests" / "reverse_text_smoke.json").read_text())
+def manifest(base: str, kills: int, wire: str) -> Manifest:
+    """`base`, which has two engines or more, without an end, a warm start, or evaluations to speak of."""
+    content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
+    if content["inference"]["num_replicas"] < 2:
+        raise SystemExit(f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one with two or more")
     content["name"] = NAME
     content["inference"]["max_restarts"] = kills
     content["transport"]["weights"] = wire
@@ -60,8 +63,8 @@ class Run:
         self.workspace, self.folder = workspace, run_dir(workspace / "runs", what)
 
     def start(self, stage: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-        return subprocess.Popen(["orrery", "run", NAME, stage], cwd=self.workspace, env=env)
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        return subprocess.Popen([sys.executable, "-m", "orrery.launcher.cli", "run", NAME, stage], cwd=self.workspace, env=env)
 
     def rows(self, role: str, event: str) -> list[dict]:
         path = self.folder / "metrics" / f"{role}.0.jsonl"
@@ -88,9 +91,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--wire", default="files", choices=("files", "nccl", "nixl"))
+    parser.add_argument("--manifest", default=BASE)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), manifest(args.kills, args.wire))
+        run = Run(Path(folder), manifest(args.manifest, args.kills, args.wire))
         if code := run.start("init").wait():
             raise SystemExit(code)
         launcher = run.start("rl")
@@ -99,14 +104,15 @@ def main() -> None:
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait()
+    name = "_".join(["engine_loss", *[each for each in (args.manifest, args.wire) if each not in (BASE, "files")]])
     record(
-        Path(__file__).with_name(f"engine_loss{'' if args.wire == 'files' else '_' + args.wire}.json"),
-        figure="inference/engine_loss",
+        args.out / f"{name}.json",
+        figure=f"inference/{name}",
         value=statistics.median(loss["healthy_s"] for loss in losses),
         unit="s",
         goal=None,
         better="lower",
-        details={"tokens_per_s_before": ordinary, "engines": 2, "wire": args.wire, "losses": losses},
+        details={"tokens_per_s_before": ordinary, "manifest": args.manifest, "wire": args.wire, "losses": losses},
     )
 
 
