@@ -125,6 +125,8 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
             claimed = claim(published, [engine.target.engine for engine in engines])
             assert together(*(partial(engine.take, claimed) for engine in engines)) == [published.fingerprints] * len(engines)
             release(claimed)
+        kept = [ranks[0].source._meeting.store.check([f"member/{engine.target._member}"]) for engine in (whole, back, ending)]
+        assert kept == [True, True, False]
 
 
 def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):

@@ -23,6 +23,7 @@ from orrery.observe.network import name_interface
 from orrery.transport.weight_wire.contract import WireFailed
 
 ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
+FORM_S = 30.0  # for a group's ranks to connect, all of which have just come
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
 
@@ -48,7 +49,7 @@ class Peers:
                 os.environ.pop(handling) if before is None else os.environ.update({handling: before})
         else:
             try:
-                self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=scaled(ROUND_S)))
+                self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=scaled(FORM_S)))
             except RuntimeError as error:
                 raise WireFailed(
                     f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} ranks ({_first(error)})"

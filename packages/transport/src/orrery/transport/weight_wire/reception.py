@@ -24,6 +24,7 @@ class Reception:
         self._num_arrivals = self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
+        self._member: dict[tuple[str, int], str] = {}  # by engine and rank, the newest
 
     def next(self) -> Order:
         """Wait for the next take; the order that it leads to, which the engines have been given too."""
@@ -70,7 +71,11 @@ class Reception:
         with self._meeting.during(take_path(self._folder, taking.take, taking.claim) if taking is not None else None):
             arrival = self._meeting.get(key, Arrival, "engines", FOREVER_S if taking is None else ARRIVAL_S)
         self._num_arrivals += 1
+        who = arrival.engine, arrival.rank
         self._meeting.forget(key)
+        if self._member.get(who, arrival.member) != arrival.member:  # an incarnation that has ended
+            self._meeting.forget(f"member/{self._member[who]}")
+        self._member[who] = arrival.member
         return arrival
 
     def _order(self, taking: Taking, members: tuple[str, ...]) -> Order:
