@@ -17,7 +17,7 @@ local h200 = (import 'hardware/h200_pair.libsonnet') + {
   answer_tokens:: { median: 200, max: 4032 },
   transport+: { weights: 'nccl' },
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
-  stages+: { rl+: { num_steps: 9 } },
+  stages+: { rl+: { num_steps: 8 } },
 };
 local shapes = {
   cpu:

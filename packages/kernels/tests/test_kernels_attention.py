@@ -16,6 +16,7 @@ from orrery.kernels.attention import (
     Documents,
     attention_backward,
     attention_forward,
+    batched,
     cudnn_dense,
     cudnn_packed,
     flash,
@@ -183,6 +184,21 @@ def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     given = dout, q, k, v, out, lse, layout
     for actual, expected in zip(padded.backward(*given), plain.backward(*given), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 100])
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_go_at_a_time(lengths, rows, monkeypatch):
+    monkeypatch.setattr(batched, "_rows", lambda *_: rows)
+    q, k, v, cu = pack(lengths)
+    layout = Layout(cu, cu, max(lengths), max(lengths), True, 8**-0.5)
+    out, lse = batched.forward(q, k, v, layout)
+    for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    dout = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).view_as(q)
+    given = dout, q, k, v, out, lse, layout
+    for actual, expected in zip(batched.backward(*given), plain.backward(*given), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_form_that_fails_is_left_out_and_the_next_one_answers(monkeypatch, caplog):

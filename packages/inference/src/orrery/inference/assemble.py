@@ -82,6 +82,9 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
     arguments |= releases.arguments(manifest)
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
+    if manifest.hardware.accelerator != "cpu":
+        # With the cache's size said, vLLM reads it for one check alone: that so much of the device is free, which may be shared.
+        arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
 

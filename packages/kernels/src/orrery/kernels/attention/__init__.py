@@ -5,6 +5,7 @@
 - `cudnn_dense.py`, `cudnn_packed.py`: cuDNN, for documents of one length and of any lengths, in half precision on Hopper and later.
 - `flash.py`: torch's FlashAttention 2, for the rest of half precision on a GPU.
 - `padded.py`: documents of like lengths as padded batches, on a CPU.
+- `batched.py`: documents of like lengths as padded batches in float32, on a GPU.
 - `plain.py`: matrix products in float32, everywhere and for everything.
 - `documents.py` is what they need to know of the packing; a model builds it once and hands it to every layer.
 """

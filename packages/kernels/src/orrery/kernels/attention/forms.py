@@ -3,7 +3,8 @@
 The order below is the rule, until benchmarks/kernels/attention.json says otherwise: cuDNN wherever it takes the layout on compute
 capability 9.0 and above (599 against 346 TFLOP/s forward, 551 against 326 with the backward pass, for 32 query and 4 key heads of
 128 at 32,768 tokens on one H200), FlashAttention 2 for the rest of half precision on a GPU, torch's CPU kernel for packs of
-documents on a CPU, and plain matrix products for what is left (float32 on a GPU, queries and keys of different tokens on a CPU).
+documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents that are short in batches; queries and keys
+of different tokens on a CPU).
 
 Every form gives and takes the same things: out [T, H, D], log-sum-exp [H, T] over natural logarithms. So the backward pass may run in
 another form than the forward pass did, and a form that fails is left out from then on.
@@ -15,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import cudnn_dense, cudnn_packed, flash, padded, plain
+from orrery.kernels.attention import batched, cudnn_dense, cudnn_packed, flash, padded, plain
 from orrery.kernels.attention.layout import Layout, lse_dtype
 
 log = logging.getLogger("orrery.kernels.attention")
@@ -25,6 +26,7 @@ FORMS: dict[str, ModuleType] = {
     "cudnn_packed": cudnn_packed,
     "flash": flash,
     "padded": padded,
+    "batched": batched,
     "plain": plain,
 }
 

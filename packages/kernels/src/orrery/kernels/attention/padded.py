@@ -77,7 +77,7 @@ class Grids:
 
     @staticmethod
     def of(cu_seqlens: Tensor) -> "Grids":
-        return _grids(tuple(cu_seqlens.tolist()))
+        return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
         """[N_b, L_b, …] of a packed [T, …]."""
@@ -93,12 +93,13 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in zip(parts, self.sources, strict=True)]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """The packed [T, …] of every grid's [N_b · L_b, …]."""
-        return cells[0] if self.place is None else torch.cat(cells).index_select(0, self.place)
+        """The packed [T, …] of every grid's [N_b · L_b, …], in as many pieces as the caller likes."""
+        whole = cells[0] if len(cells) == 1 else torch.cat(cells)
+        return whole if self.place is None else whole.index_select(0, self.place)
 
 
 @lru_cache(maxsize=32)
-def _grids(cu_seqlens: tuple[int, ...]) -> Grids:
+def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
     """Worked out once for all layers of a forward and its backward: the offsets themselves are the key."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
@@ -116,4 +117,8 @@ def _grids(cu_seqlens: tuple[int, ...]) -> Grids:
         num_cells += source.size
         sources.append(source)
     in_order = num_cells == len(place) and bool((place == np.arange(num_cells)).all()) and len(sources) <= 1
-    return Grids([torch.from_numpy(source) for source in sources], None if in_order else torch.from_numpy(place))
+    return Grids([_there(source, device) for source in sources], None if in_order else _there(place, device))
+
+
+def _there(index: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(index).to(device)

@@ -1,0 +1,77 @@
+"""Causal attention of many short documents on a GPU in float32: documents of like lengths as padded batches, in plain matrix products.
+
+For small models that are trained in float32, which no fused kernel here takes: a launch for a batch of documents instead of one for
+each. Formulas as in `plain`, batches as in `padded`. Exact in float32 (float64 for float64 inputs).
+"""
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.attention.layout import Layout, lse_dtype
+from orrery.kernels.attention.padded import Grids
+
+_LONGEST = 1024  # a document's scores are quadratic in its length
+_SCORES = 1 << 26  # elements of scores at a time: 256 MiB in float32, three times over
+
+
+def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
+    return q.is_cuda and lse_dtype(q) == q.dtype and layout.causal and layout.shared and layout.max_q <= _LONGEST
+
+
+def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    grids = Grids.of(layout.cu_seqlens_q)
+    outputs, lses = [], []
+    for grid in range(len(grids.sources)):
+        for q_NGRLD, k_NG1LD, v_NG1LD in _parts(grids, grid, q_THD, k_TGD, v_TGD):
+            scores_NGRLS = _scores(q_NGRLD, k_NG1LD, layout.scale)
+            lse_NGRL = scores_NGRLS.logsumexp(-1)
+            outputs.append(_cells((scores_NGRLS - lse_NGRL[..., None]).exp() @ v_NG1LD))
+            lses.append(_cells(lse_NGRL[..., None]).squeeze(-1))
+    return grids.packed(outputs).contiguous(), grids.packed(lses).t().contiguous()
+
+
+def backward(
+    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    grids = Grids.of(layout.cu_seqlens_q)
+    gradients: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    spread = grids.spread(dout_THD)  # zeros in padding
+    for grid in range(len(grids.sources)):
+        others = _parts(grids, grid, q_THD, k_TGD, v_TGD, out_THD, lse_HT.t()[..., None])
+        douts = _grouped(spread[grid], k_TGD.shape[1]).split(_rows(grids, grid, q_THD))
+        for dout_NGRLD, (q_NGRLD, k_NG1LD, v_NG1LD, out_NGRLD, lse_NGRL1) in zip(douts, others, strict=True):
+            weights_NGRLS = (_scores(q_NGRLD, k_NG1LD, layout.scale) - lse_NGRL1).exp()
+            mean_NGRL1 = (dout_NGRLD * out_NGRLD).sum(-1, keepdim=True)
+            dscores_NGRLS = weights_NGRLS * (dout_NGRLD @ v_NG1LD.transpose(-1, -2) - mean_NGRL1) * layout.scale
+            gradients[0].append(_cells(dscores_NGRLS @ k_NG1LD))
+            gradients[1].append(_cells((dscores_NGRLS.transpose(-1, -2) @ q_NGRLD).sum(2, keepdim=True)))
+            gradients[2].append(_cells((weights_NGRLS.transpose(-1, -2) @ dout_NGRLD).sum(2, keepdim=True)))
+    dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
+    return dq_THD, dk_TGD, dv_TGD
+
+
+def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
+    """How many documents of a grid go at a time."""
+    return max(1, _SCORES // (q_THD.shape[1] * grids.sources[grid].shape[1] ** 2))
+
+
+def _parts(grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor) -> list[tuple[Tensor, ...]]:
+    """[N, G, R, L, D] of each, R query heads for a key head, some documents at a time."""
+    groups = k_TGD.shape[1]
+    wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
+    return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))
+
+
+def _grouped(x_NLHD: Tensor, groups: int) -> Tensor:
+    return x_NLHD.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _cells(x_NGRLD: Tensor) -> Tensor:
+    """[N · L, G · R, D]."""
+    return x_NGRLD.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+
+
+def _scores(q_NGRLD: Tensor, k_NG1LD: Tensor, scale: float) -> Tensor:
+    length = q_NGRLD.shape[-2]
+    ahead_LL = torch.ones(length, length, dtype=torch.bool, device=q_NGRLD.device).triu(1)
+    return (q_NGRLD @ k_NG1LD.transpose(-1, -2) * scale).masked_fill(ahead_LL, -torch.inf)
