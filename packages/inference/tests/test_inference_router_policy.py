@@ -19,7 +19,7 @@ from orrery.transport.router import RouterClient
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
-HELD_S = 0.1
+HELD_S = 0.5  # longer than a busy machine takes to send a pool's requests
 START_S = 60.0
 THRESHOLDS = ("--balance-abs-threshold", "--balance-rel-threshold")
 ROUTERS = {  # policy, and what of our arguments is left out
@@ -32,7 +32,7 @@ ROUTERS = {  # policy, and what of our arguments is left out
 
 
 class Counting(BaseHTTPRequestHandler):
-    """An engine as far as the router can tell: well, and answering after HELD_S, so that requests are in flight together."""
+    """An engine as far as the router can tell: well, and answering after `held_s`, so that requests are in flight together."""
 
     protocol_version = "HTTP/1.1"
 
@@ -42,7 +42,7 @@ class Counting(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.headers.get("X-Session-ID"), asked["token_ids"]))
-        time.sleep(HELD_S)
+        time.sleep(self.server.held_s)
         self._answer({"choices": [{"token_ids": [1], "logprobs": {"content": [{"token_id": 1, "logprob": 0.0}]},
                                    "weight_versions": [{"version": "default", "start": 0, "end": 1}]}]})  # fmt: skip
 
@@ -62,7 +62,7 @@ class Counting(BaseHTTPRequestHandler):
 def engines():
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), Counting) for _ in range(2)]
     for server in servers:
-        server.daemon_threads, server.seen = True, []
+        server.daemon_threads, server.seen, server.held_s = True, [], 0.0
         threading.Thread(target=server.serve_forever, daemon=True).start()
     yield servers
     for server in servers:
@@ -103,8 +103,8 @@ def arguments_for(policy, engines, port, metrics_port):
     return router_arguments(check(manifest, "test"), urls, "127.0.0.1", port, metrics_port)
 
 
-def send(url, engines, *waves):
-    """Requests, (session, prompt), those of a wave at once; gives (session, prompt) by the engine that saw them."""
+def send(url, engines, *waves, held_s=0.0):
+    """Requests, (session, prompt), those of a wave at once, held for so long; gives (session, prompt) by the engine that saw them."""
 
     async def main():
         async with RouterClient(url) as router:
@@ -118,6 +118,7 @@ def send(url, engines, *waves):
 
     for engine in engines:
         engine.seen.clear()
+        engine.held_s = held_s
     asyncio.run(main())
     return [list(engine.seen) for engine in engines]
 
@@ -144,8 +145,8 @@ def test_turns_of_a_session_stay_on_one_engine_by_its_header_alone(routers, engi
 
 def test_a_small_pool_with_a_common_prefix_is_spread_by_our_thresholds_and_not_by_the_routers_own(routers, engines):
     pool = [(f"{i}", [7] * 80 + [i] * 20) for i in range(24)]
-    assert min(map(len, send(routers["cache_aware"], engines, pool))) >= 8
-    assert sorted(map(len, send(routers["cache_aware as it comes"], engines, pool[:1], pool))) == [0, 25]
+    assert min(map(len, send(routers["cache_aware"], engines, pool, held_s=HELD_S))) >= 8
+    assert sorted(map(len, send(routers["cache_aware as it comes"], engines, pool[:1], pool, held_s=HELD_S))) == [0, 25]
 
 
 def test_cache_aware_keeps_a_session_by_its_prefix(routers, engines):
