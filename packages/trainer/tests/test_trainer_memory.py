@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
 from orrery.trainer.learner import count_totals
-from orrery.trainer.parallel import activation_offload
+from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
 
 MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}}
@@ -70,6 +72,27 @@ def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, 
     assert pool.num_bytes > 0
     free = sum(len(buffers) * size for size, buffers in pool._free.items())
     assert free == pool.num_bytes  # every buffer came back
+
+
+def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(monkeypatch):
+    """With an exchange inside, it is compiled inside of what is checkpointed; it is given a view, and offload gives back what is none."""
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
+    memory = {**MEMORY, "activation_checkpointing": {"kind": "full"}, "activation_offload": True}
+    trainer = manifest(mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True, "memory": memory}).trainer
+    blocks, device = [torch.nn.Linear(8, 8) for _ in range(2)], torch.device("cpu")
+    policy = SimpleNamespace(network=SimpleNamespace(layers=blocks, config=SimpleNamespace(family="qwen3")))
+    world = SimpleNamespace(device=device)
+    for step in (compiled, activation_checkpointing):
+        step.apply(policy, world, trainer)
+    activation_offload.apply(policy, world, trainer, min_bytes=8)
+    for num_tokens in (4, 6, 9):
+        x = torch.randn(num_tokens, 8, requires_grad=True)
+        view = x.view_as(x)
+        assert view._base is x
+        blocks[1](blocks[0](view)).sum().backward()
+        assert torch.equal(x.grad, torch.ones(num_tokens, 8) @ blocks[1].weight @ blocks[0].weight)
+    assert counter.frame_count == 2  # of the first length, and of every other
 
 
 def test_host_buffers_are_used_again():

@@ -2,6 +2,9 @@
 
 - `full` keeps only each block's input.
 - `selective` keeps the input and the results of the named operations; all else, which costs bytes and no matrix products, is made again.
+- Where a block is compiled inside of what is checkpointed, both runs must find the same graphs, or what they keep for the backward pass
+  does not match. So neither sees a view (`anew`): FSDP hands out views, what comes back from activation offload is none, and a graph of
+  symbolic lengths that was traced with a view asks for its base.
 - `none` keeps what autograd asks for. Compiled, that is less than it sounds: the compiler makes cheap results again by itself.
 """
 
@@ -10,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orrery.kernels import attention, grouped_matmul, wide_linear  # noqa: F401  (they register the operators that are named below)
 from orrery.manifest.schema import Trainer
-from orrery.trainer.parallel import recomputation
+from orrery.trainer.parallel import compiled, recomputation
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -29,8 +33,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     else:
         options = {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))} if kept else {}
     for block in policy.network.layers:
+        run = partial(_on_no_views, block.forward) if trainer.compile and not compiled.is_whole(trainer.mesh) else block.forward
         # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
@@ -40,6 +45,26 @@ def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def _on_no_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = (anew(arg) if isinstance(arg, Tensor) else arg for arg in args)
+    return forward(*given, **{name: anew(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()})
+
+
+def anew(x: Tensor) -> Tensor:
+    """x as a tensor that is no view of another, of the same memory; its gradient is x's."""
+    return _Anew.apply(x) if x.requires_grad else x.detach()
+
+
+class _Anew(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _operations(name: str) -> list[Any]:
