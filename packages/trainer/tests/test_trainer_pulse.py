@@ -1,6 +1,8 @@
 """The pulse of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
 
 import pickle
+import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,20 +23,28 @@ def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_wa
 
 
 def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it_gets_there():
-    class Event:
-        reached = False
+    class Event(threading.Event):
+        """Waited for outside of Python's lock, as `torch.cuda.Event.synchronize` does."""
 
-        def query(self):
-            return self.reached
+        synchronize = threading.Event.wait
+
+    def comes_to(number):
+        limit_s = time.monotonic() + 20
+        while marks.count() < number:
+            assert time.monotonic() < limit_s
+            time.sleep(0.01)
+        return marks.count() == number
 
     marks, events = pulse._Marks(), [Event(), Event()]
     marks.add(CPU)
-    marks._ahead.extend(events)
+    marks.follow(CPU)
+    for event in events:
+        marks._ahead.put(event)
     assert marks.count() == 1
-    events[0].reached = True
-    assert marks.count() == 2
-    events[1].reached = True
-    assert marks.count() == marks.count() == 3
+    events[1].set()  # the device gets nowhere out of order
+    assert marks.count() == 1
+    events[0].set()
+    assert comes_to(3)
 
 
 def test_what_torch_recorded_is_kept_as_it_writes_it_itself(tmp_path):

@@ -63,6 +63,7 @@ POLL_S, LOOK_S = 0.1, 0.5
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
 EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
+RECORDED_S = 10.0  # for the flight recorder of a rank on a busy host, where it is not there after that
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 KILLED_S = 10.0  # for the kernel to end who was killed
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
@@ -466,7 +467,12 @@ class _Stage:
                 process.signal(signal.SIGUSR1)
                 process.signal(signal.SIGCONT)
         time.sleep(EVIDENCE_S)
-        logs = self.run_dir / "logs"
+        logs, limit_s = self.run_dir / "logs", time.monotonic() + RECORDED_S - EVIDENCE_S
+        asked = [process for process in self.processes if (one := self.health.get(process.name)) and one.pulse]
+        while time.monotonic() < limit_s and any(
+            process.poll() is None and not (logs / "flight_recorder" / f"rank_{process.plan.index}").exists() for process in asked
+        ):
+            time.sleep(0.1)
         recorded = f", flight recorders in {logs}/flight_recorder" if any(logs.glob("flight_recorder/rank_*")) else ""
         return f"stacks are in {logs}/*.log{recorded}"
 

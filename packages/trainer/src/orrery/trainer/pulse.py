@@ -11,10 +11,10 @@
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -34,23 +34,37 @@ def still_s(is_first: bool, num_ranks: int) -> float:
 
 
 class _Marks:
-    """Micro-batches that the device has got to; one queue, since a process has one device."""
+    """Micro-batches that the device has got to; one queue, since a process has one device.
+
+    A thread of its own waits for each. The pulse never asks the device itself: `Event.query` keeps Python's lock while it may have to wait
+    for another thread's call into CUDA, one that waits for a collective, and then nobody here says anything more.
+    """
 
     def __init__(self) -> None:
-        self._done, self._ahead = 0, deque[torch.cuda.Event](maxlen=4096)
+        self._done = 0
+        self._ahead: SimpleQueue[torch.cuda.Event] | None = None
+
+    def follow(self, device: torch.device) -> None:
+        """From now on; before, and where nobody listens, micro-batches on a device are not counted."""
+        self._ahead = SimpleQueue()
+        threading.Thread(target=self._wait, args=(self._ahead, device), name="marks", daemon=True).start()
+
+    def _wait(self, ahead: "SimpleQueue[torch.cuda.Event]", device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            ahead.get().synchronize()
+            self._done += 1
 
     def add(self, device: torch.device) -> None:
         if device.type != "cuda":
             self._done += 1
-            return
-        event = torch.cuda.Event()
-        event.record()
-        self._ahead.append(event)
+        elif self._ahead is not None:
+            event = torch.cuda.Event(blocking=True)  # or the waiting thread would keep a core busy
+            event.record()
+            self._ahead.put(event)
 
     def count(self) -> int:
-        while self._ahead and self._ahead[0].query():
-            self._ahead.popleft()
-            self._done += 1
         return self._done
 
 
@@ -76,6 +90,8 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
     call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{me.index}", device))
     if me.manifest.trainer.compile or device.type == "cuda":  # on GPUs a library may compile something of its own
         _say_when_compiling(me)
+    if device.type == "cuda":
+        _MARKS.follow(device)
     end = threading.Event()
 
     def beat() -> None:
