@@ -312,6 +312,19 @@ def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, mo
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
+def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "ALONG_S", 0.2)
+    stand_ins = [StandIn(fail_at_first={"/update_weights": [ALONG]}), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
+        assert fleet.roster.at(Phase.HEALTHY) == [0]
+        assert "engine 1 hung in a take that was over for another 0.2 s before" in fleet.roster[1].why
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
 def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_is_over_for_a_newer_one(tmp_path, monkeypatch):
     gone = {"/pause": (500, {}), "/health": (503, {})}
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TEND_S = 0.25  # how often an engine that is away is looked for
+ALONG_S = 30.0  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
 RETURN_S = 600.0  # for an engine to be started again and to load; scaled
 
 
@@ -229,15 +230,27 @@ class EngineFleet:
     async def _take_all(self, indices: list[int], claimed: "Published") -> dict[int, BaseException]:
         """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault."""
 
+        limits: dict[int, asyncio.Timeout] = {}
+
         async def take(index: int) -> None:
             try:
-                await self._take(index, claimed)
-            except BaseException as error:
-                if not isinstance(error, TakenAlong):
-                    give_up(claimed)  # nobody need wait for this one
-                elif (why := await self.engines[index].death()) is not None:  # a part of it has died, and the rest says so
+                async with asyncio.timeout(None) as limits[index]:
+                    await self._take(index, claimed)
+            except TimeoutError as error:
+                raise EngineGone(f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before") from error
+            except TakenAlong as error:
+                del limits[index]
+                for limit in limits.values():  # who hangs has had its deadline within the wire
+                    if limit.when() is None:
+                        limit.reschedule(asyncio.get_running_loop().time() + scaled(ALONG_S))
+                if (why := await self.engines[index].death()) is not None:  # a part of it has died, and the rest says so
                     raise EngineGone(why) from error
                 raise
+            except BaseException:
+                give_up(claimed)  # nobody need wait for this one
+                raise
+            finally:
+                limits.pop(index, None)
 
         answers = await asyncio.gather(*map(take, indices), return_exceptions=True)
         return {index: error for index, error in zip(indices, answers, strict=True) if isinstance(error, BaseException)}
