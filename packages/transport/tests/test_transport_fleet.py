@@ -280,6 +280,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
     def end(body):
         while not seen:
             time.sleep(0.01)
+        time.sleep(0.2)
 
     stand_ins = [
         StandIn(fail_at_first={"/update_weights": [ALONG]}, before={"/update_weights": look}),
@@ -290,7 +291,8 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
 
     async def scenario(engines):
         fleet = engines.fleet
-        assert (await fleet.update(direct(folder))).version == 3
+        report = await fleet.update(direct(folder))
+        assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, "it was paused through both takes"
         assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
         assert [engines for _, engines in seen] == [("engine 0", "engine 1"), ("engine 0",)] and seen[0][0] == seen[1][0]
         assert engines.stand_ins[0].paths()[-1] == "/resume"

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -214,10 +215,10 @@ class EngineFleet:
         if claimed is None:
             return None
         failures: dict[int, BaseException] = {}
-        waiting, num_blameless = list(indices), 0
+        waiting, num_blameless, begin = list(indices), 0, time.perf_counter()
         try:
             while True:
-                failed = await self._take_all(waiting, claimed)
+                failed = await self._take_all(waiting, claimed, begin)
                 failures = {index: error for index, error in failures.items() if index not in waiting} | failed
                 waiting = [index for index, error in failed.items() if isinstance(error, TakenAlong)]
                 num_blameless += len(waiting) == len(failed)
@@ -227,15 +228,18 @@ class EngineFleet:
         finally:
             release(claimed)
 
-    async def _take_all(self, indices: list[int], claimed: "Published") -> dict[int, BaseException]:
-        """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault."""
+    async def _take_all(self, indices: list[int], claimed: "Published", begin: float) -> dict[int, BaseException]:
+        """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault.
+
+        `begin`: when the first take of this claim began; engines are paused since.
+        """
 
         limits: dict[int, asyncio.Timeout] = {}
 
         async def take(index: int) -> None:
             try:
                 async with asyncio.timeout(None) as limits[index]:
-                    await self._take(index, claimed)
+                    await self._take(index, claimed, begin)
             except TimeoutError as error:
                 raise EngineGone(f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before") from error
             except TakenAlong as error:
@@ -255,10 +259,10 @@ class EngineFleet:
         answers = await asyncio.gather(*map(take, indices), return_exceptions=True)
         return {index: error for index, error in zip(indices, answers, strict=True) if isinstance(error, BaseException)}
 
-    async def _take(self, index: int, published: "Published") -> None:
+    async def _take(self, index: int, published: "Published", begin: float) -> None:
         """One engine to `published`, and among those that serve."""
         engine, incarnation = self.engines[index], self.roster[index].incarnation
-        report = await update_engine(engine, published)
+        report = replace(await update_engine(engine, published), paused_s=time.perf_counter() - begin)
         if self.roster.took(index, incarnation, published.version):
             await self._admit(index, incarnation)
             self._reports[index] = report
