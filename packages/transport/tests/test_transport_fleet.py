@@ -143,7 +143,10 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
         async with EngineFleet(urls[:2], urls[2], restarting=me, model="adapter") as fleet:
             return await asyncio.wait_for(scenario(Engines(me, fleet, urls, stand_ins)), 20)
 
-    return run(stand_ins, main)
+    try:
+        return run(stand_ins, main)
+    finally:
+        me.metrics.close()
 
 
 async def until(condition):
