@@ -68,7 +68,12 @@ def command() -> str:
 
 
 def hardware() -> str:
-    """Processor, cores that this process may use, memory, and GPUs when there are any."""
+    """Processor, cores that this process may use, memory, and GPUs when there are any.
+
+    `ORRERY_HARDWARE` says it where runs of another machine are read here.
+    """
+    if named := os.environ.get("ORRERY_HARDWARE"):
+        return named
     model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     parts = [model, f"{len(os.sched_getaffinity(0))} cores", f"{memory_kib / 2**20:.0f} GiB"]

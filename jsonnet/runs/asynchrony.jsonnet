@@ -19,16 +19,18 @@ local h200 = (import 'hardware/h200_pair.libsonnet') + {
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
   stages+: { rl+: { num_steps: 8 } },
 };
+// One or two devices hold all states of the optimizer.
+local alone = { trainer+: { fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { max_tokens_per_micro_batch: 8192 } } };
 local shapes = {
   cpu:
     run + (import 'models/qwen3_tiny.libsonnet') + (import 'hardware/cpu.libsonnet') + (import 'memory/plain.libsonnet') + {
       orchestrator+: { rollouts_per_batch: 64 },
       stages+: { rl+: { num_steps: 12 } },
     },
-  h200_2: run + (import 'models/qwen3_4b.libsonnet') + h200 + (import 'memory/keep_all_16k.libsonnet') + {
+  h200_2: run + (import 'models/qwen3_4b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
     hardware+: { devices_per_node: 2 },
   },
-  h200_4: run + (import 'models/qwen3_8b.libsonnet') + h200 + (import 'memory/keep_all_16k.libsonnet') + {
+  h200_4: run + (import 'models/qwen3_8b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
     layout+:: { trainer_ranks: 2, engines: 2 },
     hardware+: { devices_per_node: 4 },
   },

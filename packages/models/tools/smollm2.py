@@ -26,6 +26,12 @@ BYTE_LEVEL = {
     "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
 }
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 8192,
+}  # fmt: skip
 BPE = {"unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False}
 
 
@@ -63,6 +69,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer = json.loads(path.read_text(encoding="utf-8")) | BYTE_LEVEL
     tokenizer["model"] |= BPE
     path.write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 
 def _read_once() -> None:

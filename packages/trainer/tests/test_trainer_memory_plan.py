@@ -33,7 +33,7 @@ from orrery.trainer.bench.request import Options, request
 from orrery.trainer.initialize import initialize
 from orrery.trainer.memory_plan import kept, out_of_memory
 from orrery.trainer.memory_plan.levers import choose, levers, shown
-from orrery.trainer.memory_plan.out_of_memory import explained, of_stage, sentence
+from orrery.trainer.memory_plan.out_of_memory import explained, foreseen, of_stage, sentence
 from orrery.trainer.memory_plan.plan import Load, lines, plan
 from orrery.trainer.memory_plan.sizes import sizes
 from orrery.trainer.parallel import activation_checkpointing
@@ -278,6 +278,16 @@ def test_an_error_without_numbers_is_still_a_sentence():
     spec = manifest()
     said = sentence("CUDA out of memory.", 1, None, spec.model, *of_stage(spec, "rl"))
     assert said.startswith("rank 1 ran out of device memory while it was being built; ")
+
+
+def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_says_nothing():
+    spec = manifest()
+    trainer, load = of_stage(spec, "rl")
+    peak = plan(spec.model, trainer, load, 0).peak_bytes
+    assert foreseen(spec, "rl", 2 * peak) is None and foreseen(spec, "rl", 0) is None
+    said = foreseen(spec, "rl", peak * 9 // 10)
+    assert said is not None and said.startswith("a step is planned to take ") and "of each device" in said
+    assert "frees about" in said and "set it in the manifest's memory axis" in said
 
 
 def test_a_stage_that_runs_out_fails_with_the_sentence():

@@ -35,8 +35,10 @@ class Where:
 
 @contextmanager
 def explained(me: RoleProcess) -> Iterator[Where]:
-    """Around a stage's work: torch.OutOfMemoryError becomes RunFailed with the sentence."""
+    """Around a stage's work: torch.OutOfMemoryError becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
     where = Where()
+    if me.index == 0 and (text := foreseen(me.manifest, me.stage, device_bytes())) is not None:
+        me.log.warning(text)
     try:
         yield where
     except torch.OutOfMemoryError as error:
@@ -46,6 +48,22 @@ def explained(me: RoleProcess) -> Iterator[Where]:
         if trainer.mesh.world_size > 1:
             _end_soon(me, text)
         raise RunFailed(text) from None
+
+
+def foreseen(manifest: Manifest, stage: str, capacity: int) -> str | None:
+    """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell."""
+    trainer, load = of_stage(manifest, stage)
+    try:
+        counted = sizes(manifest.model, trainer.lora)
+        peak = plan(manifest.model, trainer, load, capacity, counted).peak_bytes
+        missing = peak + int(MARGIN * capacity) - capacity
+        if not capacity or missing <= 0:
+            return None
+        choice = choose(manifest.model, trainer, load, capacity, missing, counted)
+    except OrreryError:
+        return None
+    head = f"a step is planned to take {_shown(peak)} of the {_shown(capacity)} of each device, which may run out in the middle of the run"
+    return f"{head}; {advice(choice, missing)}"
 
 
 def device_bytes() -> int:
