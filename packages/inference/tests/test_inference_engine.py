@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -338,10 +339,13 @@ def test_servers_listen_on_loopback_only(server):
 # The tests below end servers; the shared one goes first, then one is started whose parts are killed.
 
 
-def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server, run_dir):
+def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server):
     process, url = server
     members = family(process)
     assert len(members) == 2  # the server and its engine core: no worker process
+    # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie by then: a traceback in the log.
+    held = {connection.laddr.port for connection in members[1].net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+    assert urlsplit(url).port not in held
     assert list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
 
     async def scenario(fleet):
@@ -354,8 +358,6 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
 
     took_s = drive(url, scenario)
     assert took_s < 3
-    said = (run_dir / "logs" / "orrery.inference.0.log").read_text()
-    assert "Zombie" not in said and "ASGI" not in said, said[-5000:]  # the ends of vLLM's that went wrong over a socket that was shared
     assert not [member for member in members if alive(member)]
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
     assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and owned_by(path, members)]
