@@ -35,6 +35,7 @@ CORRECTED = {
         ("model_executor/models/registry.py", "_run_in_subprocess"),
     ],
     "vllm_0_26.py": [
+        ("v1/executor/uniproc_executor.py", "get_distributed_init_method"),
         ("v1/engine/async_llm.py", "AsyncLLM.update_weights"),
         ("v1/engine/async_llm.py", "AsyncLLM.finish_weight_update"),
         ("v1/engine/core_client.py", "AsyncMPClient.get_output_async"),
@@ -177,6 +178,21 @@ def test_every_attribute_that_a_correction_replaces_is_there(tree):
             if not there:
                 missing.append(f"{patch}: {file} has no {dotted}")
     assert not missing
+
+
+@pytest.mark.parametrize(("file", "name"), [("receiver.py", "Receiver"), ("adapters.py", "AdapterReceiver")])
+def test_a_weight_backend_has_every_method_that_a_release_asks_for(tree, file, name):
+    def methods(path, class_name):
+        class_ = next(node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        return [node for node in class_.body if isinstance(node, ast.FunctionDef)]
+
+    asked = {
+        method.name
+        for method in methods(tree / "distributed/weight_transfer/base.py", "WeightTransferEngine")
+        if any(ast.unparse(decorator) == "abstractmethod" for decorator in method.decorator_list)
+    }
+    assert "receive_weights" in asked
+    assert asked <= {method.name for one in ((file, name), ("receiver.py", "Backend")) for method in methods(INFERENCE / one[0], one[1])}
 
 
 def manifests():

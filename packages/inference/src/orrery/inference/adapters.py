@@ -17,19 +17,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from orrery.inference.patches.vllm_adapters import keep_adapters
-from orrery.inference.receiver import AS_CONSUMED, RESIDENT, InitInfo, UpdateInfo, damage
+from orrery.inference.receiver import AS_CONSUMED, RESIDENT, Backend, InitInfo, UpdateInfo, damage
 from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import read_weights
 
 
-class AdapterReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend `orrery_adapters`."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held: dict[str, tuple[int, str]] = {}

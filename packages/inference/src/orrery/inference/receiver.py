@@ -69,11 +69,20 @@ class Consumed:
     dtype: torch.dtype
 
 
-class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer backend `orrery`."""
+class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """What our weight-transfer backends of vLLM have in common."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """vLLM 0.26 asks every backend for it. Trainers here publish by `orrery.transport.weight_wire` and know no vLLM."""
+        raise NotImplementedError("a trainer publishes by orrery.transport.weight_wire")
+
+
+class Receiver(Backend):
+    """vLLM's weight-transfer backend `orrery`."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held: dict[str, tuple[int, str]] = {}
@@ -121,11 +130,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, consumed in self._consumed.items()
         }
         self.parts.add("finish_s", begin)
-
-    @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """vLLM 0.26 asks every backend for it. Trainers here publish by `orrery.transport.weight_wire` and know no vLLM."""
-        raise NotImplementedError("a trainer publishes by orrery.transport.weight_wire")
 
     def shutdown(self) -> None:
         self.held = {}

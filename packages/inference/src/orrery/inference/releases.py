@@ -4,6 +4,7 @@
 |---|---|---|
 | the API server's pieces | in `vllm.entrypoints.openai` | in `vllm.entrypoints.launchers` |
 | SIGTERM | uvicorn replaces vLLM's handler: `patches.vllm_0_26` | vLLM keeps uvicorn from it |
+| an engine of one rank | listens on every interface: `patches.vllm_0_26` | meets itself by a file |
 | versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
 | routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; beside one by `patches.vllm_routes_elsewhere` |
@@ -103,6 +104,14 @@ def correct(manifest: Manifest) -> None:
         from orrery.inference.patches import vllm_data_parallel
 
         vllm_data_parallel.answer_for_every_rank()
+
+
+def correct_engine() -> None:
+    """Apply the corrections that this release needs in each process of an engine."""
+    if not _has(LAUNCHERS):
+        from orrery.inference.patches import vllm_0_26
+
+        vllm_0_26.meet_by_file()
 
 
 def _has(file: str) -> bool:

@@ -1,4 +1,5 @@
-"""Corrections to vLLM 0.26, which 0.32 does not need. None touches vLLM's files; each is one call before the engine client is built.
+"""Corrections to vLLM 0.26, which 0.32 does not need. None touches vLLM's files; each is one call before the engine client is built,
+the last in every process of an engine.
 
 1. `keep_signal_handlers`. Upstream: `uvicorn.Server.serve` installs its own SIGTERM handler over the one with which `serve_http` stops the
    engine; requests in flight then hold the server for as long as they take (vllm-project/vllm#49668). Versions: 0.26 (read). Remove with
@@ -8,9 +9,13 @@
    paused, and a pause with mode "keep" completes when every output of the old weights is on its way, in order, on the socket that the end
    of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly. Versions: 0.26
    (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
+3. `meet_by_file`. Upstream: ranks of an engine meet by torch's TCPStore, which listens on every interface and has no token, an engine of
+   one rank too. Versions: 0.26 (seen: `test_servers_listen_on_loopback_only`). Remove with 0.26: in 0.32 one rank has a file.
 """
 
 import contextlib
+import secrets
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -28,6 +33,16 @@ def keep_signal_handlers() -> None:
     if not hasattr(uvicorn.Server, "capture_signals"):
         raise RuntimeError("uvicorn has no Server.capture_signals any more; see orrery/inference/patches/vllm_0_26.py")
     uvicorn.Server.capture_signals = leave_alone  # type: ignore[method-assign,assignment]
+
+
+def meet_by_file() -> None:
+    """Have an engine of one rank meet itself by a file, as 0.32 does."""
+    from vllm.v1.executor import uniproc_executor
+
+    def address(_host: str, _port: int) -> str:
+        return f"file://{tempfile.gettempdir()}/orrery-rank-{secrets.token_hex(16)}"
+
+    uniproc_executor.get_distributed_init_method = address
 
 
 class Account:
