@@ -1,6 +1,6 @@
 """Does asynchrony pay? Tokens a second of the asynchronous loop against the same loop with bound 0, which waits for all.
 
-    python benchmarks/async/asynchrony.py --shape h200_8       (cpu, h200_2, h200_4, h200_8: jsonnet/runs/asynchrony.jsonnet)
+    python benchmarks/async/asynchrony.py --shape h200_8       (cpu, h200_1, h200_2, h200_4, h200_8: jsonnet/runs/asynchrony.jsonnet)
 
 - Random weights and answers of drawn lengths (log-normal, the longest more than ten medians), the same problems on both sides.
 - `asynchrony_<shape>.json`: the ratio of trained tokens a second once warm; a row a side with the share of time that the trainer waits.

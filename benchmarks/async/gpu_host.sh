@@ -7,6 +7,11 @@
 #   gpu_host.sh unpack             there, after the last part: the site, and weights/SmolLM2-135M-Instruct in the checkout
 #   gpu_host.sh run RUN …          there: every stage of every run but its report, one after the other; one that fails does not stop the next
 #   gpu_host.sh figure SCRIPT …    there: a benchmark of this folder with the same site, its files into $OUT
+#   gpu_host.sh python …           there: python3 with the same site
+#   gpu_host.sh start JOB GPUS …   there: a command that goes on when the call returns, on these GPUs (0,1; 0,0 puts two roles on one device),
+#                                  its files in /tmp/orrery-host/jobs/JOB
+#   gpu_host.sh wait SECONDS JOB … there: until these have ended, or so long
+#   gpu_host.sh gather             there: how each job stands; the end of its log; all that they and their runs wrote into $OUT/jobs.tar.gz
 #
 # Out of `run`: $OUT/runs.tar.gz with all that a report and the figures read (metrics, logs, stages, receipts, kept rollouts; no weights).
 # Where a network is again: unpack it in runs/, then `python benchmarks/async/learning.py`.
@@ -53,7 +58,7 @@ keep() { mkdir -p "$host/parts" && mv "$@" "$host/parts/" && ls -l "$host/parts"
 
 unpack() {
   rm -rf "$host/site" && mkdir -p "$host/site"
-  cat "$host"/parts/part_* | tar xJ -C "$host/site"
+  cat "$host"/parts/part_* | xz -dT0 | tar x -C "$host/site"
   python3 - "$host/site" <<'PYTHON'
 """vLLM finds our plugin by an entry point, which stands in a distribution's metadata; the code itself comes from the checkout."""
 import pathlib, sys, tomllib
@@ -104,6 +109,36 @@ figure() {
   python3 "benchmarks/async/$script" "$@" --out "${OUT:?}"
 }
 
-verb=${1:?build, keep, unpack, run or figure}
+python() { site && exec python3 "$@"; }
+
+start() {
+  local job=$1 gpus=$2 folder=$host/jobs/$1
+  shift 2
+  rm -rf "$folder" && mkdir -p "$folder"
+  # shellcheck disable=SC2016  # expands in the job
+  OUT=$folder CUDA_VISIBLE_DEVICES=$gpus setsid nohup bash -c '"$@"; echo $? >"$OUT/code"' job "$@" >"$folder/log" 2>&1 </dev/null &
+}
+
+wait_for() {
+  local seconds=$1 begin=$SECONDS job
+  shift
+  for job in "$@"; do until [ -e "$host/jobs/$job/code" ] || [ $((SECONDS - begin)) -ge "$seconds" ]; do sleep 1; done; done
+}
+
+gather() {
+  local folder
+  nvidia-smi --query-gpu=index,memory.used,utilization.gpu --format=csv,noheader
+  for folder in "$host"/jobs/*/; do
+    echo "== $(basename "$folder"): $(cat "$folder/code" 2>/dev/null || echo running): $(tail -n 1 "$folder/log" | cut -c1-300)"
+  done
+  tar -C "$host" -czf "${OUT:?}/jobs.tar.gz" jobs || [ $? -eq 1 ] # 1: a file grew while it was read
+}
+
+verbs="build, keep, unpack, run, figure, python, start, wait, gather"
+verb=${1:?$verbs}
 shift
-case $verb in build | keep | unpack | run | figure) "$verb" "$@" ;; *) echo "gpu_host.sh: there is no $verb; choose from build, keep, unpack, run, figure" >&2; exit 2 ;; esac
+case $verb in
+build | keep | unpack | run | figure | python | start | gather) "$verb" "$@" ;;
+wait) wait_for "$@" ;;
+*) echo "gpu_host.sh: there is no $verb; choose from $verbs" >&2 && exit 2 ;;
+esac

@@ -1,4 +1,4 @@
-// The whole loop with random weights and answers of drawn lengths, on 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
+// The whole loop with random weights and answers of drawn lengths, on 1, 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
 // train, half serve. Each beside its synchronous twin: bound 0, wait for all. One more with engines that hold weights in FP8.
 local run =
   (import 'lib/run.libsonnet') +
@@ -27,6 +27,10 @@ local shapes = {
       orchestrator+: { rollouts_per_batch: 64 },
       stages+: { rl+: { num_steps: 12 } },
     },
+  // Both roles on one device: CUDA_VISIBLE_DEVICES=0,0.
+  h200_1: run + (import 'models/qwen3_0_6b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
+    hardware+: { devices_per_node: 2 },
+  },
   h200_2: run + (import 'models/qwen3_4b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
     hardware+: { devices_per_node: 2 },
   },
