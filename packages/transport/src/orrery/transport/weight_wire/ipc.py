@@ -39,11 +39,11 @@ def allocate(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
 
 @contextmanager
 def _segments_that_stay(device: torch.device) -> Iterator[None]:
-    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if device.type != "cuda" or settings is None:
         yield
         return
-    grows = torch.cuda.memory.memory_snapshot and "expandable_segments:True" in _configured()
+    grows = "expandable_segments:True" in _configured()
     settings("expandable_segments:False")
     try:
         yield
