@@ -83,7 +83,9 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and those of the packages that matter which are installed."""
+    """Python and those of the packages that matter which are installed; none where runs of another machine are read here."""
+    if "ORRERY_HARDWARE" in os.environ:
+        return {}
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -460,6 +460,18 @@ def test_counts_are_rounded_up_by_less_than_a_half():
     assert all(x <= cudnn_packed.rounded(x) < 1.5 * x for x in range(128, 5000))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="float32 has a form of its own on a GPU")
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
+    q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))
+    layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
+    assert forms.chosen(q.float(), k.float(), layout) == ["batched", "plain"]
+    actual = outcome(varlen_attention, *(x.float() for x in (q, k, v)), cu_seqlens)
+    expected = outcome(reference_varlen_attention, *(x.float().double() for x in (q, k, v)), cu_seqlens)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.double() - e).abs().max() <= 1e-5 * e.abs().max()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
 @pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash"])
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])

@@ -118,8 +118,8 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
         check(whole, 0)
         release(again)
         settling.join(60)
-        (_, first, _), (version, second, _) = ranks[0].takes
-        assert first and (version, second) == (0, "")
+        (failed_version, first, _), (version, second, _) = ranks[0].takes
+        assert failed_version == 0 and "engine 1 (rank 0)" in first and (version, second) == (0, "")
         back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
         for engines in ([back], [whole, back]):
             claimed = claim(published, [engine.target.engine for engine in engines])

@@ -202,6 +202,11 @@ def deployment(
     from orrery.manifest.identity import canonical_json
 
     manifest = manifest_cli.manifest_of(word)
+    if kind not in ("dynamo", "llm_d"):
+        raise OrreryError(f"deployment: there is no router {kind!r}; choose from dynamo, llm_d")
+    for option, value in (("--image", image), ("--claim", claim)):
+        if not value.strip():
+            raise OrreryError(f"deployment: {option} is empty; name what the cluster calls it")
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
         path = Path(folder) / "manifest.json"
         path.write_bytes(canonical_json(manifest))

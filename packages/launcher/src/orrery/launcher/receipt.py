@@ -79,7 +79,7 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
         "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
         "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
         "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(images.items())),
-        "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable])}),
+        "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable], "-P")}),
     }  # fmt: skip
     if engine_restarts:
         row["engine_restarts"] = dict(sorted(engine_restarts.items()))
@@ -216,9 +216,12 @@ def _image(path: Path) -> Facts:
         return {"file": path.name, "sha256": None, "versions": {"unknown": error.strerror}}
 
 
-def _versions(python: list[str]) -> dict[str, str]:
-    """What the packages that decide results are, as installed; CUDA's runtime and NCCL are packages too."""
-    argv, env = [*python, "-I", "-c", VERSIONS], containers.without_theirs(os.environ)
+def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
+    """What the packages that decide results are, as installed; CUDA's runtime and NCCL are packages too.
+
+    `isolation` "-P" looks into the folders that PYTHONPATH names as well, as roles of this machine do.
+    """
+    argv, env = [*python, isolation, "-c", VERSIONS], containers.without_theirs(os.environ)
     try:
         done = subprocess.run(argv, capture_output=True, check=True, timeout=WITHIN_S, stdin=subprocess.DEVNULL, env=env)
         return json.loads(done.stdout)

@@ -84,6 +84,7 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
         return
     folder = me.run_dir / "logs" / "flight_recorder"
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank_{me.index}").unlink(missing_ok=True)  # of an earlier attempt
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")

@@ -1,8 +1,8 @@
 """Deployments: what a Kubernetes cluster with another router is given to serve a run's engines. Renders; applies nothing, imports no vLLM.
 
 - In: a manifest, and where it is served (`Place`): images and the volume with the weights, which no manifest says. Out: documents by file.
-- An engine's flags are those of the launcher's command (`assemble.server_arguments`), so an engine here is the engine of a run; its
-  variables too, but for addresses, which a pod learns when it starts.
+- An engine's flags are those of the launcher's command (`assemble.server_arguments`), its variables those of vLLM's settings; addresses a
+  pod learns when it starts. What a run corrects in the API server before vLLM starts (`releases.correct`) is not there.
 - One component or Deployment an engine, not replicas of one: engines differ by seed, and by their part where prefill is apart.
 - The router's policy becomes what the other router calls it.
 """

@@ -1,6 +1,6 @@
 """llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`, whose endpoint picker finds engines by their labels.
 
-- Engines are vLLM servers; whoever knows a pod's address can drive it, as a run does, with the token.
+- Engines are vLLM servers; whoever knows a pod's address can drive it, with the token.
 - Requests to /inference/v1/generate are understood by the picker (`vllmhttp-parser`); X-Session-ID, which rollouts carry, is the
   header that its session filter goes by.
 - Where prefill is apart, a decoding pod has llm-d's routing proxy before its engine, which takes each request to the engine that prefills.

@@ -16,9 +16,13 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
   `test_inference_prefill_decode.py` pass without.
 """
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("orrery.inference.routes")
 
 KEPT = "ORRERY_ROUTES_KEPT"  # how many times the device's blocks the store has room for
 FOLDER = "ORRERY_ROUTES_FOLDER"  # where it keeps them on disk too
@@ -101,11 +105,7 @@ def _known_routes(store: type) -> type:
                 if slot != self._UNALLOCATED_SLOT:  # computed again, maybe by newer weights
                     self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = each.payload
                 if self._folder is not None:
-                    path = self._path(each.key)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    aside = path.with_suffix(f".{os.getpid()}")
-                    aside.write_bytes(each.payload)
-                    aside.rename(path)
+                    self._write(self._path(each.key), each.payload)
             super().put(objects, **keys)
 
         def get_concatenated(self, keys: list[str]) -> bytes:
@@ -115,7 +115,24 @@ def _known_routes(store: type) -> type:
             if self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT:
                 return bytes(super().get_concatenated([key]))
             path = self._on_disk(key)
-            return path.read_bytes() if path is not None else b"\xff" * self.object_nbytes
+            try:
+                if path is not None:
+                    return path.read_bytes()
+            except OSError as error:
+                log.warning("routes %s cannot be read, and are missing: %s", key, error)
+            return b"\xff" * self.object_nbytes
+
+        def _write(self, path: Path, payload: bytes) -> None:
+            """A disk that takes no more costs routes that leave the memory, never the engine."""
+            aside = path.with_suffix(f".{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_bytes(payload)
+                aside.rename(path)
+            except OSError as error:
+                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
+                with contextlib.suppress(OSError):
+                    aside.unlink()
 
         def _on_disk(self, key: str) -> Path | None:
             path = self._path(key) if self._folder is not None else None

@@ -43,6 +43,8 @@ class Reception:
             if arrival.take <= self._answered or (taking is not None and arrival.take < taking.take):
                 continue  # who comes as late sees that its take is over
             if taking is None or arrival.take > taking.take:
+                if taking is not None:  # its engines have dropped their group, though nobody was given an order
+                    self._members = ()
                 try:
                     arrived, taking = {}, read_taking(take_path(self._folder, arrival.take, arrival.claim))
                 except TakeFailed:
