@@ -33,11 +33,12 @@ class Reception:
         while True:
             try:
                 arrival = self._next_arrival(taking)
-            except WireFailed:
+            except WireFailed as error:
                 if taking is None:
                     raise
-                missing = ", ".join(self._absent(taking.engines, arrived))
-                return self._answer(Order(taking.take, version=taking.version, error=f"{missing} did not come"))
+                missing = ", ".join(self._absent(taking.engines, arrived)) + " did not come"
+                until = " before the take was given up" if isinstance(error, TakeFailed) else ""
+                return self._answer(Order(taking.take, version=taking.version, error=missing + until))
             if arrival.take < 0:
                 return Order(-1, end=True)
             if arrival.take <= self._answered or (taking is not None and arrival.take < taking.take):
