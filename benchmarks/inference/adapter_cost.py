@@ -10,28 +10,22 @@
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from throughput import manifest, prompts
+from throughput import SERVE, manifest, prompts, stage
 
-from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.models.families import hf_config
-from orrery.observe.process import parse_role
 from orrery.transport.engine import EngineClient
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.weight_wire import served_model
 from record import record
-from roles import roles
 
 START_S = 900.0
 
@@ -47,20 +41,10 @@ def adapted(args: argparse.Namespace, adapter: bool) -> Manifest:
 
 @contextmanager
 def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
-    with tempfile.TemporaryDirectory(prefix="orrery-adapter-cost-") as folder:
-        run_dir, spec = Path(folder), adapted(args, adapter)
-        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
-        init = run_dir / "weights" / "init"
-        init.mkdir(parents=True)
-        config = hf_config(spec.model) | {"eos_token_id": None, "dtype": spec.inference.dtype}
-        (init / "config.json").write_text(json.dumps(config))
-        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
-        try:
-            with roles(run_dir, {"inference": (str(Path(__file__).with_name("throughput.py")), "--serve")}):
-                [endpoint] = await_endpoints(me, "inference", 1, START_S)
-                yield EngineClient(endpoint.url, os.environ.get("ORRERY_TOKEN"), model=served_model(spec, "rl"))
-        finally:
-            me.metrics.close()
+    spec = adapted(args, adapter)
+    with stage(spec, {"inference": SERVE}) as me:
+        [endpoint] = await_endpoints(me, "inference", 1, START_S)
+        yield EngineClient(endpoint.url, os.environ.get("ORRERY_TOKEN"), model=served_model(spec, "rl"))
 
 
 async def one_round(args: argparse.Namespace, client: EngineClient, vocab_size: int, number: int) -> float:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from roles import ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
+SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
 
 
@@ -171,10 +172,10 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> d
 
 
 @contextmanager
-def stage(args: argparse.Namespace, routes: bool) -> Iterator[RoleProcess]:
-    """A run directory with its servers."""
+def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleProcess]:
+    """A run directory whose weights nobody wrote, with its `servers` (commands by role, as `roles` takes them)."""
     with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
-        run_dir, spec = Path(folder), manifest(args, routes)
+        run_dir = Path(folder)
         (run_dir / "manifest.json").write_bytes(canonical_json(spec))
         init = run_dir / "weights" / "init"
         init.mkdir(parents=True)
@@ -182,7 +183,7 @@ def stage(args: argparse.Namespace, routes: bool) -> Iterator[RoleProcess]:
         (init / "config.json").write_text(json.dumps(config))
         me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
-            with roles(run_dir, {"inference": (__file__, "--serve"), "router": ROUTER}):
+            with roles(run_dir, servers):
                 yield me
         finally:
             me.metrics.close()
@@ -190,7 +191,8 @@ def stage(args: argparse.Namespace, routes: bool) -> Iterator[RoleProcess]:
 
 def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> dict[bool, list[dict[str, float]]]:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
-        return runner.run(rounds(args, {routes: stack.enter_context(stage(args, routes)) for routes in cases}))
+        stages = {routes: stack.enter_context(stage(manifest(args, routes), {"inference": SERVE, "router": ROUTER})) for routes in cases}
+        return runner.run(rounds(args, stages))
 
 
 def main() -> None:

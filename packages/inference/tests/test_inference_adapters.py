@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from orrery.manifest.identity import load
 from orrery.models import lora
 from orrery.models.hf_tensors import named_peft_tensors
 from orrery.transport.engine import START_VERSION, UpdateFailed, WeightsDiffer
-from orrery.transport.weight_wire import ADAPTER, WeightPublisher
+from orrery.transport.weight_wire import ADAPTER
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -53,13 +52,6 @@ def served(run_dir):
             yield [url], await_published(run_dir, "router", 0, router)
         finally:
             stop(router)
-
-
-@pytest.fixture(scope="module")
-def publisher():
-    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-adapters-{os.getpid()}"))
-    yield publisher
-    publisher.close()
 
 
 def adapted(run_dir, version):

@@ -7,6 +7,7 @@ import sys
 import tomllib
 
 import pytest
+from command_lines import flags
 from inference_servers import REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -26,16 +27,6 @@ def make_manifest():
         return check(manifest, "test")
 
     return make
-
-
-def flags(arguments):
-    """{"--flag": value or None}."""
-    pairs = {}
-    for i, word in enumerate(arguments):
-        if word.startswith("--"):
-            after = arguments[i + 1] if i + 1 < len(arguments) else "--"
-            pairs[word] = None if after.startswith("--") else after
-    return pairs
 
 
 def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manifest, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from command_lines import flags
 from deployment_schemas import DEPLOYMENT, GRAPH, PROXY_CONNECTORS, PROXY_FLAGS, ROUTER_MODES, VALUES
 from inference_servers import REPOSITORY
 
@@ -84,8 +85,8 @@ def test_engines_and_picker_are_such_as_llm_d_accepts(name):
         mounted = {mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
         for proxy in template["spec"].get("initContainers", ()):
-            flags = dict(word.split("=") for word in proxy["args"])
-            assert set(flags) <= set(PROXY_FLAGS) and flags["--kv-connector"] in PROXY_CONNECTORS
+            given = dict(word.split("=") for word in proxy["args"])
+            assert set(given) <= set(PROXY_FLAGS) and given["--kv-connector"] in PROXY_CONNECTORS
     assert len({each["metadata"]["name"] for each in documents["engines.yaml"]}) == RUNS[name].inference.num_replicas
     (values,) = documents["router.values.yaml"]
     jsonschema.validate(values, VALUES)
@@ -126,8 +127,8 @@ def test_engines_have_the_flags_of_the_launchers_command(name):
         made = list(containers(KINDS[kind](manifest, PLACE)))
         assert len(made) == manifest.inference.num_replicas
         for index, container in enumerate(made):
-            ours = pairs(server_arguments(manifest, Path("/policy"), index, "h", 1))
-            theirs = pairs(container["args"])
+            ours = flags(server_arguments(manifest, Path("/policy"), index, "h", 1))
+            theirs = flags(container["args"])
             if kind == "dynamo":
                 ours = {flag: value for flag, value in ours.items() if flag not in SERVER_FLAGS}
                 theirs = {flag: value for flag, value in theirs.items() if flag not in ("--kv-events-config", "--disaggregation-mode")}
@@ -141,16 +142,6 @@ def test_engines_have_the_flags_of_the_launchers_command(name):
             assert {flag: value for flag, value in theirs.items() if flag not in addresses} == {
                 flag: value for flag, value in ours.items() if flag not in addresses
             }
-
-
-def pairs(arguments):
-    """{"--flag": value or None}; a value never begins like a flag."""
-    found = {}
-    for i, word in enumerate(arguments):
-        if word.startswith("--"):
-            after = arguments[i + 1] if i + 1 < len(arguments) else "--"
-            found[word] = None if after.startswith("--") else after
-    return found
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_slices, named_hf_tensors
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed
 from orrery.transport.update import update_engine
-from orrery.transport.weight_wire import DIRECT_KINDS, Published, WeightPublisher, claim, claim_again, give_up, release
+from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.buckets import Held
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.plan import Parts
@@ -44,13 +44,6 @@ def run_dir(tmp_path_factory):
 def server(run_dir):
     with engine(run_dir) as (process, url):
         yield process, url
-
-
-@pytest.fixture(scope="module")
-def publisher(run_dir):
-    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}"))
-    yield publisher
-    publisher.close()
 
 
 class Policies:

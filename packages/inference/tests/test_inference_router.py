@@ -1,8 +1,6 @@
 """Two real engines behind vllm-router, serving a tiny mixture of experts (whose reload on CPU is the one vLLM gets wrong)."""
 
 import asyncio
-import os
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,7 +12,6 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION, GenerationFailed
-from orrery.transport.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]
 torch.set_num_threads(1)
@@ -40,13 +37,6 @@ def stage(run_dir):
         for process in processes.values():
             if process.poll() is None:
                 stop(process)
-
-
-@pytest.fixture(scope="module")
-def publisher():
-    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}-router"))
-    yield publisher
-    publisher.close()
 
 
 def drive(stage, scenario, token=TOKEN):

@@ -4,8 +4,6 @@ The engine answers with our account of versions (for vLLM 0.26) instead of its o
 """
 
 import asyncio
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import route_shape
-from orrery.transport.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]
 torch.set_num_threads(1)
@@ -39,13 +36,6 @@ def url(manifest):
         yield await_published(manifest[1], "inference", 0, process)
     finally:
         stop(process)
-
-
-@pytest.fixture(scope="module")
-def publisher():
-    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}-routes"))
-    yield publisher
-    publisher.close()
 
 
 def drive(url, scenario):

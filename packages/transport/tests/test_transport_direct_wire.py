@@ -140,6 +140,7 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
         assert time.monotonic() - begin < 10
         release(claimed)
         settle(ranks)
+        assert ranks[0].takes[-1][1] == "engine 1 (rank 0) did not come before the take was given up"
 
 
 def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, monkeypatch):

@@ -33,11 +33,12 @@ class Reception:
         while True:
             try:
                 arrival = self._next_arrival(taking)
-            except WireFailed as error:
+            except WireFailed:
                 if taking is None:
                     raise
                 missing = ", ".join(self._absent(taking.engines, arrived)) + " did not come"
-                until = " before the take was given up" if isinstance(error, TakeFailed) else ""
+                is_on = take_path(self._folder, taking.take, taking.claim).exists()
+                until = "" if is_on else " before the take was given up"
                 return self._answer(Order(taking.take, version=taking.version, error=missing + until))
             if arrival.take < 0:
                 return Order(-1, end=True)
