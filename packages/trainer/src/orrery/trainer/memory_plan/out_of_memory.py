@@ -52,12 +52,14 @@ def explained(me: RoleProcess) -> Iterator[Where]:
 
 def foreseen(manifest: Manifest, stage: str, capacity: int) -> str | None:
     """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell."""
+    if not capacity:
+        return None
     trainer, load = of_stage(manifest, stage)
     try:
         counted = sizes(manifest.model, trainer.lora)
         peak = plan(manifest.model, trainer, load, capacity, counted).peak_bytes
         missing = peak + int(MARGIN * capacity) - capacity
-        if not capacity or missing <= 0:
+        if missing <= 0:
             return None
         choice = choose(manifest.model, trainer, load, capacity, missing, counted)
     except OrreryError:
