@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record
 
 HERE = Path(__file__).resolve().parent
-SEEDS, BOUNDS, BASE_BOUND = (1, 2, 3), (0, 1, 2, 4, 8), 2
+SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
 TASKS = ("reverse_words", "arithmetic", "calculator")
 TASKS_AT_LEAST = 2  # with every seed
 GOAL, KL_GOAL = 0.3, 1e-3  # the rise at least; engine against trainer at most, in every step with tokens of the same weights
@@ -139,8 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     found = {task: {seed: finished(f"smollm2_{task}_seed_{seed}", options.runs) for seed in SEEDS} for task in TASKS}
     runs = {task: {seed: run for seed, run in seeds.items() if run is not None} for task, seeds in found.items()}
-    names = {bound: f"smollm2_staleness_{bound}" if bound != BASE_BOUND else "smollm2_reverse_words_seed_1" for bound in BOUNDS}
-    bounds = {bound: run for bound, name in names.items() if (run := finished(name, options.runs)) is not None}
+    bounds = {bound: run for bound in BOUNDS if (run := finished(f"smollm2_staleness_{bound}", options.runs)) is not None}
     if learned := {task: seeds for task, seeds in runs.items() if seeds}:
         by_task(learned, options.out)
     if len(bounds) > 1:

@@ -231,7 +231,7 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     engine_devices = [each for each in args.devices.partition("/")[2].split(",") if each]
     mesh = {"dp_replicate": 1, "dp_shard": args.trainers, "cp": 1}
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
-    manifest["trainer"]["memory"] |= {"optimizer_offload": "none"} if manifest["trainer"]["memory"].get("optimizer_offload") else {}
+    manifest["trainer"]["memory"] |= {"optimizer_offload": False}
     manifest["inference"] |= {"num_replicas": 1, "prefill_replicas": 0, "router": {"kind": "none"}}
     if adapters:
         manifest["transport"]["weights"] = "adapters"

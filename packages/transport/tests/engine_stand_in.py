@@ -1,9 +1,12 @@
 """A server that answers as scripted in place of an engine, and remembers what it was asked."""
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from aiohttp import web
+
+from orrery.transport.fingerprint import digest
 
 HELD = {"a": ["0000000000000001", "resident"], "b": ["ffffffffffffffff", "as_consumed"]}
 
@@ -22,6 +25,13 @@ def answer(token_ids, spans, logprobs=None, cached=5):
                 "logprobs": {"content": [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(token_ids, logprobs, strict=True)]},
             }
         ],
+    }
+
+
+def attested(held):
+    return {
+        "digest": digest({name: int(value, 16) for name, (value, _) in held.items()}),
+        "how": dict(Counter(how for _, how in held.values())),
     }
 
 
@@ -55,7 +65,7 @@ class StandIn:
             await asyncio.sleep(self.delay_s)
             return web.json_response(self.generated)
         if request.path == "/collective_rpc":
-            return web.json_response({"results": [self.held]})
+            return web.json_response({"results": [self.held if body["method"] == "fingerprints" else attested(self.held)]})
         if request.path == "/metrics":
             return web.Response(
                 text="# TYPE vllm:num_requests_running gauge\n"

@@ -16,6 +16,7 @@ from orrery.transport import engine as engine_module
 from orrery.transport import fleet as fleet_module
 from orrery.transport import rendezvous
 from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed, TakenAlong, TensorAttestation, UpdateFailed, WeightsDiffer
+from orrery.transport.fingerprint import digest
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.roster import Phase
 from orrery.transport.update import compare
@@ -23,7 +24,8 @@ from orrery.transport.weight_wire import Published
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE
 
-PUBLISHED = Published(3, "/", {"a": 1, "b": 2**64 - 1}, "d" * 16)
+FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
+PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
 
 
 def test_aborts_carry_the_prefix_that_the_engine_gives_ids():

@@ -2,7 +2,7 @@
 
 - `Loading` is one update of one model. vLLM's layerwise reload does what only it knows: it gives a layer's parameters storage, repacks or
   quantises them, and copies the result to where CUDA graphs expect it. So a layer at a time is there twice, never the model.
-- Slices that lie side by side in the bucket and in the parameter are copied as one.
+- Slices that lie side by side in the bucket and in the parameter, or at even distances as experts do, are copied as one.
 """
 
 import math
@@ -21,15 +21,30 @@ from orrery.transport.weight_wire.slices import Slice, intersection
 
 
 class Run(NamedTuple):
-    """A copy out of a bucket: from byte `begin` on, into a region of a parameter."""
+    """A copy out of a bucket, from byte `begin` on, into a parameter, from element `offset` on."""
 
     layer: str
     parameter: str
     begin: int
     offset: int
     shape: tuple[int, ...]
+    bucket_strides: tuple[int, ...]  # these and the parameter's in elements
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def in_words(self) -> "Run":
+        """The same copy by words of eight bytes: a GPU copies rows that lie apart element by element. Itself where words do not fit."""
+        size = WORD.itemsize // self.dtype.itemsize
+        numbers = (self.begin // self.dtype.itemsize, self.offset, self.shape[-1], *self.bucket_strides[:-1], *self.strides[:-1])
+        if len(self.shape) == 1 or self.bucket_strides[-1] != 1 or self.strides[-1] != 1 or any(number % size for number in numbers):
+            return self
+        bucket_strides, strides = ((*(stride // size for stride in every[:-1]), 1) for every in (self.bucket_strides, self.strides))
+        shape = (*self.shape[:-1], self.shape[-1] // size)
+        return Run(self.layer, self.parameter, self.begin, self.offset // size, shape, bucket_strides, strides, WORD)
+
+
+WORD = torch.int64
 
 
 def runs(slices: list[Slice], needs: Needs, tensors: dict[str, Tensor]) -> list[Run]:
@@ -45,23 +60,50 @@ def runs(slices: list[Slice], needs: Needs, tensors: dict[str, Tensor]) -> list[
                 found[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
             else:
                 found.append(run)
-    return found
+    return _evenly(found)
 
 
 def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: torch.dtype) -> Run:
     offset = to.offset + sum((start - first) * stride for (start, _), (first, _), stride in zip(box, to.box, to.strides, strict=True))
-    dense = math.prod(shape)
-    for size, stride in zip(shape, to.strides, strict=True):
-        dense //= size
-        if size > 1 and stride != dense:
-            return Run(to.layer, to.parameter, begin, offset, shape, to.strides, dtype)
-    return Run(to.layer, to.parameter, begin, offset, (math.prod(shape),), (1,), dtype)
+    dense = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if any(size > 1 and stride != each for size, stride, each in zip(shape, to.strides, dense, strict=True)):
+        return Run(to.layer, to.parameter, begin, offset, shape, dense, to.strides, dtype)
+    return Run(to.layer, to.parameter, begin, offset, (math.prod(shape),), (1,), (1,), dtype)
 
 
 def _follows(last: Run, run: Run) -> bool:
     dense = last.strides == run.strides == (1,) and len(last.shape) == len(run.shape) == 1
     same = (last.layer, last.parameter, last.dtype) == (run.layer, run.parameter, run.dtype)
     return dense and same and last.offset + last.shape[0] == run.offset and last.begin + last.shape[0] * last.dtype.itemsize == run.begin
+
+
+def _evenly(found: list[Run]) -> list[Run]:
+    """Runs alike that follow one another at even distances, in the bucket and in the parameter, as one: the experts of a layer."""
+    series: list[list[Run]] = []
+    latest: dict[tuple[Any, ...], list[Run]] = {}  # by what runs of a series have in common
+    for run in found:
+        alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
+        before = latest.get(alike)
+        step = (0, 0) if before is None else _step(before[-1], run)
+        if before is not None and min(step) > 0 and (len(before) == 1 or _step(*before[-2:]) == step):
+            before.append(run)
+        else:
+            latest[alike] = [run]
+            series.append(latest[alike])
+    return [one[0] if len(one) == 1 else _whole(one) for one in series]
+
+
+def _step(one: Run, next_: Run) -> tuple[int, int]:
+    return next_.begin - one.begin, next_.offset - one.offset
+
+
+def _whole(series: list[Run]) -> Run:
+    first, (num_bytes, elements) = series[0], _step(*series[:2])
+    return first._replace(
+        shape=(len(series), *first.shape),
+        bucket_strides=(num_bytes // first.dtype.itemsize, *first.bucket_strides),
+        strides=(elements, *first.strides),
+    )
 
 
 class Loading:
@@ -84,9 +126,14 @@ class Loading:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:
                 self._begin(run.layer, layer)
-            parameter = getattr(layer, run.parameter)
-            parameter.data.as_strided(run.shape, run.strides, run.offset).copy_(in_bucket(bucket, run.begin, run.shape, run.dtype))
+            into = getattr(layer, run.parameter).data
             self._missing[run.layer] -= math.prod(run.shape)
+            fits = into.dtype == run.dtype and into.is_contiguous() and into.nbytes % WORD.itemsize == 0
+            if fits and (words := run.in_words) is not run:
+                run, into = words, into.view(-1).view(WORD)
+            size = 1 + sum((number - 1) * stride for number, stride in zip(run.shape, run.bucket_strides, strict=True))
+            of = in_bucket(bucket, run.begin, (size,), run.dtype).as_strided(run.shape, run.bucket_strides)
+            into.as_strided(run.shape, run.strides, run.offset).copy_(of)
             if not self._missing[run.layer]:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -60,13 +60,19 @@ class UpdateInfo(WeightTransferUpdateInfo):
     engine: str = "engine"
 
 
-@dataclass(frozen=True)
-class Consumed:
+class Consumed(NamedTuple):
     """What a tensor looked like on its way in; `shape` is None where this rank has a part of it only."""
 
     fingerprint: int
     shape: torch.Size | None
     dtype: torch.dtype
+
+
+class Place(NamedTuple):
+    """Where a tensor stands in the processed model as it came."""
+
+    module: torch.nn.Module
+    parameter: str
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -88,6 +94,7 @@ class Receiver(Backend):
         self.held: dict[str, tuple[int, str]] = {}
         self.parts = Parts()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
+        self._places: dict[str, Place | None] = {}  # by tensor, found once
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}  # of whole tensors that stand in the model
         self._num_ranks = init_info.num_ranks
         self._target: Target | None = None
@@ -154,10 +161,7 @@ class Receiver(Backend):
                 self.parts.add("load_s", begin)
         loading.check()
         begin = time.perf_counter()
-        for name, fingerprint in target.attest().items():
-            tensor = target.tensors[name]
-            whole = all(each.box == tuple((0, size) for size in tensor.shape) for each in self._needs.destinations.get(name, ()))
-            self._consumed[name] = Consumed(fingerprint, torch.Size(tensor.shape) if whole else None, dtype_of(tensor))
+        self._consumed = {name: Consumed(fingerprint, *self._came_as[name]) for name, fingerprint in target.attest().items()}
         self.parts.add("attest_s", begin)
 
     def _learn(self, tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
@@ -168,6 +172,11 @@ class Receiver(Backend):
         self._needs: Needs = learn(self.model, tensors)
         initialize_layerwise_reload(self.model)
         self._runs: dict[int, tuple[Round, list[Run]]] = {}
+        self._came_as: dict[str, tuple[torch.Size | None, torch.dtype]] = {}
+        for tensor in tensors:
+            whole = tuple((0, size) for size in tensor.shape)
+            is_whole = all(each.box == whole for each in self._needs.destinations.get(tensor.name, ()))
+            self._came_as[tensor.name] = torch.Size(tensor.shape) if is_whole else None, dtype_of(tensor)
         return {name: tuple(dict.fromkeys(each.box for each in found)) for name, found in self._needs.destinations.items()}
 
     def _runs_of(self, one: Round) -> list[Run]:
@@ -215,17 +224,25 @@ class Receiver(Backend):
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
         """The tensor in the processed model where it stands there as it came; None where only the way in tells."""
+        if name not in self._places:
+            self._places[name] = self._place(name)
+        place = self._places[name]
+        if place is None or consumed.shape is None:
+            return None
+        parameter = getattr(place.module, place.parameter, None)
+        if parameter is None or parameter.dtype != consumed.dtype:
+            return None
+        if isinstance(place.module, VocabParallelEmbedding):
+            parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
+        return parameter.detach() if parameter.shape == consumed.shape else None  # else a tensor-parallel slice
+
+    def _place(self, name: str) -> Place | None:
         module_path, _, attribute = name.rpartition(".")
         try:
             module = self.model.get_submodule(module_path)
         except AttributeError:  # fused under another name (q_proj in qkv_proj): repacked
             return None
-        parameter = getattr(module, attribute, None)
-        if consumed.shape is None or not isinstance(module, KEPT_AS_THEY_CAME) or parameter is None or parameter.dtype != consumed.dtype:
-            return None
-        if isinstance(module, VocabParallelEmbedding):
-            parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
-        return parameter.detach() if parameter.shape == consumed.shape else None  # else a tensor-parallel slice
+        return Place(module, attribute) if isinstance(module, KEPT_AS_THEY_CAME) else None
 
     def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
         """i64 [1] on the tensor's device."""

@@ -93,6 +93,17 @@ class TensorAttestation:
     how: str
 
 
+class Attested(msgspec.Struct):
+    """All tensors as an engine holds them: the digest of their names and fingerprints, and how many were attested how."""
+
+    digest: str
+    how: dict[str, int]
+
+
+class _AttestedWorkers(msgspec.Struct):
+    results: list[Attested]
+
+
 @dataclass(frozen=True)
 class EngineMetrics:
     """The few numbers of an engine's Prometheus page that admission and the report use. Totals count from the engine's start."""
@@ -279,6 +290,11 @@ class EngineClient:
                 names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
                 raise WeightsDiffer(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
         return {name: TensorAttestation(int(value, 16), how) for name, (value, how) in workers[0].items()}
+
+    async def attested(self) -> Attested | None:
+        """What `fingerprints` would say, in short; None where the engine's workers hold different weights."""
+        workers = msgspec.json.decode(await self._control("/collective_rpc", {"method": "attested"}), type=_AttestedWorkers).results
+        return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
         """Seconds of the last update by part, the longest over this engine's workers; empty where it read files."""

@@ -5,7 +5,6 @@
 """
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,8 +35,10 @@ async def update_engine(engine: EngineClient, published: "Published") -> UpdateR
     paused = time.perf_counter()
     await engine.update_weights(published)
     updated = time.perf_counter()
-    held = await engine.fingerprints()
-    compare(published.version, published.fingerprints, held, engine.name)
+    found = await engine.attested()
+    if found is None or found.digest != published.digest:
+        compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
+        raise WeightsDiffer(f"{engine.name}: what it holds has not the digest {published.digest} of version {published.version}")
     attested = time.perf_counter()
     await engine.resume()
     return UpdateReport(
@@ -47,7 +48,7 @@ async def update_engine(engine: EngineClient, published: "Published") -> UpdateR
         update_s=updated - paused,
         attest_s=attested - updated,
         paused_s=time.perf_counter() - begin,
-        attested=dict(Counter(each.how for each in held.values())),
+        attested=found.how,
     )
 
 

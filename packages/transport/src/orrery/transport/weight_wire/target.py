@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from orrery.transport.fingerprint import MASK
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import meeting
 from orrery.transport.weight_wire.buckets import shape_of, starts_of
@@ -41,6 +40,26 @@ class Round:
     slices: list[Slice]
     fingerprints: SliceFingerprints
     piece: torch.Tensor  # i64 [slices], which of this rank's pieces each belongs to
+
+
+@dataclass
+class Pieces:
+    """What the ranks of one engine hold: distinct boxes of tensors, numbered."""
+
+    tensor_of: np.ndarray  # i64 [pieces], position of the tensor that each is a box of
+    pieces: dict[int, np.ndarray]  # by rank: i64, which pieces it holds, in the order in which it fingerprints them
+
+    @classmethod
+    def of(cls, names: Sequence[str], members: Sequence[Member]) -> "Pieces":
+        position = {name: index for index, name in enumerate(names)}
+        number: dict[tuple[str, Box], int] = {}
+        held = {
+            member.rank: np.array(
+                [number.setdefault((name, box), len(number)) for name, boxes in member.needs.items() for box in boxes], np.int64
+            )
+            for member in members
+        }
+        return cls(np.array([position[name] for name, _ in number], np.int64), held)
 
 
 class Target:
@@ -98,23 +117,21 @@ class Target:
         """Fingerprint by name of the whole tensors that the ranks of this engine hold. WireFailed names what ranks disagree about."""
         key = self._attested
         self._meeting.store.set(f"{key}/{self.rank}", self._shares.cpu().numpy().tobytes())
-        whole: dict[tuple[str, Box], tuple[int, int]] = {}
-        for member in self._plan.members:
-            if member.engine != self.engine:
-                continue
-            what = f"{self.engine} (rank {member.rank}), its fingerprints"
-            shares = np.frombuffer(self._meeting.raw(f"{key}/{member.rank}", what), np.uint64)
-            held = [(name, box) for name, boxes in member.needs.items() for box in boxes]
-            for piece, share in zip(held, shares.tolist(), strict=True):
-                rank, before = whole.setdefault(piece, (member.rank, share))
-                if before != share:
-                    raise WireFailed(
-                        f"weight wire: ranks {rank} and {member.rank} of {self.engine} received different bits of {piece[0]!r}"
-                    )
-        fingerprints = dict.fromkeys(self.tensors, 0)
-        for (name, _), (_, share) in whole.items():
-            fingerprints[name] = (fingerprints[name] + share) & MASK
-        return fingerprints
+        held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
+        holder = np.full(len(held), -1)
+        for rank, pieces_of in self._engine.pieces.items():
+            what = f"{self.engine} (rank {rank}), its fingerprints"
+            shares = np.frombuffer(self._meeting.raw(f"{key}/{rank}", what), np.uint64)
+            differ = (holder[pieces_of] >= 0) & (held[pieces_of] != shares)
+            if differ.any():
+                piece = pieces_of[differ.argmax()]
+                name = list(self.tensors)[self._engine.tensor_of[piece]]
+                raise WireFailed(f"weight wire: ranks {holder[piece]} and {rank} of {self.engine} received different bits of {name!r}")
+            holder[pieces_of] = np.where(holder[pieces_of] < 0, rank, holder[pieces_of])
+            held[pieces_of] = shares
+        total = np.zeros(len(self.tensors), np.uint64)
+        np.add.at(total, self._engine.tensor_of, held)  # modulo 2^64
+        return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def drop(self) -> None:
         """Give the group up."""
@@ -129,7 +146,9 @@ class Target:
         members = [self._meeting.get(f"member/{name}", Member, "an engine, what it needs") for name in order.members]
         plan = self._plan = Plan.of(list(self.tensors.values()), self._meeting.holdings(), members, self._address.bucket_bytes)
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        pieces(list(shapes), shapes, [member.needs for member in members if member.engine == self.engine])
+        ours = [member for member in members if member.engine == self.engine]
+        pieces(list(shapes), shapes, [member.needs for member in ours])
+        self._engine = Pieces.of(list(self.tensors), ours)
         target = order.members.index(self._member)
         self._rounds = [self._round(number, messages) for number, messages in plan.of_target(target)]
         self._link = make_target_link(self._address.kind, self._meeting, order.generation, target, plan, self._buckets, self.device)
