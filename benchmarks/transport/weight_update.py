@@ -281,15 +281,17 @@ def main() -> None:
     for wires in ([kind for kind in args.wires if kind != "adapters"], [kind for kind in args.wires if kind == "adapters"]):
         rows += measure_all(wires, args) if wires else []
     best = min(rows, key=lambda row: row["value"])
-    name = f"weight_update{'' if args.manifest == 'reverse_text_direct' else '_' + args.manifest}.json"
+    shape = "" if args.manifest == "reverse_text_direct" else f"_{args.manifest}"
+    if engines := [each for each in args.devices.partition("/")[2].split(",") if each]:
+        shape += f"_{args.trainers}_to_{len(engines)}"
     record(
-        Path(__file__).with_name(name),
+        Path(__file__).with_name(f"weight_update{shape}.json"),
         figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",
         value=best["value"],
         unit="s",
         goal=0.5,
         better="lower",
-        details={"wire": best["variant"], "requests_in_flight": args.requests},
+        details={"wire": best["variant"], "requests_in_flight": args.requests, "trainers": args.trainers, "devices": args.devices},
         rows=rows,
     )
 
