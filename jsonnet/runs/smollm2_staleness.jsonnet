@@ -4,6 +4,7 @@ local reverse_words = (import 'runs/smollm2.jsonnet').smollm2_reverse_words_seed
 (import 'lib/named.libsonnet')({
   ['smollm2_staleness_%d' % bound]: reverse_words {
     transport+: { weights: 'nccl' },
+    stages+: { rl+: { num_steps: 25 } },  // by then all have learned it
     orchestrator+: { max_off_policy_steps: bound, max_batches_ahead: std.max(0, bound - 1) },
   }
   for bound in [0, 1, 2, 4, 8]

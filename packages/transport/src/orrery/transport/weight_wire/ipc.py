@@ -99,11 +99,14 @@ class IpcReader:
     def __init__(self, meeting: Meeting, generation: int, source: int, device: torch.device) -> None:
         handles = meeting.get(f"ipc/{generation}/{source}", list[Handle], f"trainer {source}, how its buckets are mapped")
         self._buckets = [open_handle(handle, meeting.address.bucket_bytes, device) for handle in handles]
+        self._stream = torch.cuda.Stream(device)  # beside the loading of what came before
 
-    def read(self, side: int, offset: int, into: torch.Tensor) -> None:
-        into.copy_(self._buckets[side][offset : offset + into.numel()])
-        if into.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+        if free is not None:
+            self._stream.wait_event(free)
+        with torch.cuda.stream(self._stream):
+            into.copy_(self._buckets[side][offset : offset + into.numel()])
+        self._stream.synchronize()
 
     def close(self) -> None:
         self._buckets = []

@@ -6,7 +6,8 @@
 
 A source's link has `send(side, number, target, offset, num_bytes)`, which says that this part of its bucket `side` is round `number`'s
 message; a target's has `receive(number, source, message, into)`. Both give something to `wait` for: until then the source's part must not
-be overwritten, and the target's not read. `close` gives a link up; whoever waits at the other end hears of it.
+be overwritten, and the target's not read. What a target's device was told to do with `into` before is done before it is overwritten.
+`close` gives a link up; whoever waits at the other end hears of it.
 """
 
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class _Receiving:
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._peers is not None
+        if into.is_cuda:
+            torch.cuda.current_stream().synchronize()
         return self._peers.receive(into, source, number)
 
     def close(self) -> None:

@@ -74,7 +74,9 @@ class NixlReader:
             self._name = own.agent.add_remote_agent(self._remote.metadata)
         self._name = self._name.decode() if isinstance(self._name, bytes) else self._name
 
-    def read(self, side: int, offset: int, into: torch.Tensor) -> None:
+    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+        if free is not None:
+            free.synchronize()
         with self._reaching():
             self._read(side, offset, into)
 

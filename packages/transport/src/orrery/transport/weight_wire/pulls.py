@@ -26,8 +26,8 @@ class Full(msgspec.Struct):
 class Reader(Protocol):
     """How a target gets at one source's buckets."""
 
-    def read(self, side: int, offset: int, into: torch.Tensor) -> None:
-        """Fill `into` (u8) with the bytes of bucket `side` from `offset` on; they are there when this returns."""
+    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+        """Fill `into` (u8) with the bytes of bucket `side` from `offset` on, once `free` has happened; they are there when this returns."""
 
     def close(self) -> None: ...
 
@@ -96,8 +96,12 @@ class PullTarget:
 class _Awaited:
     def __init__(self, meeting: Meeting, key: str, source: int, reader: Reader, into: torch.Tensor) -> None:
         self._meeting, self._key, self._source, self._reader, self._into = meeting, key, source, reader, into
+        self._free = None
+        if into.is_cuda:  # of what the device still does with these bytes; the other bucket may be at work for longer
+            self._free = torch.cuda.Event()
+            self._free.record()
 
     def wait(self) -> None:
         full = self._meeting.get(f"{self._key}/full", Full, f"trainer {self._source}, that its slices are there", ROUND_S)
-        self._reader.read(full.side, full.offset, self._into)
+        self._reader.read(full.side, full.offset, self._into, self._free)
         self._meeting.put(f"{self._key}/read", True)

@@ -188,8 +188,6 @@ class Target:
         """Ask for a round's messages, into the bucket that is its turn."""
         one, bucket = self._rounds[index], self._buckets[index % 2]
         assert self._link is not None
-        if bucket.device.type == "cuda":  # what has been done with the bucket so far is done before anything else comes into it
-            torch.cuda.current_stream().synchronize()
         return [
             self._link.receive(one.number, source, message, bucket[message.target_offset : message.target_offset + message.num_bytes])
             for source, message in one.messages.items()
