@@ -57,9 +57,11 @@ class Learner:
         step = self.step + 1
         begin_s = time.time()
         tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        # While the device is still in the backward pass, so that it need not wait for the host after it.
+        norm = gradient_norm(self.weights.values(), self.world)
+        self.optimizer.prepare()
         values = self._agree(step, tally, totals)  # reads numbers, so the device has done the backward pass by then
         backward_s = time.time()
-        norm = gradient_norm(self.weights.values(), self.world)
         if not math.isfinite(norm.item()):
             self._name_gradient(step)
         settle_s = self.before_step()

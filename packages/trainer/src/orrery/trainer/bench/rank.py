@@ -63,10 +63,10 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
         learner = make_learner(request, world)
         build_s = time.perf_counter() - begin_s
         memory_at_start = memory(device)
-        warmup = [timed_step(learner, request, n) for n in range(request.warmup)]
+        warmup = timed_steps(learner, request, 0, request.warmup)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        steps = [timed_step(learner, request, request.warmup + n) for n in range(request.steps)]
+        steps = timed_steps(learner, request, request.warmup, request.steps)
         answer = {
             "build_s": build_s,
             "warmup": warmup,
@@ -102,18 +102,26 @@ def make_learner(request: Request, world: World) -> Learner:
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
 
-def timed_step(learner: Learner, request: Request, step: int) -> dict[str, Any]:
-    """One step of the learner and how long it took here."""
+def timed_steps(learner: Learner, request: Request, first: int, count: int) -> list[dict[str, Any]]:
+    """Steps of the learner, one after the other as in training with batches that are there, and how long each took here.
+
+    The host comes back from a step while the device still moves weights; so a step is from one return to the next.
+    """
     world = learner.world
-    batches = micro_batches(request, step, world.data_rank)
-    totals = count_totals(batches, world)
+    batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
+    totals = [count_totals(each, world) for each in batches]
+    answers = []
     wait_for(world.device)
     begin_s = time.perf_counter()
-    outcome = learner.learn(iter(batches), len(batches), totals, 1.0)
-    wait_for(world.device)
-    step_s = time.perf_counter() - begin_s
-    lengths = [int(length) for batch in batches for length in batch.lengths]
-    return {"step_s": step_s, "lengths": lengths, "metrics": outcome.metrics}
+    for number in range(count):
+        outcome = learner.learn(iter(batches[number]), len(batches[number]), totals[number], 1.0)
+        if number == count - 1:
+            wait_for(world.device)
+        end_s = time.perf_counter()
+        lengths = [int(length) for batch in batches[number] for length in batch.lengths]
+        answers.append({"step_s": end_s - begin_s, "lengths": lengths, "metrics": outcome.metrics})
+        begin_s = end_s
+    return answers
 
 
 def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any]:

@@ -131,13 +131,14 @@ class Line:
 
 
 class Optimizer:
-    """`set_rate`, perhaps `prefetch`, and `step`, once a training step. `state` is read and filled in place between steps."""
+    """`set_rate`, perhaps `prefetch` and `prepare`, and `step`, once a training step. `state` is read and filled in place between steps."""
 
     def __init__(self, groups: list[Group], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._buckets: list[Bucket] = []
+        self._prepared: list[list[Piece]] = []
         with torch.no_grad():
             for group in self.groups:
                 normal = WHOLE_BYTES if group.rule.whole else OFFLOADED_BYTES if offload else RESIDENT_BYTES
@@ -163,12 +164,19 @@ class Optimizer:
             self._offload.prefetch()
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Find the pieces of a step whose gradients are there, or will be once the device has done what it was told. Only a hint."""
+        if self._offload is None:
+            self._prepared = [self._pieces(bucket, None) for bucket in self._buckets]
+
+    @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
         """Move all weights that have a gradient, after dividing gradients by `divisor` (a float32 scalar, see `clip`)."""
         divisors: dict[torch.device, Tensor | None] = {}
-        for bucket, windows in self._visits():
+        prepared, self._prepared = self._prepared, []
+        for index, (bucket, windows) in enumerate(self._visits()):
             group = bucket.group
-            pieces = [self._piece(bucket, cut, windows) for cut in bucket.cuts if cut.weight.grad is not None]
+            pieces = prepared[index] if prepared else self._pieces(bucket, windows)
             if pieces:
                 device = pieces[0].weight.device
                 if device not in divisors:  # here, and waiting: the fused kernels copy to a CPU without waiting for the value
@@ -179,6 +187,7 @@ class Optimizer:
             torch._foreach_add_(counters, 1)
 
     def zero_grad(self) -> None:
+        self._prepared = []
         for group in self.groups:
             for weight in group.weights:
                 weight.grad = None
@@ -190,6 +199,9 @@ class Optimizer:
         else:
             for index, windows in self._offload.visits():
                 yield self._buckets[index], windows
+
+    def _pieces(self, bucket: Bucket, windows: dict[str, Tensor] | None) -> list[Piece]:
+        return [self._piece(bucket, cut, windows) for cut in bucket.cuts if cut.weight.grad is not None]
 
     def _piece(self, bucket: Bucket, cut: Cut, windows: dict[str, Tensor] | None) -> Piece:
         weight, rule, own = cut.weight, bucket.group.rule, self._state[cut.weight]
