@@ -66,7 +66,7 @@ class RunData:
             run_dir=run_dir,
             manifest=manifest,
             stages={stage: json.loads((run_dir / "stages" / stage / "DONE").read_text()) for stage in stages},
-            rl=[row for row in trainer if row.get("stage") == "rl" and row.get("step") is not None],
+            rl=[row for row in trainer if row.get("stage") == "rl" and row.get("step") is not None and row.get("event") is None],
             sft=[row for row in trainer if row.get("stage") == "sft" and row.get("step") is not None and row.get("event") is None],
             validation=[row for row in trainer if row.get("event") == "validation"],
             compared=[row for row in trainer if row.get("event") == "compare"],
