@@ -23,9 +23,10 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
     WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
     from orrery.inference import releases
-    from orrery.inference.patches import vllm_kv_transfer, vllm_routes_elsewhere
+    from orrery.inference.patches import vllm_kv_transfer, vllm_routes_elsewhere, vllm_whole_answers
 
     releases.correct_engine()
+    vllm_whole_answers.hold_outputs()
     vllm_kv_transfer.pause_beside_unread_blocks()
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
         vllm_kv_transfer.bootstrap_on_one_address()

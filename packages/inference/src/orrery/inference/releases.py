@@ -99,7 +99,10 @@ def correct(manifest: Manifest) -> None:
         from orrery.inference.patches import vllm_0_26
 
         vllm_0_26.keep_signal_handlers()
-        vllm_0_26.label_versions()
+        vllm_0_26.keep_account()
+    from orrery.inference.patches import vllm_answers
+
+    vllm_answers.write_answers()
     if manifest.inference.data_parallel > 1:
         from orrery.inference.patches import vllm_data_parallel
 

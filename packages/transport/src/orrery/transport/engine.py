@@ -213,6 +213,7 @@ class EngineClient:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "logprobs": 0,  # of the sampled token alone
+            "output_kind": 2,  # RequestOutputKind.FINAL_ONLY: 0.26 would make an answer of every token, each longer than the last
             "detokenize": False,
             "skip_special_tokens": False,
         }

@@ -4,7 +4,7 @@ the last in every process of an engine.
 1. `keep_signal_handlers`. Upstream: `uvicorn.Server.serve` installs its own SIGTERM handler over the one with which `serve_http` stops the
    engine; requests in flight then hold the server for as long as they take (vllm-project/vllm#49668). Versions: 0.26 (read). Remove with
    0.26: 0.32 has `NoSignalServer`.
-2. `label_versions`. Upstream: the engine has no word for which weights sampled a token; 0.32 has `/finish_weight_update` with a
+2. `keep_account`. Upstream: the engine has no word for which weights sampled a token; 0.32 has `/finish_weight_update` with a
    `weight_version` and answers with `weight_versions`. Here the API server keeps that account: weights change only while generation is
    paused, and a pause with mode "keep" completes when every output of the old weights is on its way, in order, on the socket that the end
    of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly. Versions: 0.26
@@ -16,7 +16,7 @@ the last in every process of an engine.
 import contextlib
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 UNNAMED = "default"  # as 0.32 calls the weights that an engine was started with
@@ -82,14 +82,8 @@ class Account:
         return spans
 
 
-def label_versions() -> None:
-    """Have answers of /inference/v1/generate say which weights sampled which token."""
-    keep_account()
-    _answer_with_spans()
-
-
 def keep_account() -> None:
-    """Have the outputs of finished requests carry `weight_versions`."""
+    """Have the outputs of finished requests say which weights sampled which token: `weight_versions`, which `vllm_answers` writes."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import RequestState
@@ -132,33 +126,3 @@ def _attach_spans(request_state: Any, account: Account) -> None:
         return output
 
     request_state._new_completion_output = with_spans
-
-
-def _answer_with_spans() -> None:
-    """The response's models have no field for spans: they get one, and the handler fills it from what the engine's outputs carry."""
-    from vllm.entrypoints.scale_out.token_in_token_out import serving
-
-    class Choice(serving.GenerateResponseChoice):  # type: ignore[name-defined]
-        weight_versions: list[dict[str, Any]] | None = None
-
-    class Response(serving.GenerateResponse):  # type: ignore[name-defined]
-        choices: list[Choice]
-
-    serving.GenerateResponseChoice, serving.GenerateResponse = Choice, Response
-    answer = serving.ServingTokens.serve_tokens_full_generator
-
-    async def serve_tokens_full_generator(self: Any, request: Any, results: AsyncIterator[Any], *rest: Any) -> Any:
-        last = None
-
-        async def watched() -> AsyncIterator[Any]:
-            nonlocal last
-            async for last in results:
-                yield last
-
-        response = await answer(self, request, watched(), *rest)
-        if isinstance(response, Response) and last is not None:
-            for choice, output in zip(response.choices, last.outputs, strict=True):
-                choice.weight_versions = output.weight_versions
-        return response
-
-    serving.ServingTokens.serve_tokens_full_generator = serve_tokens_full_generator

@@ -1,0 +1,105 @@
+"""Correction to vLLM 0.26 and 0.32: an answer of /inference/v1/generate is written as bytes, not by way of models of each token.
+
+Upstream: `ServingTokens` makes two pydantic models of every token's log-prob, dumps them into dictionaries, and `json.dumps` writes those,
+with half a megabyte of routes scanned character by character: 18 µs a token on the API server, all of it when a request ends. Requests that
+end together wait for one another, and the engine for those that would follow. Here the same answer, less what repeats (a token's own entry
+among its top log-probs), is encoded once. Requests that ask for more than sampled log-probs go vLLM's way. Versions: 0.26, 0.32 (read;
+`test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without a model a token.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+LEAST = -9999.0  # as vLLM writes a log-prob that JSON cannot
+
+
+def write_answers() -> None:
+    """In the process of the API server, before it is made."""
+    from fastapi.responses import JSONResponse
+    from pydantic import PrivateAttr
+    from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
+
+    known: Any = getattr(api_router, "GenerateResponseBase", None) or api_router.GenerateResponse
+    model_way = serving.ServingTokens.serve_tokens_full_generator
+
+    class Written(known):  # type: ignore[misc]
+        """An answer that is bytes already; of this class because the endpoint asks."""
+
+        _body: bytes = PrivateAttr(b"")
+
+        def model_dump(self, *_: Any, **__: Any) -> bytes:
+            return self._body
+
+    class BytesOrJson(JSONResponse):
+        def render(self, content: Any) -> bytes:
+            return content if isinstance(content, bytes) else super().render(content)
+
+    async def serve_tokens_full_generator(self: Any, request: Any, results: AsyncIterator[Any], request_id: str, *rest: Any) -> Any:
+        if not is_plain(request):
+            return await model_way(self, request, results, request_id, *rest)
+        last = None
+        try:
+            async for result in results:
+                last = result
+        except asyncio.CancelledError:
+            return self.create_error_response("Client disconnected")
+        assert last is not None
+        for output in last.outputs:
+            self._raise_if_error(output.finish_reason, request_id)
+        answer = Written.model_construct()
+        answer._body = written(last, request_id, *rest[:1])
+        return answer
+
+    serving.ServingTokens.serve_tokens_full_generator = serve_tokens_full_generator
+    api_router.JSONResponse = BytesOrJson
+
+
+def is_plain(request: Any) -> bool:
+    """Whether the request asks for tokens, and of log-probs for those of sampled tokens at most."""
+    sampling = request.sampling_params
+    asks = (sampling.logprobs or 0, sampling.prompt_logprobs is not None, getattr(request, "output_mode", "tokens") != "tokens")
+    rare = [getattr(request, name, None) for name in ("return_token_ids", "_response_mm_placeholders")]
+    return not any(asks) and not any(rare) and not getattr(sampling, "prompt_logprob_token_ids", None)
+
+
+def written(last: Any, request_id: str, model: str | None = None) -> bytes:
+    """The answer that `last`, a request's whole output, comes to, as vLLM's models would have it."""
+    num_prompt = len(last.prompt_token_ids) + len(getattr(last, "encoder_prompt_token_ids", None) or ())
+    num_sampled = sum(len(output.token_ids) for output in last.outputs)
+    usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
+    if last.num_cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": last.num_cached_tokens}
+    answer = {"request_id": request_id, "model": model, "choices": [_choice(output) for output in last.outputs], "usage": usage}
+    transfer = {name: getattr(last, name, None) for name in ("kv_transfer_params", "ec_transfer_params")}
+    return msgspec.json.encode(answer | transfer)
+
+
+def _choice(output: Any) -> dict[str, Any]:
+    tokens = list(output.token_ids)
+    choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason or "stop", "token_ids": tokens}
+    if output.logprobs is not None:
+        values = (step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True))
+        content = [{"token_id": token, "logprob": value if value > LEAST else LEAST} for token, value in zip(tokens, values, strict=True)]
+        choice["logprobs"] = {"content": content}
+    if output.routed_experts is not None:
+        choice["routed_experts"] = msgspec.Raw(b'"%b"' % _file_in_base64(output.routed_experts))
+    if (versions := getattr(output, "weight_versions", None)) is not None:
+        choice["weight_versions"] = [
+            span if isinstance(span, dict) else {"version": span.version, "start": span.start, "end": span.end} for span in versions
+        ]
+    return choice
+
+
+def _file_in_base64(array: np.ndarray) -> bytes:
+    """The array as a .npy file, in base64."""
+    import pybase64  # vLLM has it
+
+    file = io.BytesIO()
+    np.save(file, array)
+    encoded: bytes = pybase64.b64encode(file.getbuffer())
+    return encoded

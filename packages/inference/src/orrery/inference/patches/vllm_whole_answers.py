@@ -1,0 +1,144 @@
+"""Correction to vLLM 0.26 and 0.32: an engine core tells of a request that is answered whole every CHUNK tokens, not every token.
+
+Upstream: after each step the engine core sends every running request's token, log-prob (four arrays) and route to the API server, which
+takes them apart again, a request at a time: 30 µs a token without and 75 µs with log-probs on the API server alone, and more on the engine
+core for putting them together. With hundreds of requests that is longer than a step of a fast GPU. Requests with `output_kind` FINAL_ONLY,
+which all of ours are, are answered once, at their end; nobody reads what is sent before. vLLM's `--stream-interval` acts in the API server,
+after that price is paid. Versions: 0.26, 0.32 (read; `test_inference_whole_answers.py`, and the engine's own tests). Remove when vLLM has
+an interval for the engine core.
+
+- The first output of a request goes at once (time to first token, the prompt's routes); so does the last, with all that was held.
+- Before any call that is not a request (pause, weights, abort) all that is held goes out. So what was sampled by old weights is at the API
+  server before the update ends, which versions of tokens rely on.
+- Outputs that carry more than tokens, log-probs and routes are passed on as they are, in order.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+CHUNK = 32
+MERGED = ("new_token_ids", "new_logprobs", "events", "routed_experts")
+LAST = ("request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "trace_headers", "num_nans_in_logits",
+        "spec_decode_metrics")  # fmt: skip
+
+
+def hold_outputs() -> None:
+    """In the process of an engine core, before it is made."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    for name in ("step", "step_with_batch_queue"):
+        setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
+    # A data-parallel core's own method calls this one.
+    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
+
+
+def _holding(step: Any) -> Any:
+    def step_and_hold(self: Any) -> Any:
+        outputs, executed = step(self)
+        if outputs:
+            held = self.__dict__.setdefault("orrery_held", Held())
+            for client, each in outputs.items():
+                each.outputs = held.pass_on(client, each.outputs, self.scheduler.requests)
+        return outputs, executed
+
+    return step_and_hold
+
+
+def _telling(handle: Any) -> Any:
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+
+    requests = (EngineCoreRequestType.ADD, EngineCoreRequestType.WAKEUP)
+
+    def tell_and_handle(self: Any, request_type: Any, request: Any) -> None:
+        held = self.__dict__.get("orrery_held")
+        if held is not None and request_type not in requests:
+            for client, outputs in held.all().items():
+                found = EngineCoreOutputs(outputs=outputs)
+                if hasattr(found, "weight_version"):
+                    found.weight_version = self._weight_version
+                self.output_queue.put_nowait((client, found))
+        handle(self, request_type, request)
+
+    return tell_and_handle
+
+
+@dataclass
+class Held:
+    """Outputs of requests that are not over: the client that made the request, and what has not been sent of it."""
+
+    parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
+
+    def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
+        """Of these outputs of a step, and of what is held, what goes out now. `requests` are those that run, by id."""
+        found: list[Any] = []
+        for output in outputs:
+            name, is_last = output.request_id, output.finish_reason is not None
+            before = self.parts.get(name)
+            parts = [] if before is None else before[1]
+            if not _is_plain(output):
+                found += [*([merged(parts)] if parts else ()), output]
+                parts.clear()
+            elif before is not None:
+                parts.append(output)
+                if is_last or len(parts) >= CHUNK:
+                    found.append(merged(parts))
+                    parts.clear()
+            else:
+                found.append(output)
+                if not is_last and _is_whole(requests.get(name)):
+                    self.parts[name] = (client, [])
+            if is_last:
+                self.parts.pop(name, None)
+        return found
+
+    def all(self) -> dict[int, list[Any]]:
+        """What is held, by client. Nothing is held then, and every request begins anew: some may be over before they are heard of again."""
+        found: dict[int, list[Any]] = {}
+        for client, parts in self.parts.values():
+            if parts:
+                found.setdefault(client, []).append(merged(parts))
+        self.parts.clear()
+        return found
+
+
+def merged(parts: list[Any]) -> Any:
+    """One output that says what these say one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    logprobs: list[Any] = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+    routes = [part.routed_experts for part in parts if part.routed_experts is not None]
+    events = [event for part in parts for event in part.events or ()]
+    return msgspec.structs.replace(
+        last,
+        new_token_ids=[token for part in parts for token in part.new_token_ids],
+        new_logprobs=_one_after_the_other(logprobs) if logprobs else None,
+        events=events or None,
+        routed_experts=np.concatenate(routes) if routes else None,
+    )
+
+
+def _one_after_the_other(logprobs: list[Any]) -> Any:
+    """vLLM's LogprobsLists: tokens, log-probs and ranks, a row a position; its fourth field is of batches only."""
+    return type(logprobs[0])(*(np.concatenate(rows) for rows in zip(*(one[:3] for one in logprobs), strict=True)))
+
+
+def _is_plain(output: Any) -> bool:
+    return all(getattr(output, name) is None for name in _others(output.__struct_fields__))
+
+
+@cache
+def _others(fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Of these fields, those that are None where there are but tokens, log-probs and routes."""
+    return tuple(name for name in fields if name not in (*MERGED, *LAST))
+
+
+def _is_whole(request: Any) -> bool:
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = None if request is None else request.sampling_params
+    return sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY
