@@ -1,7 +1,9 @@
 """Role processes for a benchmark that plays the orchestrator itself, started as the launcher starts them."""
 
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +16,25 @@ ROUTER = ("-m", "orrery.inference.router")
 def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Python `commands` by role, each as number 0 of stage rl; they say where they listen by rendezvous, and end with the block.
 
-    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
+    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises. One that ends before interrupts the block.
     """
     arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", "0"]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.5):
+            ended = [role for role, process in zip(commands, processes, strict=False) if process.poll() is not None]
+            if ended:
+                print(f"error: {ended[0]} ended before the measurement did", file=sys.stderr)
+                signal.raise_signal(signal.SIGINT)
+                return
+
     try:
         for role, command in commands.items():
             with open(run_dir / f"{role}.log", "wb") as log:
                 processes.append(subprocess.Popen([sys.executable, *command, *arguments], stdout=log, stderr=log))
+        threading.Thread(target=watch, daemon=True).start()
         yield processes
     except BaseException:
         for role in commands:
@@ -29,6 +42,7 @@ def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list
                 print(f"{role}: {log.read_text(errors='replace')[-4000:]}", file=sys.stderr)
         raise
     finally:
+        is_over.set()
         for process in processes:
             process.terminate()
         for process in processes:

