@@ -16,7 +16,8 @@ ROUTER = ("-m", "orrery.inference.router")
 def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Python `commands` by role, each as number 0 of stage rl; they say where they listen by rendezvous, and end with the block.
 
-    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises. One that ends before interrupts the block.
+    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
+    One that ends before the block does interrupts it.
     """
     arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", "0"]
     processes: list[subprocess.Popen[bytes]] = []

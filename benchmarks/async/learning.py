@@ -7,12 +7,13 @@
   is the lowest of the tasks. `learning.png`: the curves over steps.
 - `staleness.json`, `staleness.png`, where the runs of that file are there too: reward against wall time, a row a bound.
 - Runs are those of the checked-in manifests; tasks and bounds without a finished run are left out, and named. Where they ran elsewhere,
-  ORRERY_HARDWARE says on what, and ORRERY_COMMIT from which commit.
+  ORRERY_HARDWARE says on what, and ORRERY_COMMIT from which commit the last; of each run its receipt says when it ran and from which code.
 """
 
 import argparse
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def curve(run: RunData) -> list[tuple[int, float, float]]:
 def said(run: RunData) -> dict[str, Any]:
     """What one run comes to."""
     before, after = run.result["before"]["reward_mean"], run.result["after"]["reward_mean"]
+    attempt = json.loads((run.run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][-1]
     same = [kl for row in run.rl if (kl := row.get("mismatch_kl_same_weights")) is not None]
     return {
         "run": run.run_dir.name,
@@ -64,7 +66,9 @@ def said(run: RunData) -> dict[str, Any]:
         "kl_to_sampling_policy_max": max(row["mismatch_kl"] for row in run.rl),  # with what staleness brings
         "staleness_mean": sum(row["staleness_mean"] for row in run.batches) / len(run.batches),
         "rl_wall_s": run.stages["rl"]["wall_s"],
-        "versions": json.loads((run.run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][-1]["versions"],
+        "code": {name: attempt["code"].get(name) for name in ("commit", "diff_sha256")},
+        "started_at": datetime.fromtimestamp(attempt["started_s"], UTC).isoformat(timespec="seconds"),
+        "versions": attempt["versions"],
         "curve": curve(run),
     }
 

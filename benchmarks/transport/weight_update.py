@@ -31,6 +31,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+GOAL = 0.5  # of Qwen3-30B-A3B, four GPUs to four
 ANSWER = "answer: "  # what a rank says to the driver; libraries write to standard output too
 
 
@@ -289,7 +290,7 @@ def main() -> None:
         figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",
         value=best["value"],
         unit="s",
-        goal=0.5,
+        goal=GOAL if args.trainers == 4 and len(engines) == 4 else None,
         better="lower",
         details={"wire": best["variant"], "requests_in_flight": args.requests, "trainers": args.trainers, "devices": args.devices},
         rows=rows,

@@ -43,9 +43,17 @@ CORRECTED = {
         ("v1/engine/output_processor.py", "RequestState._new_completion_output"),
         ("v1/engine/output_processor.py", "OutputProcessor.request_states"),
         ("v1/engine/detokenizer.py", "IncrementalDetokenizer.num_output_tokens"),
+    ],
+    "vllm_answers.py": [
         ("entrypoints/scale_out/token_in_token_out/serving.py", "ServingTokens.serve_tokens_full_generator"),
-        ("entrypoints/scale_out/token_in_token_out/serving.py", "GenerateResponseChoice"),
-        ("entrypoints/scale_out/token_in_token_out/serving.py", "GenerateResponse"),
+        ("entrypoints/scale_out/token_in_token_out/api_router.py", "JSONResponse"),
+    ],
+    "vllm_whole_answers.py": [
+        ("v1/engine/core.py", "EngineCore.step"),
+        ("v1/engine/core.py", "EngineCore.step_with_batch_queue"),
+        ("v1/engine/core.py", "EngineCoreProc._handle_client_request"),
+        ("v1/engine/core.py", "EngineCoreProc.output_queue"),
+        ("v1/engine/__init__.py", "EngineCoreOutput.new_logprobs"),
     ],
     "vllm_0_26_worker.py": [
         ("v1/worker/gpu_worker.py", "Worker.init_device"),

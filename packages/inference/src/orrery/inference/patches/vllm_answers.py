@@ -1,10 +1,10 @@
 """Correction to vLLM 0.26 and 0.32: an answer of /inference/v1/generate is written as bytes, not by way of models of each token.
 
 Upstream: `ServingTokens` makes two pydantic models of every token's log-prob, dumps them into dictionaries, and `json.dumps` writes those,
-with half a megabyte of routes scanned character by character: 18 µs a token on the API server, all of it when a request ends. Requests that
-end together wait for one another, and the engine for those that would follow. Here the same answer, less what repeats (a token's own entry
-among its top log-probs), is encoded once. Requests that ask for more than sampled log-probs go vLLM's way. Versions: 0.26, 0.32 (read;
-`test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without a model a token.
+with half a megabyte of routes scanned character by character; all of it when a request ends. Requests that end together wait for one
+another, and the engine for those that would follow. Here the same answer, less what repeats (a token's own entry among its top log-probs),
+is encoded once. Requests that ask for more than sampled log-probs go vLLM's way; in 0.26 their answers do not say versions. Versions: 0.26,
+0.32 (read; `test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without models of each token.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Correction to vLLM 0.26 and 0.32: an engine core tells of a request that is answered whole every CHUNK tokens, not every token.
 
 Upstream: after each step the engine core sends every running request's token, log-prob (four arrays) and route to the API server, which
-takes them apart again, a request at a time: 30 µs a token without and 75 µs with log-probs on the API server alone, and more on the engine
-core for putting them together. With hundreds of requests that is longer than a step of a fast GPU. Requests with `output_kind` FINAL_ONLY,
+takes them apart again, a request at a time. With hundreds of requests that takes longer than a step of a fast GPU, on either side
+(`benchmarks/inference/answer_cost.py`). Requests with `output_kind` FINAL_ONLY,
 which all of ours are, are answered once, at their end; nobody reads what is sent before. vLLM's `--stream-interval` acts in the API server,
 after that price is paid. Versions: 0.26, 0.32 (read; `test_inference_whole_answers.py`, and the engine's own tests). Remove when vLLM has
 an interval for the engine core.

@@ -1,0 +1,115 @@
+"""What an answer costs an engine's processes beside the network: processor time a sampled token, in vLLM's way and in ours.
+
+- A tiny network, so that what is computed a token is little; the API server computes nothing of it at all.
+- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py` and
+  `patches/vllm_answers.py`, with requests that ask for one final output. The same requests, sampled log-probs included; rounds alternate.
+- Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
+
+    python benchmarks/inference/answer_cost.py       # the installed release of vLLM, on a CPU, a minute
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import throughput
+
+from record import record
+
+HERE = Path(__file__).resolve().parent
+THEIRS, OURS = "theirs", "ours"
+
+
+def serve(way: str) -> None:
+    """This process as an engine of dummies that answers in this way."""
+    if way == THEIRS:
+        from orrery.inference.patches import vllm_answers, vllm_whole_answers
+
+        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
+    throughput.serve_dummies()
+
+
+async def answers(args: argparse.Namespace, url: str, vocab_size: int, way: str, number: int) -> None:
+    sampling: dict[str, Any] = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, "logprobs": 0}
+    sampling |= {"output_kind": 2} if way == OURS else {}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(prompt: Any) -> int:
+            body = {"token_ids": prompt.tolist(), "cache_salt": str(number), "sampling_params": sampling}
+            async with session.post(f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)) as answer:
+                answer.raise_for_status()
+                return len(json.loads(await answer.read())["choices"][0]["token_ids"])
+
+        found = await asyncio.gather(*(one(prompt) for prompt in throughput.prompts(args, vocab_size, number)))
+        assert sum(found) == args.requests * args.tokens
+
+
+def spent_s(server: psutil.Process) -> dict[str, float]:
+    """Processor seconds until now of the API server, and of its engine core."""
+    found = {"api_server": server.cpu_times(), "engine_core": server.children()[0].cpu_times()}
+    return {name: times.user + times.system for name, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", default="reverse_text_moe", help="which checked-in run's model")
+    parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of an answer")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--record", default="answer_cost", help="name of the JSON beside this script")
+    parser.set_defaults(quantization="none")
+    args = parser.parse_args()
+    spec, load_before = throughput.manifest(args, False), psutil.getloadavg()[0]
+    rounds: dict[str, list[dict[str, float]]] = {THEIRS: [], OURS: []}
+    with ExitStack() as stack:
+        servers = {}
+        for way in rounds:
+            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way)}))
+            servers[way] = me.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
+        for number in range(args.rounds):
+            for way, endpoint in servers.items():
+                while not endpoint.exists():
+                    time.sleep(0.2)
+                at = json.loads(endpoint.read_text())
+                process = next(each for each in psutil.Process().children() if way in each.cmdline())
+                before, begin = spent_s(process), time.perf_counter()
+                asyncio.run(answers(args, at["url"], spec.model.vocab_size, way, number))
+                seconds, tokens = time.perf_counter() - begin, args.requests * args.tokens
+                row = {name: 1e6 * (after - before[name]) / tokens for name, after in spent_s(process).items()}
+                rounds[way].append(row | {"tokens_per_s": tokens / seconds})
+                print(way, rounds[way][-1], flush=True)
+    medians = {way: {name: statistics.median(row[name] for row in each[1:]) for name in each[0]} for way, each in rounds.items()}
+    record(
+        HERE / f"{args.record}.json",
+        figure="processor time of the API server a sampled token, answers with log-probs",
+        value=medians[OURS]["api_server"],
+        unit="us/token",
+        goal=None,
+        better="lower",
+        details={"load_average_before": load_before, "rounds": rounds, **vars(args)},
+        rows=[
+            {"variant": way, "value": each["api_server"], "unit": "us/token", "better": "lower", "goal": None,
+             "engine_core": each["engine_core"], "tokens_per_s": each["tokens_per_s"]}
+            for way, each in medians.items()
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        place = sys.argv.index("--serve")
+        way = sys.argv[place + 1]
+        del sys.argv[place : place + 2]
+        serve(way)
+    else:
+        main()
