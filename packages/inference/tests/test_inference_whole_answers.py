@@ -19,8 +19,8 @@ def output(name, token, finish_reason=None, **fields):
     return EngineCoreOutput(name, [token], new_logprobs=logprobs, routed_experts=routes, finish_reason=finish_reason, **fields)
 
 
-def requests(*names, kind=RequestOutputKind.FINAL_ONLY):
-    return {name: SimpleNamespace(sampling_params=SimpleNamespace(output_kind=kind)) for name in names}
+def requests(*names, kind=RequestOutputKind.FINAL_ONLY, stop=None):
+    return {name: SimpleNamespace(sampling_params=SimpleNamespace(output_kind=kind, stop=stop)) for name in names}
 
 
 def told(outputs, name):
@@ -57,11 +57,27 @@ def test_before_a_call_all_that_is_held_goes_to_whom_it_belongs_and_requests_go_
     assert told(sent, "a")[0] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_requests_that_are_read_as_they_grow_are_not_held(kind):
+@pytest.mark.parametrize(
+    "fields",
+    [{"kind": RequestOutputKind.DELTA}, {"kind": RequestOutputKind.CUMULATIVE}, {"stop": ["end"]}],
+    ids=["delta", "cumulative", "stop string"],
+)
+def test_requests_that_are_read_as_they_grow_are_not_held(fields):
     held = Held()
     for step in range(4):
-        assert len(held.pass_on(0, [output("a", step)], requests("a", kind=kind))) == 1
+        assert len(held.pass_on(0, [output("a", step)], requests("a", **fields))) == 1
+
+
+def test_log_probs_of_steps_with_requests_that_ask_for_more_are_cut_to_their_own():
+    held, running = Held(), requests("a")
+    sent = held.pass_on(0, [output("a", 0)], running)
+    for step, width in ((1, 1), (2, 6), (3, 1)):
+        one = output("a", step, FinishReason.STOP if step == 3 else None)
+        rows = (np.full((1, width), step), np.full((1, width), -float(step)), np.full(1, 1))
+        one.new_logprobs = LogprobsLists(*rows)
+        sent += held.pass_on(0, [one], running)
+    assert told(sent, "a")[:2] == ([0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
+    assert sent[-1].new_logprobs.logprobs.shape == (3, 1)
 
 
 def test_an_output_that_carries_more_goes_at_once_after_what_was_held():
@@ -98,3 +114,6 @@ def test_an_answer_says_tokens_logprobs_routes_and_versions():
     assert found["logprobs"]["content"] == [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -9999.0}]
     assert found["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
     assert np.array_equal(np.load(io.BytesIO(base64.b64decode(found["routed_experts"]))), routes)
+    logprob[7].logprob = float("nan")
+    with pytest.raises(ValueError, match="not a number"):
+        written(last, "r")

@@ -246,7 +246,7 @@ class EngineClient:
         return _generation(request_id, answer, self.name, len(prompt), routes_from)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their `generate` returns what there is, with finish_reason "abort". Unknown ids are ignored."""
+        """End these requests; their `generate` returns with finish_reason "abort", but for the last tokens. Unknown ids are ignored."""
         if request_ids:
             await self._control("/abort_requests", {"request_ids": [REQUEST_ID_PREFIX + each for each in request_ids]}, QUERY_TIMEOUT_S)
 

@@ -6,9 +6,9 @@ the last in every process of an engine.
    0.26: 0.32 has `NoSignalServer`.
 2. `keep_account`. Upstream: the engine has no word for which weights sampled a token; 0.32 has `/finish_weight_update` with a
    `weight_version` and answers with `weight_versions`. Here the API server keeps that account: weights change only while generation is
-   paused, and a pause with mode "keep" completes when every output of the old weights is on its way, in order, on the socket that the end
-   of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly. Versions: 0.26
-   (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
+   paused, and before any call of an update every output of the old weights is put on its way (`vllm_whole_answers`), in order, on the
+   socket that the end of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly.
+   Versions: 0.26 (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
 3. `meet_by_file`. Upstream: ranks of an engine meet by torch's TCPStore, which listens on every interface and has no token, an engine of
    one rank too. Versions: 0.26 (seen: `test_servers_listen_on_loopback_only`). Remove with 0.26: in 0.32 one rank has a file.
 """

@@ -9,6 +9,7 @@ is encoded once. Requests that ask for more than sampled log-probs go vLLM's way
 
 import asyncio
 import io
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -83,7 +84,9 @@ def _choice(output: Any) -> dict[str, Any]:
     tokens = list(output.token_ids)
     choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason or "stop", "token_ids": tokens}
     if output.logprobs is not None:
-        values = (step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True))
+        values = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+        if any(math.isnan(value) for value in values):
+            raise ValueError("a sampled token's log-prob is not a number; look at the weights")
         content = [{"token_id": token, "logprob": value if value > LEAST else LEAST} for token, value in zip(tokens, values, strict=True)]
         choice["logprobs"] = {"content": content}
     if output.routed_experts is not None:

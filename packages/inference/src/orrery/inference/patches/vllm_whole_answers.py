@@ -10,6 +10,7 @@ an interval for the engine core.
 - The first output of a request goes at once (time to first token, the prompt's routes); so does the last, with all that was held.
 - Before any call that is not a request (pause, weights, abort) all that is held goes out. So what was sampled by old weights is at the API
   server before the update ends, which versions of tokens rely on.
+- An answer that is aborted may lack its last tokens, since the API server writes it before it tells the engine core.
 - Outputs that carry more than tokens, log-probs and routes are passed on as they are, in order.
 """
 
@@ -83,6 +84,8 @@ class Held:
                 found += [*([merged(parts)] if parts else ()), output]
                 parts.clear()
             elif before is not None:
+                if output.routed_experts is not None:
+                    output.routed_experts = output.routed_experts.copy()  # else it keeps those of all its step
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
                     found.append(merged(parts))
@@ -123,8 +126,13 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """vLLM's LogprobsLists: tokens, log-probs and ranks, a row a position; its fourth field is of batches only."""
-    return type(logprobs[0])(*(np.concatenate(rows) for rows in zip(*(one[:3] for one in logprobs), strict=True)))
+    """vLLM's LogprobsLists: tokens and log-probs, a row a position, and ranks; its fourth field is of batches only.
+
+    Rows are as wide as the request of a step that asks for most; a request's own columns come first.
+    """
+    width = min(one.logprobs.shape[1] for one in logprobs)
+    rows = ((one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks) for one in logprobs)
+    return type(logprobs[0])(*(np.concatenate(each) for each in zip(*rows, strict=True)))
 
 
 def _is_plain(output: Any) -> bool:
@@ -141,4 +149,5 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    return sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+    # A stop string is looked for in the API server, which would meet it pieces too late.
+    return sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY and not sampling.stop
