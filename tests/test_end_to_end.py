@@ -176,6 +176,8 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
     os.kill(pid_of(folder, "inference.0"), signal.SIGKILL)
     for engine in (0, 1):
         await_row(launcher, folder, "orchestrator", event="engine_healthy", engine=engine)
+    last = rows(folder, "trainer", stage="rl", event=None)[-1]["step"]
+    await_row(launcher, folder, "trainer", stage="rl", event=None, step=last + 1)
     kept, sentence = kill("inference", INTERVAL, launcher, folder)
     return Broken(lossy, workspace, folder, version, kept, sentence)
 
