@@ -138,7 +138,8 @@ def test_turns_of_a_session_stay_on_one_engine_by_its_header_alone(routers, engi
     turns = [[(f"group-7-{i}", [rng.randrange(40) for _ in range(50)]) for i in range(24)] for _ in range(3)]
     seen = send(routers[name], engines, *turns)
     assert [len(each) for each in homes(seen).values()] == [1] * 24
-    assert min(map(len, seen)) >= 3 * 24 / 4
+    # Of a hash ring the places come from the engines' ports, which are others each time: both have sessions, and no more is promised.
+    assert min(map(len, seen)) >= (3 if name == "consistent_hash" else 3 * 24 / 4)
     scattered = send(routers["round_robin"], engines, *turns)
     assert max(len(each) for each in homes(scattered).values()) == 2  # the header has no say there
 
