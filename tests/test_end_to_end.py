@@ -194,7 +194,8 @@ def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_
         takes = rows(folder, "trainer", event="weights_sent")
         sent = [row["version"] for row in takes if not row["error"]]
         failed = next(row for row in takes if row["error"])
-        assert failed["version"] == broken.version + 1, "the take that engine 1 was lost in; engine 0 has that version all the same"
+        assert "engine 1" in failed["error"], failed
+        assert failed["version"] == broken.version + 1 and failed["version"] in sent, "engine 0 took it alone"
         assert all(row["version"] in sent for row in back)
     attempt = back[0]["attempt"]
     trained = rows(folder, "trainer", stage="rl", event=None, attempt=attempt)
@@ -221,35 +222,50 @@ def pid_of(folder: Path, name: str) -> int:
 
 
 def kill_in_a_take(folder: Path, name: str) -> int:
-    """`kill -9` in an update that cannot end before: the trainer stands still from when it has published until the engine is dead.
+    """`kill -9` in a take that cannot end: the trainer stands still while the engine is stopped, and then waits for it. Takes are short, so
+    the trainer may have been stopped too late; then the next version's is tried.
 
     The version that engines had until then.
     """
-    trainer = pid_of(folder, "trainer.0")
+    trainer, engine = (psutil.Process(pid_of(folder, each)) for each in ("trainer.0", name))
     wire = weight_dir(folder, rows(folder, "trainer", stage="rl", event=None)[-1]["attempt"], num_nodes=1)
-    before = set(wire.glob("version_*.json"))
-    while not (found := set(wire.glob("version_*.json")) - before):
-        time.sleep(0.001)
-    os.kill(trainer, signal.SIGSTOP)
-    try:
-        kill_while_paused(folder, name, in_it_s=0.5)
-    finally:
-        os.kill(trainer, signal.SIGCONT)
-    return int(found.pop().stem.removeprefix("version_")) - 1
+    is_on = False
+    while not is_on:
+        before = set(wire.glob("version_*.json"))
+        while not (found := set(wire.glob("version_*.json")) - before):
+            time.sleep(0.001)
+        version = int(found.pop().stem.removeprefix("version_"))
+        trainer.suspend()
+        try:
+            until = time.monotonic() + 5
+            while not (is_on := is_paused(engine, folder, name)) and time.monotonic() < until:
+                time.sleep(0.002)
+            is_on &= not rows(folder, "trainer", event="weights_sent", version=version)
+            processes = [engine, *engine.children(recursive=True)] if is_on else []
+            for each in processes:
+                each.suspend()
+        finally:
+            trainer.resume()
+    time.sleep(2)
+    for each in processes:
+        each.kill()
+    return version - 1
 
 
-def kill_while_paused(folder: Path, name: str, in_it_s: float = 0.0) -> int:
+def kill_while_paused(folder: Path, name: str) -> int:
     """`kill -9` between an update's pause and its resume, as the engine itself tells of them. The version that engines had before."""
-    pid = pid_of(folder, name)
-    url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
-    token = psutil.Process(pid).environ()["ORRERY_TOKEN"]
-    asked = urllib.request.Request(f"{url}/is_paused", headers={"Authorization": f"Bearer {token}"})
-    while not json.loads(urllib.request.urlopen(asked, timeout=60).read())["is_paused"]:
+    engine = psutil.Process(pid_of(folder, name))
+    while not is_paused(engine, folder, name):
         time.sleep(0.002)
     version = max(row["version"] for row in rows(folder, "orchestrator", event="update"))
-    time.sleep(in_it_s)
-    os.kill(pid, signal.SIGKILL)
+    engine.kill()
     return version
+
+
+def is_paused(engine: psutil.Process, folder: Path, name: str) -> bool:
+    url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
+    asked = urllib.request.Request(f"{url}/is_paused", headers={"Authorization": f"Bearer {engine.environ()['ORRERY_TOKEN']}"})
+    return json.loads(urllib.request.urlopen(asked, timeout=60).read())["is_paused"]
 
 
 @pytest.mark.parametrize("broken", ["nccl"], indirect=True)

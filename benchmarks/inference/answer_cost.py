@@ -16,9 +16,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +26,7 @@ from record import record
 
 HERE = Path(__file__).resolve().parent
 THEIRS, OURS = "theirs", "ours"
+SAMPLING = {THEIRS: {"logprobs": 0}, OURS: {"logprobs": 0, "output_kind": 2}}
 
 
 def serve(way: str) -> None:
@@ -37,21 +36,6 @@ def serve(way: str) -> None:
 
         vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
     throughput.serve_dummies()
-
-
-async def answers(args: argparse.Namespace, url: str, vocab_size: int, way: str, number: int) -> None:
-    sampling: dict[str, Any] = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, "logprobs": 0}
-    sampling |= {"output_kind": 2} if way == OURS else {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def one(prompt: Any) -> int:
-            body = {"token_ids": prompt.tolist(), "cache_salt": str(number), "sampling_params": sampling}
-            async with session.post(f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)) as answer:
-                answer.raise_for_status()
-                return len(json.loads(await answer.read())["choices"][0]["token_ids"])
-
-        found = await asyncio.gather(*(one(prompt) for prompt in throughput.prompts(args, vocab_size, number)))
-        assert sum(found) == args.requests * args.tokens
 
 
 def spent_s(server: psutil.Process) -> dict[str, float]:
@@ -81,10 +65,11 @@ def main() -> None:
                 while not endpoint.exists():
                     time.sleep(0.2)
                 at = json.loads(endpoint.read_text())
-                process = next(each for each in psutil.Process().children() if way in each.cmdline())
+                process = psutil.Process(at["pid"])
                 before, begin = spent_s(process), time.perf_counter()
-                asyncio.run(answers(args, at["url"], spec.model.vocab_size, way, number))
-                seconds, tokens = time.perf_counter() - begin, args.requests * args.tokens
+                tokens = asyncio.run(throughput.directly(args, at["url"], spec.model.vocab_size, number, **SAMPLING[way]))
+                seconds = time.perf_counter() - begin
+                throughput.check(args, tokens)
                 row = {name: 1e6 * (after - before[name]) / tokens for name, after in spent_s(process).items()}
                 rounds[way].append(row | {"tokens_per_s": tokens / seconds})
                 print(way, rounds[way][-1], flush=True)

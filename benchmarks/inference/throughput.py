@@ -84,9 +84,9 @@ def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarra
     return np.random.default_rng(number).integers(0, vocab_size, (args.requests, args.tokens), dtype=np.int32)
 
 
-async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int) -> int:
-    """All requests at once; returns the tokens that came."""
-    sampling = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True}
+async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> int:
+    """All requests at once, with `more` sampling parameters; returns the tokens that came."""
+    sampling = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, **more}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(prompt: np.ndarray) -> int:
@@ -96,6 +96,11 @@ async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: 
                 return len(json.loads(await answer.read())["choices"][0]["token_ids"])
 
         return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(args, vocab_size, number))))
+
+
+def check(args: argparse.Namespace, tokens: int) -> None:
+    if tokens != args.requests * args.tokens:
+        raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
 
 
 class Prompts:
@@ -165,8 +170,7 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> d
                     tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, number)
                 seconds = time.perf_counter() - begin
                 print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
-                if tokens != args.requests * args.tokens:
-                    raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
+                check(args, tokens)
                 rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
     return {routes: each[1:] for routes, each in rows.items()}
 
