@@ -28,8 +28,8 @@ SITE = Site.model_validate(
 )
 
 
-def task(tmp_path, devices, rank, local, visible="0,1,2,3,4,5,6,7", scratch=None):
-    env = {"PATH": os.environ["PATH"], "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local)}
+def task(tmp_path, devices, rank, visible="0,1,2,3,4,5,6,7", scratch=None):
+    env = {"PATH": os.environ["PATH"], "SLURM_PROCID": str(rank)}
     env |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     show = ("bash", "-c", 'echo "sees ${CUDA_VISIBLE_DEVICES-none} ${APPTAINERENV_CUDA_VISIBLE_DEVICES-none} as $*"', "role")
     scratch = scratch or tmp_path / "scratch"
@@ -38,17 +38,17 @@ def task(tmp_path, devices, rank, local, visible="0,1,2,3,4,5,6,7", scratch=None
 
 
 def test_a_task_has_its_own_index_log_and_devices(tmp_path):
-    code, log = task(tmp_path, "4,2,2", rank=3, local=1)
+    code, log = task(tmp_path, "6,2", rank=3)
     assert code == 0 and log.splitlines()[-1] == "sees 6,7 6,7 as --index 11"
     assert log.startswith("=== rl bash -c ") and log.splitlines()[0].endswith("--index 11")
 
 
 def test_ranks_of_one_node_see_all_devices_of_their_role(tmp_path):
-    assert task(tmp_path, "4,0,4", rank=2, local=2)[1].splitlines()[-1] == "sees 4,5,6,7 4,5,6,7 as --index 10"
+    assert task(tmp_path, "4,4", rank=2)[1].splitlines()[-1] == "sees 4,5,6,7 4,5,6,7 as --index 10"
 
 
 def test_a_task_without_devices_sees_none(tmp_path):
-    assert task(tmp_path, "0,0,0", rank=0, local=0, visible="")[1].splitlines()[-1] == "sees none none as --index 8"
+    assert task(tmp_path, "0,0", rank=0, visible="")[1].splitlines()[-1] == "sees none none as --index 8"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of somebody else's")
@@ -56,7 +56,7 @@ def test_a_scratch_folder_of_another_user_is_refused(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     os.chown(other, 12345, 12345)
-    code, log = task(tmp_path, "0,0,0", rank=0, local=0, scratch=other)
+    code, log = task(tmp_path, "0,0", rank=0, scratch=other)
     assert code == 2 and "is not ours" in log and log.count("\n") == 2
 
 
@@ -69,9 +69,9 @@ def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
     )
     one = StagePlan("rl", (), processes, (NodeGroup("all", 0, 1),))
     hardware = Hardware(accelerator="h200", num_nodes=1, devices_per_node=8)
-    engines, orchestrator, ranks = step_plans(one, components(hardware, one, SITE.slurm), SITE.slurm)
-    assert engines.devices == (0, 2, 2) and ranks.devices == (4, 0, 4) and orchestrator.gres is None
-    assert engines.gres == ranks.gres == "gpu:h200:8"  # every step sees the node's; task.sh takes the slice
+    *engines, orchestrator, ranks = step_plans(one, components(hardware, one, SITE.slurm), SITE.slurm)
+    assert [each.devices for each in engines] == [(0, 2), (2, 2)] and ranks.devices == (4, 4) and orchestrator.gres is None
+    assert {each.gres for each in (*engines, ranks)} == {"gpu:h200:8"}  # every step sees the node's; task.sh takes the slice
     assert ranks.cpus_per_task * ranks.tasks_per_node <= 64 and orchestrator.cpus_per_task == 64
 
 
@@ -116,6 +116,20 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     assert lists == ["--nodelist=a"] * 2 + ["--nodelist=b", "--nodelist=c,d"]
     for log in run_dir.rglob("*.log"):
         assert "t0psecret" not in log.read_text()
+
+
+def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(inside):
+    made, plan, run_dir, tmp_path = inside
+    engine = made.start(plan, run_dir, 3, "t0psecret")[1]
+    assert (engine.name, engine.node, engine.incarnation) == ("inference.1", "b", 0) and engine.wait(30)
+    [before] = [path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()]
+    assert "--incarnation" not in before
+    again = engine.again()
+    assert (again.name, again.node, again.incarnation) == ("inference.1", "b", 1) and again.wait(30)
+    [after] = {path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()} - {before}
+    argv, env = after.split("\n\n", 1)
+    assert argv.endswith("--port\n0\n--incarnation\n1") and "\n=== rl, attempt 3, restart 1, " in argv
+    assert sorted(env.splitlines()) == sorted(before.split("\n\n", 1)[1].splitlines())
 
 
 def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_path):

@@ -35,7 +35,7 @@ def test_every_process_is_in_exactly_one_step_and_steps_fill_their_nodes(name):
             assert len(step.processes) == step.tasks_per_node * step.num_nodes
             assert [p.index for p in step.processes] == list(range(step.processes[0].index, step.processes[0].index + len(step.processes)))
             for rank, process in enumerate(step.processes):
-                assert process.node == step.processes[0].node + rank // step.tasks_per_node
+                assert process.node == step.group.first_node + step.first_node + rank // step.tasks_per_node
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,8 +57,9 @@ def test_servers_come_first_and_the_first_component_has_the_orchestrator():
     each = stage(one, "rl")
     steps = step_plans(each, components(one.hardware, each, SLURM), SLURM)
     assert [(step.role, step.component, step.num_nodes, step.tasks_per_node) for step in steps] == [
-        ("inference", 0, 8, 1), ("inference", 1, 8, 1), ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
+        *[("inference", 0, 1, 1)] * 8, *[("inference", 1, 1, 1)] * 8, ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
     ]  # fmt: skip
+    assert [step.first_node for step in steps] == [*range(8), *range(8), 0, 0], "an engine is a step of its own"
 
 
 @pytest.mark.parametrize("name", ["glm5_run", "glm5_run_32", "glm5_shape_smoke", "reverse_text"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from orrery.launcher import containers, slurm
@@ -39,11 +40,11 @@ class Allocation:
     hardware: Hardware
     workspace: Workspace
 
-    def command(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int) -> list[str]:
+    def command(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int) -> list[str]:
         """What one task of a step runs: the role in its image, or with this Python at a site without containers."""
         if self.site.containers is None:
-            return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0)
-        argv = role_argv("python3", step.module, run_dir, stage, attempt, 0)
+            return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0, incarnation)
+        argv = role_argv("python3", step.module, run_dir, stage, attempt, 0, incarnation)
         gpus = self.hardware.accelerator != "cpu"
         image = containers.image_of(self.site.containers, self.workspace, self.hardware, step.role)
         return containers.apptainer(self.site.containers, image, run_dir, code, self.scratch, gpus, argv)
@@ -110,17 +111,23 @@ class Allocation:
         code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
-            argv = self.command(one, run_dir, code, plan.name, attempt)
-            nodelist = ",".join(self.nodes[one.component][: one.num_nodes])
-            line = srun(one, self.component(one.component), nodelist, code, logs, self.scratch, header(plan.name, attempt), argv)
+            line = partial(self._line, one, run_dir, code, plan.name, attempt)
             variables = cluster_environment(self.site, token, one.num_threads, plan.num_nodes)
             env = {**self._base(), **(containers.passed_on(variables) if self.site.containers else variables)}
             step = Step(one, line, logs / f"step.{number}.log", env)
             tasks += [
-                Task(process, rank, self.nodes[one.component][rank // one.tasks_per_node], step, logs)
+                Task(process, rank, self._nodes_of(one)[rank // one.tasks_per_node], step, logs)
                 for rank, process in enumerate(one.processes)
             ]
         return tasks
+
+    def _line(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int) -> list[str]:
+        argv = self.command(step, run_dir, code, stage, attempt, incarnation)
+        component, nodelist = self.component(step.component), ",".join(self._nodes_of(step))
+        return srun(step, component, nodelist, code, run_dir / "logs", self.scratch, header(stage, attempt, incarnation), argv)
+
+    def _nodes_of(self, step: StepPlan) -> tuple[str, ...]:
+        return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
 
 def allocation(site: Site, slurm_site: Slurm, hardware: Hardware, workspace: Workspace, env: Mapping[str, str] = os.environ) -> Allocation:

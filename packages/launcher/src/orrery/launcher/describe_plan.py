@@ -5,6 +5,7 @@
 
 import shlex
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 from orrery.launcher import images
@@ -33,14 +34,23 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
     lines = [_head(manifest, one, job)]
     for number, part in enumerate(parts):
-        held = ", ".join(_names(step.processes) for step in steps if step.component == number)
+        held = ", ".join(_names(process for step in each for process in step.processes) for each in _alike(steps, number))
         lines.append(f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}")
     lines += notes(manifest)
     if one.num_nodes > 1 and site.network is None:
         lines.append("  note: network.interface: the site file has none, so nodes cannot reach one another: the stage is refused")
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
-    lines += [f"  {shlex.join(_line(step, len(parts) > 1, manifest, one, site, workspace))}" for step in steps]
+    for number in range(len(parts)):
+        for first, *more in _alike(steps, number):
+            lines.append(f"  {shlex.join(_line(first, len(parts) > 1, manifest, one, site, workspace))}")
+            if more:
+                lines.append(f"  likewise, a step each: {_names(process for step in more for process in step.processes)}")
     return lines
+
+
+def _alike(steps: Iterable[StepPlan], component: int) -> list[list[StepPlan]]:
+    """The steps of this component by role."""
+    return [list(each) for _, each in groupby((step for step in steps if step.component == component), lambda step: step.role)]
 
 
 def _head(manifest: Manifest, one: StagePlan, how: str) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orrery.manifest.plan import ProcessPlan
+from orrery.observe.network import free_ports
 
 
 class Process:
@@ -24,7 +25,7 @@ class Process:
     def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
                  env: Mapping[str, str], incarnation: int = 0):  # fmt: skip
         self.plan, self.port, self.cores, self.env, self.node = plan, port, cores, env, socket.gethostname()
-        self.incarnation = incarnation
+        self.incarnation, self._of = incarnation, (run_dir, stage, attempt)
         self.name = f"{plan.role}.{plan.index}"
         self.log = run_dir / "logs" / f"{self.name}.log"
         argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation), "--index", str(plan.index)]
@@ -58,10 +59,17 @@ class Process:
         """Whether it ended within so many seconds."""
         return ended_within(self._popen, within_s)
 
-    def kill_group(self) -> None:
+    def again(self) -> "Process":
+        """The next incarnation, on another port."""
+        [port] = free_ports(1)
+        return Process(self.plan, *self._of, port, self.cores, self.env, self.incarnation + 1)
+
+    def kill(self) -> None:
         """SIGKILL to the process and to everything that it left in its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    abandon = kill  # as a `Task` of Slurm's is, when all is over
 
     def last_words(self) -> str:
         """The last line that it wrote in this attempt, shortened; empty when it wrote nothing."""

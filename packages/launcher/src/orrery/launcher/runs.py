@@ -106,11 +106,6 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
     check_built(run.manifest)
     inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
-    if inside is not None and run.manifest.inference.max_restarts:
-        raise OrreryError(
-            f"inference.max_restarts {run.manifest.inference.max_restarts}: in a Slurm job engines are tasks of one step, which ends "
-            "with the first that does; set it to 0, and type the command again where an engine ended"
-        )
     if inside is not None:
         check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
     if inside is None and stage_plan.num_nodes > 1:

@@ -69,7 +69,8 @@ KILLED_S = 10.0  # for the kernel to end who was killed
 WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
 MARGIN_S = 60.0
 # Of a rank in a wind-down; Slurm ends a step's other ranks with its first.
-ENDED_AS_ASKED = (WOUND_DOWN, 128 + signal.SIGTERM, -signal.SIGTERM)
+TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
+ENDED_AS_ASKED = (WOUND_DOWN, *TERMINATED)
 SLURM_SAYS_S = 2.0  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
 RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 
@@ -176,7 +177,7 @@ class _Stage:
         self._remove_weights()
         self.attempt = self.last.attempt + 1 if self.last else 1
         self.token = secrets.token_hex(16)
-        self.processes: list[Process] | list[Task] = []
+        self.processes: Sequence[Process | Task] = []
         self.restarts = Restarts(job.max_restarts)
         self.fenced: dict[str, str] = {}  # why, by process, of incarnations that are or were being ended for that
         self.refusal = ""  # why an engine that ended was not started again
@@ -391,6 +392,8 @@ class _Stage:
         others = [health for health in self.health.values() if health.role != ROLE]
         if any(process.plan.role != ROLE for process in ended) or any(health.doing == FAILED for health in others):
             return False
+        if self.job.allocation is not None and (any(one.poll() in TERMINATED for one in ended) or self._lost_nodes()):
+            return False  # Slurm ends the job, or a node is gone
         for process in ended:
             has_served = (self._endpoints / f"{process.name}.json").exists()
             refusal = self.restarts.refusal(process.name, has_served, process.poll())
@@ -403,22 +406,20 @@ class _Stage:
 
     def _replace(self, process: Process | Task, has_served: bool) -> None:
         """The next incarnation of an engine that has ended, with nothing left of this one that could be taken for it."""
-        assert isinstance(process, Process)
-        process.kill_group()
+        process.kill()
         for folder in (self._endpoints, health_dir(self.run_dir, self.stage)):
             (folder / f"{process.name}.json").unlink(missing_ok=True)
         sentence = self._sentence(process).removeprefix(f"{self.stage}: ")
-        [port] = free_ports(1)
-        incarnation = process.incarnation + 1
-        started = Process(process.plan, self.run_dir, self.stage, self.attempt, port, process.cores, process.env, incarnation)
-        self.processes = [started if one is process else one for one in self.processes if isinstance(one, Process)]
+        started = process.again()
+        self.processes = [started if one is process else one for one in self.processes]
         for known in (self.health, self.fenced):
             known.pop(process.name, None)
         self.metrics.write(
-            event="engine_restart", process=process.name, incarnation=incarnation, ending=process.ending, has_served=has_served,
+            event="engine_restart", process=process.name, incarnation=started.incarnation, ending=process.ending, has_served=has_served,
             why=sentence,
         )  # fmt: skip
-        text = f"{sentence}; started again ({self.restarts.by_name.total()} of {self.job.max_restarts}): pid {started.pid}, port {port}"
+        place = f"pid {started.pid}, port {started.port}" if isinstance(started, Process) else started.node
+        text = f"{sentence}; started again ({self.restarts.by_name.total()} of {self.job.max_restarts}): {place}"
         self._log(text)
         print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
@@ -428,10 +429,10 @@ class _Stage:
             return
         for one in fence.asked(self.run_dir, self.stage, self.attempt):
             for process in self.processes:
-                if isinstance(process, Process) and (process.name, process.incarnation) == (one.name, one.incarnation):
+                if (process.name, process.incarnation) == (one.name, one.incarnation):
                     if process.poll() is None and one.name not in self.fenced:
                         self._log(f"{one.name} is fenced, and ended: {one.why}")
-                        process.kill_group()
+                        process.kill()
                     self.fenced[one.name] = one.why
 
     def _failed(self, process: Process | Task) -> bool:
@@ -449,7 +450,7 @@ class _Stage:
             if name in running and health.doing == FAILED and now_s - health.time_s > HUNG_S:
                 if health.role != ROLE or not self.job.max_restarts:
                     return self._failure()
-                next(process for process in self.processes if process.name == name).kill_group()
+                next(process for process in self.processes if process.name == name).kill()
         scale = self.job.site.roles.deadline_scale
         living = {name: health for name, health in self.health.items() if name in running}
         stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
@@ -518,7 +519,7 @@ class _Stage:
 
     def _ended_by_slurm(self, first: Process | Task) -> Outcome | None:
         """The outcome where Slurm ends the job (cancelled, preempted, out of time) and its signal reached a role before it reached us."""
-        if self.job.allocation is None or first.poll() not in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL):
+        if self.job.allocation is None or first.poll() not in (*TERMINATED, -signal.SIGKILL):
             return None
         job = self.job.allocation.job
         limit_s = time.monotonic() + SLURM_SAYS_S
@@ -586,7 +587,7 @@ class _Stage:
                 break
             time.sleep(0.05)
         for process in self.processes:
-            process.kill_group()
+            process.abandon()
         killed_s = time.monotonic()
         within_s = KILLED_S * self.job.site.roles.deadline_scale
         stuck = [one for one in self.processes if not one.wait(max(0.0, killed_s + within_s - time.monotonic()))]

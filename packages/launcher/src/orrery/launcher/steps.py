@@ -1,9 +1,9 @@
-"""Steps: the roles of a stage as `srun` steps of this Slurm job, one step a role and node group.
+"""Steps: the roles of a stage as `srun` steps of this Slurm job: one step a role and node group, and one an engine.
 
 - In: a stage's plan and the command of one role process. Out: `Task`s, which the stage watches as it watches local processes.
 - A task learns its index from its rank in the step, and writes its own log on its own node: `logs/<role>.<index>.log`.
 - How a task ended is what srun says of it (`node2: task 3: Killed`); srun itself ends when all have.
-- A first bad exit ends the whole step (`--kill-on-bad-exit`), and the stage ends the other steps.
+- A first bad exit ends the whole step (`--kill-on-bad-exit`), and the stage ends the other steps, or starts an engine's once more.
 """
 
 import os
@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,14 @@ from orrery.launcher.submission import Component, gres, members, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
 
 LOOK_S = 0.2
+CTRL_C_S = 0.2  # between two: srun takes the second for an order if it comes within a second
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Processes of one role in one node group: consecutive indices, the same number on every node from the first one's on.
+    """Processes of one role in one node group: consecutive indices, the same number on every node from the first one's on. Or one engine.
 
-    `devices`: of a node's devices the first one of the role, how far on the next task's begin, and how many a task sees.
+    `first_node`: in the component. `devices`: of a node's devices the first one of the step, and how many a task sees.
     """
 
     component: int
@@ -38,11 +39,12 @@ class StepPlan:
     role: str
     module: str
     processes: tuple[ProcessPlan, ...]
+    first_node: int
     num_nodes: int
     cpus_per_task: int
     num_threads: int
     gres: str | None
-    devices: tuple[int, int, int]
+    devices: tuple[int, int]
 
     @property
     def tasks_per_node(self) -> int:
@@ -50,31 +52,34 @@ class StepPlan:
 
 
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
-    """The stage's steps, servers first as in the plan.
+    """The stage's steps, servers first as in the plan. An engine is a step of its own, which can end and start without the others.
 
     Steps overlap: each has all processors of its nodes and, where its role has devices, all of those, for Slurm gives overlapping steps the
     same first ones. Which devices a task sees is said here: trainers all of their role's on the node, for ranks reach one another's memory
     (CUDA IPC) only so; engines their own.
     """
+    order = [process.role for process in plan.processes]
     found: list[StepPlan] = []
     for number, part in enumerate(parts):
-        inside = nodes(part.group)
-        for role in dict.fromkeys(process.role for process in plan.processes):
-            processes = tuple(process for process in plan.processes if process.role == role and process.node in inside)
-            if not processes:
-                continue
-            num_nodes = len({process.node for process in processes})
-            tasks, each = len(processes) // num_nodes, processes[0].num_devices
-            here = members(plan, processes[0].node)
-            before = sum(one.num_devices for one in here[: here.index(processes[0])])
-            computing = sum(one.role in KINDS for one in here)
-            found.append(StepPlan(
-                number, part.group, role, processes[0].module, processes, num_nodes, max(1, part.cpus // tasks),
-                max(1, part.cpus // computing) if role in KINDS else 1, gres(slurm, part.gpus) if part.gpus and each else None,
-                (before, 0, tasks * each) if role == "trainer" else (before, each, each),
-            ))  # fmt: skip
-    order = [process.role for process in plan.processes]
+        inside = [process for process in plan.processes if process.node in nodes(part.group)]
+        for role in dict.fromkeys(process.role for process in inside):
+            processes = tuple(process for process in inside if process.role == role)
+            together = [(process,) for process in processes] if role == "inference" else [processes]
+            found += [_step_plan(plan, number, part, each, slurm) for each in together]
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
+
+
+def _step_plan(plan: StagePlan, number: int, part: Component, processes: tuple[ProcessPlan, ...], slurm: Slurm) -> StepPlan:
+    first = processes[0]
+    num_nodes = len({process.node for process in processes})
+    tasks, here = len(processes) // num_nodes, members(plan, first.node)
+    before = sum(one.num_devices for one in here[: here.index(first)])
+    computing = sum(one.role in KINDS for one in here)
+    return StepPlan(
+        number, part.group, first.role, first.module, processes, first.node - part.group.first_node, num_nodes, max(1, part.cpus // tasks),
+        max(1, part.cpus // computing) if first.role in KINDS else 1, gres(slurm, part.gpus) if part.gpus and first.num_devices else None,
+        (before, tasks * first.num_devices),
+    )  # fmt: skip
 
 
 def step_options(
@@ -108,17 +113,24 @@ def srun(step: StepPlan, component: int | None, nodelist: str, code: Path, logs:
 class Step:
     """A started step."""
 
-    def __init__(self, plan: StepPlan, argv: Sequence[str], log: Path, env: Mapping[str, str]):
-        self.plan, self.log = plan, log
+    def __init__(self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path, env: Mapping[str, str], incarnation: int = 0):
+        """`line` is its command, of an incarnation."""
+        self.plan, self.line, self.log, self.env, self.incarnation = plan, line, log, env, incarnation
+        self.is_killed = False
         self._read: tuple[int, dict[int, int]] = (0, {})
         self._looked_s = 0.0
+        argv = list(line(incarnation))
         with open(log, "ab") as out:
             out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
             out.flush()
             self.begin = out.tell()
             self._popen = subprocess.Popen(
-                list(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True
             )
+
+    def again(self) -> "Step":
+        """The same once more, as the next incarnation."""
+        return Step(self.plan, self.line, self.log, self.env, self.incarnation + 1)
 
     def poll(self) -> int | None:
         return self._popen.poll()
@@ -144,6 +156,15 @@ class Step:
             self._popen.send_signal(number)
 
     def kill(self) -> None:
+        """SIGKILL to every task, by what two Ctrl-C in a row are to srun. The job goes on."""
+        if self.poll() is not None:
+            return
+        self.is_killed = True
+        self.signal(signal.SIGINT)
+        time.sleep(CTRL_C_S)
+        self.signal(signal.SIGINT)
+
+    def abandon(self) -> None:
         """End srun at once; Slurm ends what is left of the step with the job."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
@@ -163,12 +184,21 @@ class Task:
         self.log = logs / f"{self.name}.log"
         self._log_begin = self.log.stat().st_size if self.log.exists() else 0
 
+    @property
+    def incarnation(self) -> int:
+        return self.step.incarnation
+
+    def again(self) -> "Task":
+        """The next incarnation of a task that was a step of its own, on the same node."""
+        return Task(self.plan, self.rank, self.node, self.step.again(), self.log.parent)
+
     def poll(self) -> int | None:
         """Minus the signal's number, or the exit code; None while it runs and srun has said nothing of it."""
-        ended = self.step.endings()
+        ended, code = self.step.endings(), self.step.poll()
+        if self.step.is_killed:
+            return None if code is None else -signal.SIGKILL
         if self.rank in ended:
             return ended[self.rank]
-        code = self.step.poll()
         if code is None or not ended:
             return code
         return 0 if code == 0 else -signal.SIGTERM  # the others of a step that was ended for one of them
@@ -184,8 +214,13 @@ class Task:
     def wait(self, within_s: float) -> bool:
         return self.step.wait(within_s)
 
-    def kill_group(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL to it and to all of its step."""
         self.step.kill()
+
+    def abandon(self) -> None:
+        """Nobody watches it from here on; Slurm ends it with the job."""
+        self.step.abandon()
 
     def last_words(self) -> str:
         return last_line(self.log, self._log_begin) or last_line(self.step.log, self.step.begin)

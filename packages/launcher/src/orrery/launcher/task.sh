@@ -1,6 +1,6 @@
 # One task of a Slurm step: bash task.sh ROLE FIRST_INDEX DEVICES LOGS SCRATCH HEADER COMMAND...
-# Its index is the step's first one and its rank. DEVICES is FIRST,STRIDE,COUNT: of the node's devices it sees COUNT, from FIRST + STRIDE times
-# its place on the node on. Its log opens with what is run.
+# Its index is the step's first one and its rank. DEVICES is FIRST,COUNT: of the node's devices it sees COUNT, from FIRST on. Its log opens
+# with what is run.
 role=$1 first=$2 devices=$3 logs=$4 scratch=$5 header=$6
 shift 6
 index=$((first + SLURM_PROCID))
@@ -8,8 +8,8 @@ exec >>"$logs/$role.$index.log" 2>&1
 echo "$header $* --index $index"
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
-    IFS=, read -r from stride count <<<"$devices"
-    some=("${all[@]:from + stride * SLURM_LOCALID:count}")
+    IFS=, read -r from count <<<"$devices"
+    some=("${all[@]:from:count}")
     CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${some[*]}")
     export CUDA_VISIBLE_DEVICES APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
 fi
