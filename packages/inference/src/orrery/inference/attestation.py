@@ -19,12 +19,11 @@ class AttestingWorker:
 
     def fingerprints(self) -> dict[str, list[str]]:
         """HF name → [fingerprint as 16 hex digits, "resident" | "as_consumed"]; empty before the first update."""
-        held = getattr(self.weight_transfer_engine, "held", None) or {}
-        return {name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in held.items()}
+        return {name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()}
 
     def attested(self) -> dict[str, Any]:
         """ "digest" of all that is held, and "how" many tensors were attested in which way."""
-        held = getattr(self.weight_transfer_engine, "held", None) or {}
+        held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {"digest": digest(fingerprints), "how": dict(Counter(how for _, how in held.values()))}
 
@@ -32,3 +31,8 @@ class AttestingWorker:
         """Seconds of the last update in this worker, by part; empty where it read files."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         return {} if parts is None else {name: round(seconds, 6) for name, seconds in parts.seconds.items()}
+
+
+def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
+    """No method: what an extension has, vLLM's worker must not have."""
+    return getattr(worker.weight_transfer_engine, "held", None) or {}

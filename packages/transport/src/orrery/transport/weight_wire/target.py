@@ -9,7 +9,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,22 +44,20 @@ class Round:
 
 @dataclass
 class Pieces:
-    """What the ranks of one engine hold: distinct boxes of tensors, numbered."""
+    """What the ranks of one engine hold: distinct boxes that tile every tensor, numbered."""
 
     tensor_of: np.ndarray  # i64 [pieces], position of the tensor that each is a box of
-    pieces: dict[int, np.ndarray]  # by rank: i64, which pieces it holds, in the order in which it fingerprints them
+    of_rank: dict[int, np.ndarray]  # i64, the pieces that a rank holds, in the order in which it fingerprints them
 
     @classmethod
-    def of(cls, names: Sequence[str], members: Sequence[Member]) -> "Pieces":
-        position = {name: index for index, name in enumerate(names)}
-        number: dict[tuple[str, Box], int] = {}
-        held = {
-            member.rank: np.array(
-                [number.setdefault((name, box), len(number)) for name, boxes in member.needs.items() for box in boxes], np.int64
-            )
-            for member in members
-        }
-        return cls(np.array([position[name] for name, _ in number], np.int64), held)
+    def of(cls, tensors: Mapping[str, Tensor], members: Sequence[Member]) -> "Pieces":
+        """Raises OrreryError naming a tensor that the ranks do not hold whole."""
+        position = {name: index for index, name in enumerate(tensors)}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        number = {piece: index for index, piece in enumerate(pieces(list(tensors), shapes, [member.needs for member in members]))}
+        held = {member.rank: [number[name, box] for name, boxes in member.needs.items() for box in boxes] for member in members}
+        tensor_of = np.array([position[name] for name, _ in number], np.int64)
+        return cls(tensor_of, {rank: np.array(each, np.int64) for rank, each in held.items()})
 
 
 class Target:
@@ -119,7 +117,7 @@ class Target:
         self._meeting.store.set(f"{key}/{self.rank}", self._shares.cpu().numpy().tobytes())
         held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
         holder = np.full(len(held), -1)
-        for rank, pieces_of in self._engine.pieces.items():
+        for rank, pieces_of in self._engine.of_rank.items():
             what = f"{self.engine} (rank {rank}), its fingerprints"
             shares = np.frombuffer(self._meeting.raw(f"{key}/{rank}", what), np.uint64)
             differ = (holder[pieces_of] >= 0) & (held[pieces_of] != shares)
@@ -145,10 +143,7 @@ class Target:
         assert self._address is not None
         members = [self._meeting.get(f"member/{name}", Member, "an engine, what it needs") for name in order.members]
         plan = self._plan = Plan.of(list(self.tensors.values()), self._meeting.holdings(), members, self._address.bucket_bytes)
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        ours = [member for member in members if member.engine == self.engine]
-        pieces(list(shapes), shapes, [member.needs for member in ours])
-        self._engine = Pieces.of(list(self.tensors), ours)
+        self._engine = Pieces.of(self.tensors, [member for member in members if member.engine == self.engine])
         target = order.members.index(self._member)
         self._rounds = [self._round(number, messages) for number, messages in plan.of_target(target)]
         self._link = make_target_link(self._address.kind, self._meeting, order.generation, target, plan, self._buckets, self.device)
