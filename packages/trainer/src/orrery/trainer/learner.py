@@ -103,6 +103,7 @@ class Learner:
             tally.add(part)
             differ = self.policy.network.num_routes_differ
             tally.count(batch.num_samples, batch.num_tokens, batch.routes_missing, batch.routes_replayed, differ)
+        release(self.policy)
         if arrivals.count != count:
             raise RunFailed(f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced")
         return tally, arrivals.wait_s

@@ -3,7 +3,7 @@
 T tokens · M scored tokens · D hidden
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.autograd.function import once_differentiable
 from orrery.kernels.token_logprob import token_logprob
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.micro_batch import MicroBatch
+
+if TYPE_CHECKING:  # which builds policies
+    from orrery.trainer.parallel.copies import Copies
 
 
 class Policy(nn.Module):
@@ -23,6 +26,7 @@ class Policy(nn.Module):
     def __init__(self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
+        self.copies: Copies | None = None  # of the weights that compute, on one rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature.

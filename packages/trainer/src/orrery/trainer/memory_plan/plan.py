@@ -92,6 +92,8 @@ class _Step:
         self.on_host = self.is_sharded and trainer.fsdp.cpu_offload
         self.ep, self.shards = mesh.ep, mesh.dp_shard * mesh.cp
         self.p, self.c, self.r = (width(dtype) for dtype in (trainer.param_dtype, trainer.compute_dtype, trainer.reduce_dtype))
+        has_copies = not self.is_sharded and trainer.param_dtype != trainer.compute_dtype
+        self.copies = self.c * sum(unit.trained for unit in counted.units) if has_copies else 0
         self.tokens = -(-load.tokens // mesh.cp)
         self.blocks = [block(model, trainer, layer) for layer in range(model.num_layers)]
 
@@ -154,10 +156,10 @@ class _Step:
             ),
         )
         muon = MUON_COPIES * 2 * BATCH_VALUES if self.trainer.optimizer.kind == "muon" else 0
-        yield "optimizer", self.moment(gradients=self.held(sizes.units), again=muon)
+        yield "optimizer", self.moment(gradients=self.held(sizes.units), gathered=-self.copies, again=muon)
 
     def moment(self, gradients: int, gathered: int = 0, reduction: int = 0, activations: int = 0, again: int = 0, head: int = 0) -> Bytes:
-        every = (self.weights(), self.states(), gradients, gathered, reduction, activations, again, head)
+        every = (self.weights(), self.states(), gradients, self.copies + gathered, reduction, activations, again, head)
         return dict(zip(CATEGORIES, every, strict=True))
 
     def weights(self) -> int:
@@ -181,7 +183,7 @@ class _Step:
 
     def own(self, unit: Unit) -> int:
         """A unit's gradients as the backward pass leaves them."""
-        return self.c * unit.whole_trained(self.ep)
+        return (self.c if self.is_sharded else self.p) * unit.whole_trained(self.ep)
 
     def reducing(self, unit: Unit) -> int:
         return self.r * unit.whole_trained(self.ep) if self.is_sharded else 0

@@ -6,8 +6,8 @@
 - Gradients travel once a step (`reduce_gradients: step`): micro-steps before the last accumulate whole gradients on every rank. Where those
   do not fit, they travel after each micro-batch, beside its backward pass, and only HSDP's all-reduce waits for the last.
 - The last unit stays whole between forward and backward: it is the first that the backward pass reads.
-- One rank whose dtypes are all the same is left unwrapped (`is_needed`): there is nothing to
-  shard, cast or reduce, no process group to form, and a step is a few percent faster without the hooks.
+- One rank is left unwrapped (`is_needed`): there is nothing to shard or reduce, no process group to form, and a step is a few percent
+  faster without the hooks. What computes in another dtype has `Copies`. Only to hold a unit's copies at a time takes FSDP there too.
 """
 
 import itertools
@@ -18,18 +18,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from orrery.manifest.schema import Fsdp, Trainer
 from orrery.models import expert_modules, fsdp_units
+from orrery.trainer.parallel.copies import Copies
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def is_needed(trainer: Trainer) -> bool:
     """Whether weights must be wrapped, and so whether a process group is needed."""
-    one_dtype = trainer.param_dtype == trainer.compute_dtype == trainer.reduce_dtype
-    return trainer.mesh.world_size > 1 or not one_dtype or trainer.fsdp.cpu_offload
+    by_unit = trainer.param_dtype != trainer.compute_dtype and trainer.fsdp.reshard_after_forward
+    return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if not is_needed(trainer):
+        if trainer.param_dtype != trainer.compute_dtype:
+            policy.copies = Copies(policy, getattr(torch, trainer.compute_dtype))
         return
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.compute_dtype), reduce_dtype=getattr(torch, trainer.reduce_dtype), cast_forward_inputs=False
@@ -90,10 +93,12 @@ def synchronize_gradients(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def release(policy: Policy) -> None:
-    """After a pass without gradients: what waits whole for a backward pass is sharded again.
+    """After a pass: what stands whole, for a backward pass that may not come, is sharded again.
 
     Until then the policy has those weights as they were gathered, in the compute dtype, and an export would take them so.
     """
+    if policy.copies is not None:
+        policy.copies.put_back()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
