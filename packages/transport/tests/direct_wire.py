@@ -1,5 +1,6 @@
 """Trainers and engines of a direct wire as threads of one process: sources with shards of known tensors, targets that collect slices."""
 
+import contextlib
 import threading
 from contextlib import contextmanager
 
@@ -93,15 +94,20 @@ class Engine:
         self.target, self.needs = Target(name, rank, world_size, CPU), lambda tensors: engine_boxes(tensors, rank, world_size)
         self.got, self.parts, self.damage = {}, None, None
 
-    def take(self, published, arriving=lambda: None):
+    def take(self, published, arriving=lambda: None, at_the_last_round=lambda: None):
         taking = read_taking(published.path)
         self.target.join(published.folder.parent, self.needs)
         arriving()
         self.got, self.parts = {}, Parts()
-        for one, bucket in self.target.take(taking, self.parts):
-            for name, box, offset in one.slices:
-                assert (name, box) not in self.got
-                self.got[name, box] = in_bucket(bucket, offset, shape_of(box), dtype_of(self.target.tensors[name])).clone()
+        missing = sum(torch.Size(shape_of(box)).numel() for boxes in self.needs(list(self.target.tensors.values())).values() for box in boxes)
+        with contextlib.closing(self.target.take(taking, self.parts)) as rounds:
+            for one, bucket in rounds:
+                for name, box, offset in one.slices:
+                    assert (name, box) not in self.got
+                    tensor = in_bucket(bucket, offset, shape_of(box), dtype_of(self.target.tensors[name])).clone()
+                    self.got[name, box], missing = tensor, missing - tensor.numel()
+                if not missing:
+                    at_the_last_round()
         return self.target.attest()
 
 

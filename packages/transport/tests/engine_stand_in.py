@@ -42,7 +42,8 @@ class StandIn:
     generated: object = field(default_factory=lambda: answer([7, 8], [("3", 0, 2)]))
     held: dict = field(default_factory=lambda: HELD)
     fail: dict = field(default_factory=dict)  # path → (status, body)
-    fail_at_first: dict = field(default_factory=dict)  # path → [(status, body)], one a call
+    untaken: list = field(default_factory=lambda: [None])  # why each worker has not taken a version
+    untaken_at_first: list = field(default_factory=list)  # the same, one a call
     before: dict = field(default_factory=dict)  # path → called with the body, in a thread
     hang: set = field(default_factory=set)  # paths that are never answered
     delay_s: float = 0.0
@@ -55,9 +56,6 @@ class StandIn:
             await asyncio.sleep(60)
         if request.path in self.before:
             await asyncio.to_thread(self.before[request.path], body)
-        if self.fail_at_first.get(request.path):
-            status, content = self.fail_at_first[request.path].pop(0)
-            return web.json_response(content, status=status)
         if request.path in self.fail:
             status, content = self.fail[request.path]
             return web.json_response(content, status=status)
@@ -65,7 +63,7 @@ class StandIn:
             await asyncio.sleep(self.delay_s)
             return web.json_response(self.generated)
         if request.path == "/collective_rpc":
-            return web.json_response({"results": [self.held if body["method"] == "fingerprints" else attested(self.held)]})
+            return web.json_response({"results": self.answers(body["method"])})
         if request.path == "/metrics":
             return web.Response(
                 text="# TYPE vllm:num_requests_running gauge\n"
@@ -79,6 +77,17 @@ class StandIn:
                 'vllm:generation_tokens_total{engine="0"} 1e+03\n'
             )
         return web.json_response({})
+
+    def answers(self, method):
+        """Of its workers, to a call of theirs."""
+        if method == "untaken":
+            return self.untaken_at_first.pop(0) if self.untaken_at_first else self.untaken
+        every = {"fingerprints": self.held, "attested": attested(self.held), "give_up_update": None}
+        return [every[method]] * len(self.untaken)
+
+    def calls(self):
+        """What the workers were asked."""
+        return [body["method"] for path, body in self.asked if path == "/collective_rpc"]
 
     def paths(self):
         return [path for path, _ in self.asked]

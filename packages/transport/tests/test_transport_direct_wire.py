@@ -129,6 +129,30 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
         assert kept == [True, True, False]
 
 
+def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks_meet_again(tmp_path, kind):
+    """The rank has received everything, and fails then; neither its neighbour nor the trainer notices before they are told."""
+    engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
+
+    def fail():
+        raise ValueError("layer 'q' lacks 3 elements")
+
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        for version in (0, 1):  # in a group that forms, and in one that has formed before
+            claimed = claim(publish(ranks, version), ["engine 0"])
+            begin = time.monotonic()
+            told, failed = together(partial(engines[0].take, claimed), partial(engines[1].take, claimed, at_the_last_round=fail))
+            assert isinstance(failed, ValueError), failed
+            assert isinstance(told, TakeFailed) and "engine 0 (rank 1) did not receive everything" in str(told)
+            again = claim_again(claimed, ["engine 0"])
+            held = together(*(partial(engine.take, again) for engine in engines))
+            assert held[0] == held[1] and isinstance(held[0], dict), held
+            assert time.monotonic() - begin < 10
+            for engine in engines:
+                check(engine, version)
+            release(again)
+            settle(ranks)
+
+
 def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):

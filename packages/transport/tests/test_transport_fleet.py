@@ -58,12 +58,14 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
             "/pause?mode=keep&clear_cache=false",
             "/start_weight_update",
             "/update_weights",
+            "/collective_rpc",
             "/finish_weight_update",
             "/collective_rpc",
             "/resume",
         ]
         assert engine.asked[2][1] == {"update_info": {"path": PUBLISHED.path, "version": 3, "engine": f"engine {index}"}}
-        assert engine.asked[3][1] == {"weight_version": "3"}
+        assert engine.asked[4][1] == {"weight_version": "3"}
+        assert engine.calls() == ["untaken", "attested"]
     assert router.paths() == ["/inference/v1/generate"]
 
 
@@ -91,11 +93,24 @@ def test_an_engine_with_other_weights_ends_the_run_by_tensor_and_stays_paused(he
 
 
 def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_for():
-    engines = [StandIn(fail={"/update_weights": (500, {"error": {"message": "tensor 'q' is cut off"}})}), StandIn()]
+    engines = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn()]
 
     async def scenario(urls):
         async with EngineFleet(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match=r"engine 0: /update_weights failed: tensor 'q' is cut off \(HTTP 500\)"):
+            with pytest.raises(UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"):
+                await fleet.update(PUBLISHED)
+
+    run(engines, scenario)
+    assert engines[0].calls() == ["untaken", "give_up_update"] and "/finish_weight_update" not in engines[0].paths()
+    assert "/finish_weight_update" in engines[1].paths()
+
+
+def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
+    engines = [StandIn(fail={"/update_weights": (500, {"error": {"message": "the engine core died"}})}), StandIn()]
+
+    async def scenario(urls):
+        async with EngineFleet(urls, urls[0]) as fleet:
+            with pytest.raises(UpdateFailed, match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)"):
                 await fleet.update(PUBLISHED)
 
     run(engines, scenario)
@@ -174,7 +189,7 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_up
 
     engines = lossy(tmp_path, monkeypatch, scenario, *stand_ins)
     assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
-    assert stand_ins[3].paths()[2:] == ["/update_weights", "/finish_weight_update", "/collective_rpc", "/resume"]
+    assert stand_ins[3].paths()[2:] == ["/update_weights", "/collective_rpc", "/finish_weight_update", "/collective_rpc", "/resume"]
     assert stand_ins[2].paths() == [f"/remove_worker?url={engines.urls[1]}", f"/add_worker?url={engines.urls[3]}"]
     [lost], [back] = engines.rows("engine_fenced"), engines.rows("engine_healthy")
     assert (lost["engine"], back["engine"], back["version"], back["incarnation"]) == (1, 1, 3, 1)
@@ -224,8 +239,7 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
 
 
 def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch):
-    refusing = {"/update_weights": (500, {"error": {"message": "tensor 'q' is cut off"}})}
-    stand_ins = [StandIn(fail=dict(refusing)), StandIn(fail=dict(refusing)), StandIn(), StandIn()]
+    stand_ins = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn(untaken=["tensor 'q' is cut off"]), StandIn(), StandIn()]
 
     async def scenario(engines):
         with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
@@ -260,7 +274,7 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
 
 # Direct wires ---------------------------------------------------------------------------------------------------------
 
-ALONG = (500, {"error": {"message": f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"}})
+ALONG = f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"
 
 
 def direct(folder, version=3):
@@ -271,7 +285,8 @@ def direct(folder, version=3):
     return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
 
 
-def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [[ALONG], [None, ALONG]], ids=["of one worker", "of two, one of which has everything"])
+def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(tmp_path, monkeypatch, workers):
     folder, seen = tmp_path / "wire", []
 
     def look(body):
@@ -288,7 +303,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         time.sleep(0.2)
 
     stand_ins = [
-        StandIn(fail_at_first={"/update_weights": [ALONG]}, before={"/update_weights": look}),
+        StandIn(untaken=[None] * len(workers), untaken_at_first=[workers], before={"/update_weights": look}),
         StandIn(fail={"/update_weights": (500, {}), "/health": (503, {})}, before={"/update_weights": end}),
         StandIn(),
         StandIn(),
@@ -301,6 +316,8 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
         assert [engines for _, engines in seen] == [("engine 0", "engine 1"), ("engine 0",)] and seen[0][0] == seen[1][0]
         assert engines.stand_ins[0].paths()[-1] == "/resume"
+        assert engines.stand_ins[0].calls() == ["untaken", "give_up_update", "untaken", "attested"]
+        assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
         engines.start_again()
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
         assert sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
@@ -309,7 +326,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
 
 
 def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, monkeypatch):
-    stand_ins = [StandIn(fail={"/update_weights": ALONG}), StandIn(fail={"/update_weights": ALONG}), StandIn(), StandIn()]
+    stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]
 
     async def scenario(engines):
         with pytest.raises(TakenAlong, match="trainer 0 did not send its slices"):
@@ -321,7 +338,7 @@ def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, mo
 
 def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet_module, "ALONG_S", 0.2)
-    stand_ins = [StandIn(fail_at_first={"/update_weights": [ALONG]}), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
+    stand_ins = [StandIn(untaken_at_first=[[ALONG]]), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
 
     async def scenario(engines):
         fleet = engines.fleet
@@ -350,11 +367,11 @@ def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_i
 
 
 def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(tmp_path):
-    stand_ins = [StandIn(fail={"/update_weights": ALONG}), StandIn(fail={"/update_weights": (500, {"error": {"message": "cut off"}})})]
+    stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[ALONG, "cut off"])]
 
     async def scenario(urls):
         async with EngineFleet(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match="engine 1: /update_weights failed: cut off"):
+            with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
                 await fleet.update(direct(tmp_path / "wire"))
 
     run(stand_ins, scenario)

@@ -28,26 +28,28 @@ class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend `orrery_adapters`."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.held: dict[str, tuple[int, str]] = {}
+        self.held = {}
         self._tensors: dict[str, torch.Tensor] = {}
         keep_adapters(self.model.lora_manager)
 
-    def start_weight_update(self) -> None:
-        self.held, self._tensors = {}, {}
+    def _start(self) -> None:
+        self._tensors = {}
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        what = f"adapters version {update_info.version}"
+    def _receive(self, update: UpdateInfo) -> None:
+        what = f"adapters version {update.version}"
         try:
-            tensors = dict(read_weights(update_info.path))
+            tensors = dict(read_weights(update.path))
         except SafetensorError as error:
-            raise ValueError(f"{what}: {damage(Path(update_info.path)) or error}") from error
+            raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
         places = self._buffers().keys()
         for names, verb in ((tensors.keys() - places, "has no place in this model"), (places - tensors.keys(), "is missing")):
             if names:
                 raise ValueError(f"{what}: tensor {min(names)!r} {verb}")
         self._tensors = tensors
 
-    def finish_weight_update(self) -> None:
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
+        if not is_whole:
+            return {}
         [slot] = [
             index for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id) if adapter is not None
         ]  # the one adapter's
@@ -55,8 +57,9 @@ class AdapterReceiver(Backend):
             a, b = ([self._tensors[_names(part)[factor]] for part in parts] for factor in (0, 1))
             module.set_lora(slot, *((a, b) if len(parts) > 1 else (a[0], b[0])))
         buffers = self._buffers()
-        self.held = {name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()}
+        held = {name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()}
         self._tensors = {}
+        return held
 
     def shutdown(self) -> None:
         self.held = {}

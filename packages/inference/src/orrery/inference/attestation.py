@@ -1,6 +1,7 @@
 """Attestation, engine end: what a worker answers when asked which weights it holds.
 
-- A worker extension of vLLM: its methods are called through /collective_rpc.
+- A worker extension of vLLM: its methods are called through /collective_rpc, and every worker of an engine answers.
+- `untaken` and `give_up_update` come between loading and finishing: an engine has taken a version when each of its workers has.
 - `update_parts` says what the last update spent its time on.
 - `fingerprints` is what `receiver` recorded in the last update that finished; a failed or unfinished update leaves nothing to attest.
 - `attested` is the same in one line: a mixture has tens of thousands of tensors, and names are wanted only where something differs.
@@ -16,6 +17,16 @@ class AttestingWorker:
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     weight_transfer_engine: Any
+    finish_weight_update: Any
+
+    def untaken(self) -> str | None:
+        """Why this worker has not taken the version that the update under way brings; None where it has."""
+        return str(self.weight_transfer_engine.failure) if self.weight_transfer_engine.failure is not None else None
+
+    def give_up_update(self) -> None:
+        """The update under way is over, here or in another worker without its version: nothing is held, and another may begin."""
+        self.weight_transfer_engine.failure = self.untaken() or "another worker of this engine has not taken it"
+        self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
         """HF name → [fingerprint as 16 hex digits, "resident" | "as_consumed"]; empty before the first update."""

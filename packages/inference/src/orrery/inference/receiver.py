@@ -8,9 +8,13 @@
 - Always: every tensor that the model was first loaded with must come again, and every element of every layer must be filled.
 - A damaged file fails the update with the tensor's name. The engine process lives on, but `held` is empty until a whole update has gone
   through.
+- No failure leaves the worker's call: workers are asked for theirs afterwards (`attestation`), and one that has all gives it up with the
+  one that has not. vLLM stops at the first worker of an engine that raises, and takes what the others answered for answers to its next call.
 """
 
+import abc
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +38,13 @@ from orrery.transport.fingerprint import MASK, tensor_fingerprint
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import read_weights
 from orrery.transport.weight_wire.claims import Taking, read_taking
+from orrery.transport.weight_wire.contract import TakeFailed
 from orrery.transport.weight_wire.meeting import Tensor
 from orrery.transport.weight_wire.plan import Parts, dtype_of
 from orrery.transport.weight_wire.slices import Box
 from orrery.transport.weight_wire.target import Round, Target
+
+log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
 # Modules whose parameter stays as it was loaded (ParallelLMHead is a VocabParallelEmbedding).
@@ -76,10 +83,40 @@ class Place(NamedTuple):
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """What our weight-transfer backends of vLLM have in common."""
+    """What our weight-transfer backends of vLLM have in common: how an update ends in one worker of an engine that may have several."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    held: dict[str, tuple[int, str]]
+    failure: str | None = None  # why the update under way, or the last one, is not this worker's
+
+    def start_weight_update(self) -> None:
+        self.held, self.failure = {}, None
+        self._start()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        try:
+            self._receive(update_info)
+        except Exception as error:
+            is_ours = not isinstance(error, TakeFailed)
+            log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
+            self.failure = str(error) or type(error).__name__
+
+    def finish_weight_update(self) -> None:
+        """Also where it failed, here or in another worker: then the weights are nobody's version, and `held` stays empty."""
+        self.held = self._finish(self.failure is None)
+
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Make the model ready to be loaded again."""
+
+    @abc.abstractmethod
+    def _receive(self, update: UpdateInfo) -> None:
+        """Take a version in. Raises whatever keeps it from coming in whole."""
+
+    @abc.abstractmethod
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
+        """Leave a model that can compute; gives what is held of a version that `is_whole`, else nothing."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -91,7 +128,7 @@ class Receiver(Backend):
     """vLLM's weight-transfer backend `orrery`."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.held: dict[str, tuple[int, str]] = {}
+        self.held = {}
         self.parts = Parts()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor, found once
@@ -99,8 +136,7 @@ class Receiver(Backend):
         self._num_ranks = init_info.num_ranks
         self._target: Target | None = None
 
-    def start_weight_update(self) -> None:
-        self.held = {}
+    def _start(self) -> None:
         self.parts = Parts()
         self._consumed = {}
         begin = time.perf_counter()
@@ -109,34 +145,31 @@ class Receiver(Backend):
         initialize_layerwise_reload(self.model)
         self.parts.add("start_s", begin)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        try:
-            taking = read_taking(update_info.path)
-            if taking is None:
-                self.model.load_weights(self._fingerprinted(update_info))
-                self._check_complete(update_info)
-            else:
-                with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-                    self._take(update_info, taking)
-        except BaseException:
-            # Parameters of half-loaded layers are placeholders now. Give them storage again, so that the process can still answer; the
-            # weights are nobody's version, `held` says so by being empty, and whoever drives the update ends the run.
-            finalize_layerwise_reload(self.model, self.model_config)
-            raise
+    def _receive(self, update: UpdateInfo) -> None:
+        taking = read_taking(update.path)
+        if taking is None:
+            self.model.load_weights(self._fingerprinted(update))
+            self._check_complete(update)
+        else:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                self._take(update, taking)
 
-    def finish_weight_update(self) -> None:
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
         begin = time.perf_counter()
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)  # gives half-loaded layers storage again
         if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
             repack_tied_heads(self.model)
+        if not is_whole:
+            return {}
         resident = {name: self._resident(name, consumed) for name, consumed in self._consumed.items()}
         kept = {name: self._fingerprint(tensor) for name, tensor in resident.items() if tensor is not None}
         found = dict(zip(kept, torch.cat([*kept.values()]).tolist(), strict=True)) if kept else {}  # the device is waited for once
-        self.held = {
+        held = {
             name: (found[name] & MASK, RESIDENT) if name in found else (consumed.fingerprint, AS_CONSUMED)
             for name, consumed in self._consumed.items()
         }
         self.parts.add("finish_s", begin)
+        return held
 
     def shutdown(self) -> None:
         self.held = {}

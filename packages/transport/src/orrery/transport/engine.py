@@ -263,14 +263,19 @@ class EngineClient:
         await self._control("/start_weight_update", error=UpdateFailed)
 
     async def load(self, published: "Published") -> None:
-        """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete."""
+        """Have the engine read what was published; raises UpdateFailed with the tensor's name where it is damaged or incomplete.
+
+        The engine has it when each of its workers has. Where one has not, all of them give up what they have of it.
+        """
         body = {"update_info": {"path": str(published.path), "version": published.version, "engine": self.name}}
-        try:
-            await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
-        except UpdateFailed as error:
-            if ELSEWHERE in str(error):
-                raise TakenAlong(str(error)) from error
-            raise
+        await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
+        reasons = [reason for reason in await self._ask_workers("untaken") if reason is not None]
+        if not reasons:
+            return
+        await self._ask_workers("give_up_update")
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # a worker that is at fault says more
+        kind = TakenAlong if ELSEWHERE in reason else UpdateFailed
+        raise kind(f"{self.name} did not take version {published.version}: {_shortened(reason)}")
 
     async def finish_update(self, version: int) -> None:
         """Put the loaded weights in place; tokens sampled from now on carry `version`."""
@@ -284,8 +289,7 @@ class EngineClient:
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
         """Fingerprint of every tensor (HF names) as this engine holds it since its last update; empty before the first."""
-        answer = await self._control("/collective_rpc", {"method": "fingerprints"})
-        workers = msgspec.json.decode(answer)["results"]
+        workers = await self._ask_workers("fingerprints")
         for other in workers[1:]:
             if other != workers[0]:
                 names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
@@ -299,8 +303,12 @@ class EngineClient:
 
     async def update_parts(self) -> dict[str, float]:
         """Seconds of the last update by part, the longest over this engine's workers; empty where it read files."""
-        workers = msgspec.json.decode(await self._control("/collective_rpc", {"method": "update_parts"}))["results"]
+        workers = await self._ask_workers("update_parts")
         return {part: max(worker.get(part, 0.0) for worker in workers) for worker in workers for part in worker}
+
+    async def _ask_workers(self, method: str) -> list[Any]:
+        """What each of this engine's workers answers to a call of `orrery.inference.attestation`."""
+        return list(msgspec.json.decode(await self._control("/collective_rpc", {"method": method}))["results"])
 
     async def metrics(self) -> EngineMetrics:
         """Numbers of /metrics, summed over label sets."""
@@ -443,4 +451,8 @@ def _sentence(status: int, answer: bytes) -> str:
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     except msgspec.MsgspecError:
         pass
-    return f"{text.strip()[:600] or 'no words'} (HTTP {status})"
+    return f"{_shortened(text)} (HTTP {status})"
+
+
+def _shortened(text: str) -> str:
+    return text.strip()[:600] or "no words"

@@ -6,7 +6,7 @@
 - What stands in the store are msgpack structures and raw numbers: nothing is pickled.
 - A *take* is one version going to a set of engines. The orchestrator numbers takes; every rank of every engine arrives with the number.
   When all are there, rank 0 says go, with the members in order and the number of the group that they form.
-- A group with the same members as before is the same group. After a failure, or with other members, a new one is formed.
+- A group with the same members as before is the same group. With other members, or where any end has given it up, a new one is formed.
 - Every wait has a deadline and a name. Those within a take end with it.
 - What has been read by all whom it concerns is removed from the store.
 """
@@ -89,6 +89,7 @@ class Arrival(msgspec.Struct):
     rank: int
     world_size: int
     member: str
+    generation: int  # of the group that it is in, -1 where it has given it up
 
 
 class Order(msgspec.Struct):

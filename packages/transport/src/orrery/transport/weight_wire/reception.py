@@ -45,8 +45,6 @@ class Reception:
             if arrival.take <= self._answered or (taking is not None and arrival.take < taking.take):
                 continue  # who comes as late sees that its take is over
             if taking is None or arrival.take > taking.take:
-                if taking is not None:  # its engines have dropped their group, though nobody was given an order
-                    self._members = ()
                 try:
                     arrived, taking = {}, read_taking(take_path(self._folder, arrival.take, arrival.claim))
                 except TakeFailed:
@@ -55,7 +53,7 @@ class Reception:
             arrived[arrival.engine, arrival.rank] = arrival
             if not self._absent(taking.engines, arrived):
                 ordered = [arrived[engine, rank] for engine in taking.engines for rank in range(arrived[engine, 0].world_size)]
-                return self._answer(self._order(taking, tuple(each.member for each in ordered)))
+                return self._answer(self._order(taking, ordered))
 
     def gather(self, order: Order, mine: Done, num_ranks: int) -> Done:
         """What came of an order over all trainer ranks: the first error, the longest seconds."""
@@ -82,10 +80,11 @@ class Reception:
         self._member[who] = arrival.member
         return arrival
 
-    def _order(self, taking: Taking, members: tuple[str, ...]) -> Order:
+    def _order(self, taking: Taking, arrived: list[Arrival]) -> Order:
         if refusal := self._admit(taking):
             return Order(taking.take, version=taking.version, error=refusal)
-        if members != self._members:
+        members = tuple(each.member for each in arrived)
+        if members != self._members or any(each.generation != self._generation for each in arrived):
             self._generation, self._members = self._generation + 1, members
         return Order(taking.take, taking.claim, taking.version, self._generation, members)
 

@@ -196,7 +196,7 @@ class _Sending:
 
     def close(self) -> None:
         if self._source.rank == 0:
-            meeting.join(self._source.address).arrive(meeting.Arrival(-1, -1, "", 0, 0, ""))
+            meeting.join(self._source.address).arrive(meeting.Arrival(-1, -1, "", 0, 0, "", -1))
         self._thread.join(scaled(10.0))
 
     def _run(self) -> None:

@@ -4,9 +4,11 @@
   they came in; they must be used before the next but one round is asked for.
 - Every slice is fingerprinted as it came. `attest` adds the shares of all ranks of the engine up: every rank then knows the whole
   tensors' fingerprints, and that ranks which hold the same part hold the same bits.
-- Whatever fails gives the group up, so that nobody waits for this rank, and raises; `TakeFailed` where it was not this rank's doing.
+- Whatever fails gives the group up, so that nobody waits for this rank, and raises; `TakeFailed` where it was not this rank's doing. The
+  other ranks of the engine hear of it where they add up.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -93,10 +95,11 @@ class Target:
         """(slices, the bucket that they are in), until all have come. Raises TakeFailed."""
         begin = time.perf_counter()
         self._meeting.forget(f"{self._attested}/{self.rank}")  # whoever wanted it has had it, or has failed
-        self._attested = f"attest/{taking.take}/{self.engine}"
+        self._taking, self._attested = taking, f"attest/{taking.take}/{self.engine}"
         try:
             with self._meeting.during(take_path(self._folder, taking.take, taking.claim)):
-                self._meeting.arrive(Arrival(taking.take, taking.claim, self.engine, self.rank, self.world_size, self._member))
+                who = self.engine, self.rank, self.world_size, self._member, self._generation
+                self._meeting.arrive(Arrival(taking.take, taking.claim, *who))
                 order = self._meeting.get(f"go/{taking.take}", Order, f"trainer 0, that take {taking.take} may begin", 2 * ARRIVAL_S)
                 begin = parts.add("meet_s", begin)
                 if order.error:
@@ -107,19 +110,22 @@ class Target:
                 yield from self._receive(parts)
         except BaseException as error:
             self.drop()
+            with contextlib.suppress(RuntimeError):  # the store may be what failed
+                self._meeting.store.set(f"{self._attested}/{self.rank}", b"")
             if isinstance(error, WireFailed):
                 raise TakeFailed(taking.take, error) from error
             raise
 
     def attest(self) -> dict[str, int]:
-        """Fingerprint by name of the whole tensors that the ranks of this engine hold. WireFailed names what ranks disagree about."""
-        key = self._attested
-        self._meeting.store.set(f"{key}/{self.rank}", self._shares.cpu().numpy().tobytes())
+        """Fingerprint by name of the whole tensors that the ranks of this engine hold.
+
+        Raises TakeFailed where another of them has not received everything, WireFailed naming what they disagree about.
+        """
+        self._meeting.store.set(f"{self._attested}/{self.rank}", self._shares.cpu().numpy().tobytes())
         held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
         holder = np.full(len(held), -1)
         for rank, pieces_of in self._engine.of_rank.items():
-            what = f"{self.engine} (rank {rank}), its fingerprints"
-            shares = np.frombuffer(self._meeting.raw(f"{key}/{rank}", what), np.uint64)
+            shares = self._shares_of(rank)
             differ = (holder[pieces_of] >= 0) & (held[pieces_of] != shares)
             if differ.any():
                 piece = pieces_of[differ.argmax()]
@@ -130,6 +136,17 @@ class Target:
         total = np.zeros(len(self.tensors), np.uint64)
         np.add.at(total, self._engine.tensor_of, held)  # modulo 2^64
         return dict(zip(self.tensors, total.tolist(), strict=True))
+
+    def _shares_of(self, rank: int) -> np.ndarray:
+        """u64 [pieces of that rank]; one that has failed has nothing to say but that."""
+        who = f"{self.engine} (rank {rank})"
+        try:
+            shares = self._meeting.raw(f"{self._attested}/{rank}", f"{who}, its fingerprints")
+        except WireFailed as error:
+            raise TakeFailed(self._taking.take, error) from error
+        if not shares:
+            raise TakeFailed(self._taking.take, f"{who} did not receive everything")
+        return np.frombuffer(shares, np.uint64)
 
     def drop(self) -> None:
         """Give the group up."""
