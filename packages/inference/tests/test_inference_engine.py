@@ -13,18 +13,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from direct_trainer import direct_trainer, end_half_way, our_logprobs
 from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.identity import load
-from orrery.models.weights import named_hf_slices, named_hf_tensors
+from orrery.models.weights import named_hf_tensors
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed
 from orrery.transport.update import update_engine
-from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, give_up, release
-from orrery.transport.weight_wire.buckets import Held
-from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.plan import Parts
-from orrery.transport.weight_wire.source import Source
-from orrery.transport.weight_wire.target import Target
+from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -68,15 +64,6 @@ def policies(run_dir, publisher):
     return Policies(run_dir, publisher)
 
 
-def our_logprobs(module, prompt, generation, temperature):
-    """log p of the generated tokens under our own model."""
-    ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
-    hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
-    logits = (hidden @ module.lm_head_weight.T).float() / temperature
-    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-    return rows.gather(1, ids[len(prompt) :, None]).squeeze(1).detach().numpy()
-
-
 def drive(url, scenario):
     return with_fleet(scenario, [url])
 
@@ -100,27 +87,18 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
 def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path, kind):
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=300)
-    folder = tmp_path / "wire"
-    folder.mkdir(mode=0o700)
-    source = Source("nccl", folder, "127.0.0.1", 0, 1, torch.device("cpu"), bucket_bytes=1 << 14)
-
-    def held():
-        return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
 
     async def scenario(fleet):
-        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
+        published = await asyncio.to_thread(publish, version, module)
         flight = asyncio.ensure_future(sample(fleet, f"in-flight-{kind}", max_tokens=300))
         while (await fleet.metrics())[0].running == 0:
             await asyncio.sleep(0)
         report = await fleet.update(published)
         return published, report, await fleet.fingerprints(), await flight, await sample(fleet, f"after-{kind}")
 
-    try:
+    with direct_trainer(tmp_path / "wire", kind) as publish:
         published, report, held_by, flight, after = drive(server[1], scenario)
-        source.settle()
-        assert claim(published, ["engine 0"]) is None, "the trainer has gone on"
-    finally:
-        source.close()
+    assert claim(published, ["engine 0"]) is None, "the trainer has gone on"
     assert {name: each.fingerprint for name, each in held_by[0].items()} == published.fingerprints
     assert sum(report.attested.values()) == len(published.fingerprints)
     assert flight.finish_reason == "length" and len(flight.token_ids) == 300
@@ -133,42 +111,22 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
     """The other is here in this process, and ends with the first slices in its hands; both engines are half-way then."""
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=301)
-    folder = tmp_path / "wire"
-    folder.mkdir(mode=0o700)
-    source = Source("nccl", folder, "127.0.0.1", 0, 1, torch.device("cpu"), bucket_bytes=1 << 14)
-    other = Target("engine 1", 0, 1, torch.device("cpu"))
-
-    def held():
-        return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
-
-    def whole(tensors):
-        return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
-
-    def end_half_way(claimed):
-        other.join(folder, whole)
-        rounds = other.take(read_taking(claimed.path), Parts())
-        for _ in range(3):
-            next(rounds)
-        rounds.close()
-        give_up(claimed)
 
     async def scenario(fleet):
         [engine] = fleet.engines
-        published = await asyncio.to_thread(source.publish, version, held, list(module.parameters()))
+        published = await asyncio.to_thread(publish, version, module)
         claimed = claim(published, ["engine 0", "engine 1"])
         await engine.pause()
-        taken, _ = await asyncio.gather(engine.update_weights(claimed), asyncio.to_thread(end_half_way, claimed), return_exceptions=True)
+        ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
+        taken, _ = await asyncio.gather(engine.update_weights(claimed), ending, return_exceptions=True)
         nothing = await engine.fingerprints()
         again = claim_again(claimed, ["engine 0"])
         report = await update_engine(engine, again)
         release(again)
         return taken, nothing, report, await engine.fingerprints(), published, await sample(fleet, "after-a-loss")
 
-    try:
+    with direct_trainer(tmp_path / "wire") as publish:
         taken, nothing, report, held_by, published, after = drive(server[1], scenario)
-        source.settle()
-    finally:
-        source.close()
     assert isinstance(taken, TakenAlong) and nothing == {}
     assert {name: each.fingerprint for name, each in held_by.items()} == published.fingerprints and report.version == version
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE

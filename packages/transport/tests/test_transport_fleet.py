@@ -249,6 +249,20 @@ def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch)
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
+def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(tmp_path, monkeypatch):
+    dying = {"fail": {"/update_weights": (500, {"error": {"message": "cancelled"}}), "/health": (503, {})}}
+    stand_ins = [StandIn(**dying), StandIn(**dying), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        updating = asyncio.create_task(engines.fleet.update(PUBLISHED))
+        await until(lambda: engines.fleet.roster.at(Phase.FENCED) == [0, 1])
+        engines.start_again()
+        assert (await updating).version == 3
+        assert all("says that it is not well" in row["why"] for row in engines.rows("engine_fenced"))
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
 def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(tmp_path, monkeypatch):
     async def scenario(engines):
         with pytest.raises(WeightsDiffer, match="engine 1: tensor 'b' is missing"):

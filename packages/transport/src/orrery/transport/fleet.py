@@ -242,16 +242,20 @@ class EngineFleet:
                     await self._take(index, claimed, begin)
             except TimeoutError as error:
                 raise EngineGone(f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before") from error
-            except TakenAlong as error:
-                del limits[index]
-                for limit in limits.values():  # who hangs has had its deadline within the wire
-                    if limit.when() is None:
-                        limit.reschedule(asyncio.get_running_loop().time() + scaled(ALONG_S))
-                if (why := await self.engines[index].death()) is not None:  # a part of it has died, and the rest says so
+            except UpdateFailed as error:
+                if isinstance(error, TakenAlong):
+                    del limits[index]
+                    for limit in limits.values():  # who hangs has had its deadline within the wire
+                        if limit.when() is None:
+                            limit.reschedule(asyncio.get_running_loop().time() + scaled(ALONG_S))
+                else:
+                    give_up(claimed)  # nobody need wait for this one
+                # A part of it may have died, of which the rest says something else.
+                if not isinstance(error, WeightsDiffer) and (why := await self.engines[index].death()) is not None:
                     raise EngineGone(why) from error
                 raise
             except BaseException:
-                give_up(claimed)  # nobody need wait for this one
+                give_up(claimed)
                 raise
             finally:
                 limits.pop(index, None)

@@ -1,0 +1,69 @@
+"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; and what the trainer computes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orrery.models.weights import named_hf_slices
+from orrery.transport.engine import Generation
+from orrery.transport.weight_wire import Published, give_up
+from orrery.transport.weight_wire.buckets import Held
+from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.meeting import Tensor
+from orrery.transport.weight_wire.plan import Parts
+from orrery.transport.weight_wire.slices import Box
+from orrery.transport.weight_wire.source import Source
+from orrery.transport.weight_wire.target import Target
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 1 << 14  # so that there are many rounds
+
+
+@contextmanager
+def direct_trainer(folder: Path, kind: str = "nccl") -> Iterator[Callable[[int, torch.nn.Module], Published]]:
+    """Gives what publishes a version: the weights of a module. At the end it waits for whoever has claimed one."""
+    folder.mkdir(mode=0o700)
+    source = Source(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
+
+    def publish(version: int, module: torch.nn.Module) -> Published:
+        def held() -> list[Held]:
+            return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
+
+        published = source.publish(version, held, list(module.parameters()))
+        assert published is not None
+        return published
+
+    try:
+        yield publish
+        source.settle()
+    finally:
+        source.close()
+
+
+def end_half_way(claimed: Published, engine: str) -> None:
+    """Take part as `engine`, of one rank that needs everything, and end with the first slices in its hands."""
+
+    def whole(tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
+        return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
+
+    taking = read_taking(claimed.path)
+    assert taking is not None
+    other = Target(engine, 0, 1, CPU)
+    other.join(claimed.folder.parent, whole)
+    rounds = other.take(taking, Parts())
+    for _ in range(3):
+        next(rounds)
+    rounds.close()
+    give_up(claimed)
+
+
+def our_logprobs(module: torch.nn.Module, prompt: Sequence[int], generation: Generation, temperature: float) -> np.ndarray:
+    """log p of the generated tokens under our own model."""
+    ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
+    hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+    logits = (hidden @ module.lm_head_weight.T).float() / temperature
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return rows.gather(1, ids[len(prompt) :, None]).squeeze(1).detach().numpy()

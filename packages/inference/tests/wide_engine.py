@@ -1,0 +1,54 @@
+"""An engine that is as wide as its manifest says, on a CPU, each rank a process as on GPUs: `python -m wide_engine`.
+
+What a run refuses to start there computes all the same. A file `fault.<rank>` in the run directory makes that rank fail in its next take,
+with everything received: by "another's" doing, by its own in these words, or since it "dies".
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orrery.inference import __main__, assemble, releases
+from orrery.transport.weight_wire import WireFailed
+from orrery.transport.weight_wire.target import Target
+
+server_arguments, correct, receive = __main__.server_arguments, releases.correct, Target._receive
+
+
+def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
+    inference = manifest.inference
+    narrow = manifest.model_copy(update={"inference": inference.model_copy(update={"tensor_parallel": 1, "data_parallel": 1})})
+    arguments = server_arguments(narrow, weights, *where)
+    arguments[arguments.index("--distributed-executor-backend") + 1] = "mp"
+    return [*arguments, *(part for pair in assemble._spread(inference).items() for part in pair)]
+
+
+def correct_and_fork(manifest: Any) -> None:
+    """Workers too are forks of the server, which has imported what they need; a signal to one of them is not for the server's event loop."""
+    correct(manifest)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def receive_and_fail(self: Target, parts: Any) -> Iterator[Any]:
+    yield from receive(self, parts)
+    fault = Path(sys.argv[sys.argv.index("--run-dir") + 1], f"fault.{self.rank}")
+    if fault.exists():
+        words = fault.read_text()
+        fault.unlink()
+        if words == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise WireFailed("trainer 0 is gone") if words == "another's" else ValueError(words)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"  # until the rest of an engine that lost a worker is killed
+    __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
+    Target._receive = receive_and_fail
+    __main__.main()
