@@ -1,4 +1,4 @@
-"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; and what the trainer computes."""
+"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; what the trainer computes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

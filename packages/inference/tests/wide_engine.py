@@ -28,7 +28,7 @@ def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
 
 
 def correct_and_fork(manifest: Any) -> None:
-    """Workers too are forks of the server, which has imported what they need; a signal to one of them is not for the server's event loop."""
+    """Workers too are forks of the server, which has imported what they need. A signal to one of them is not for the server's loop."""
     correct(manifest)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     from vllm.v1.executor import multiproc_executor

@@ -62,17 +62,6 @@ REFUSED = [
         "their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'",
     ),
     (
-        changed(
-            "asynchrony_h200_4",
-            inference__max_restarts=1,
-            inference__num_replicas=1,
-            inference__tensor_parallel=2,
-            inference__router={"kind": "none"},
-        ),
-        "inference.max_restarts 1 with transport.weights 'nccl' and engines of 2 devices: after an update that another engine made fail, "
-        "vLLM mixes up what the ranks of an engine answer; set it to 0, or transport.weights to 'files'",
-    ),
-    (
         changed("reverse_text_smoke", inference__max_restarts=2, **APART),
         "inference.max_restarts 2: engines that hand caches over are not started again yet; set it to 0, or inference.kv_transfer.kind to "
         "'none'",
@@ -158,6 +147,8 @@ def test_routes_come_back_where_caches_travel_or_stay(transfer):
 @pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
 def test_engines_that_are_lost_come_back_on_every_wire_that_sends_weights(wire):
     check_built(changed("reverse_text_smoke", inference__max_restarts=1, transport__weights=wire))
+    wide = {"inference__num_replicas": 2, "inference__tensor_parallel": 2}
+    check_built(changed("asynchrony_h200_8", inference__max_restarts=1, transport__weights=wire, **wide))
 
 
 def test_one_h200_node_of_a_built_network_is_built():

@@ -99,7 +99,8 @@ class Engine:
         self.target.join(published.folder.parent, self.needs)
         arriving()
         self.got, self.parts = {}, Parts()
-        missing = sum(torch.Size(shape_of(box)).numel() for boxes in self.needs(list(self.target.tensors.values())).values() for box in boxes)
+        needs = self.needs(list(self.target.tensors.values()))
+        missing = sum(torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes)
         with contextlib.closing(self.target.take(taking, self.parts)) as rounds:
             for one, bucket in rounds:
                 for name, box, offset in one.slices:

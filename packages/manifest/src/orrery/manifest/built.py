@@ -32,13 +32,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
             "or inference.kv_transfer.kind to 'none'"
         )
-    direct, ranks = manifest.transport.weights in DIRECT_WIRES, inference.devices_per_replica
-    if inference.max_restarts and direct and ranks > 1:
-        raise OrreryError(
-            f"inference.max_restarts {inference.max_restarts} with transport.weights {manifest.transport.weights!r} and engines of {ranks} "
-            "devices: after an update that another engine made fail, vLLM mixes up what the ranks of an engine answer; set it to 0, "
-            "or transport.weights to 'files'"
-        )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(

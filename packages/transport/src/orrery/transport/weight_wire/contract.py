@@ -17,7 +17,7 @@ ELSEWHERE = "failed elsewhere"
 class TakeFailed(WireFailed):
     """A take came to nothing for this end by another's doing: the same again, without whoever was lost, may succeed.
 
-    An engine passes on nothing but its sentence, so the sentence says so too (`ELSEWHERE`).
+    A worker of an engine passes on nothing but its sentence, so the sentence says so too (`ELSEWHERE`).
     """
 
     def __init__(self, take: int, why: object) -> None:
