@@ -25,8 +25,12 @@ INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
 INSTALLED = Path(find_spec("vllm").submodule_search_locations[0])
 TREES = [INSTALLED, *(Path(folder) for folder in [os.environ.get("ORRERY_VLLM_SOURCE")] if folder)]
 
-# What patches replace or rely on, beyond what they import: file, then class and attribute.
+# What patches (and the worker extension) replace or rely on, beyond what they import: file, then class and attribute.
 CORRECTED = {
+    "attestation.py": [
+        ("v1/worker/gpu_worker.py", "Worker.weight_transfer_engine"),
+        ("v1/worker/gpu_worker.py", "Worker.finish_weight_update"),
+    ],
     "vllm.py": [
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner._sample"),
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner._bookkeeping_sync"),

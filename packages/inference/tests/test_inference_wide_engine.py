@@ -47,8 +47,11 @@ async def sample(fleet, request_id, **options):
     return await fleet.generate(PROMPT, request_id=request_id, **options)
 
 
-async def nothing_is_held(engine):
-    return [await engine._ask_workers("fingerprints"), await engine.attested()]
+async def holds_nothing(engine):
+    """None of its workers vouches for anything."""
+    held = await engine._ask_workers("fingerprints")
+    assert len(held) == NUM_WORKERS
+    return not any(held) and not (await engine.attested()).how
 
 
 async def takes_it_again(fleet, claimed, module):
@@ -76,8 +79,7 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
         taken, _ = await asyncio.gather(engine.update_weights(claimed), ending, return_exceptions=True)
         assert isinstance(taken, TakenAlong), taken
-        held, attested = await nothing_is_held(engine)
-        assert held == [{}] * NUM_WORKERS and attested.how == {}
+        assert await holds_nothing(engine)
         await takes_it_again(fleet, claimed, module)
         for flight in await asyncio.gather(*flights):
             assert flight.finish_reason == "length" and len(flight.token_ids) == 200
@@ -106,8 +108,7 @@ def test_what_one_worker_did_not_receive_no_worker_holds(server, run_dir, module
         with pytest.raises(UpdateFailed, match=says) as failed:
             await engine.update_weights(claimed)
         assert type(failed.value) is error
-        held, attested = await nothing_is_held(engine)
-        assert held == [{}] * NUM_WORKERS and attested.how == {}
+        assert await holds_nothing(engine)
         await takes_it_again(fleet, claimed, module)
 
     with direct_trainer(tmp_path / "wire") as publish:
