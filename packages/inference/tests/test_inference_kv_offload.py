@@ -61,19 +61,21 @@ def routes_of(generation):
     return np.sort(routes, axis=-1)
 
 
+async def look_behind(url):
+    """Fresh; found in host memory; under a newer salt; found after more has been computed than the device holds."""
+    async with EngineClient(url) as engine:
+        fresh = await ask(engine, "fresh", "3", routes_from=0)
+        found = await until_found(engine, "3", "again", routes_from=0)
+        newer = await ask(engine, "newer", "4", routes_from=0)
+        for i in range(2 * DEVICE_BLOCKS * 32 // len(PROMPT)):
+            await ask(engine, f"other-{i}", f"other-{i}")
+        return fresh, found, newer, await ask(engine, "evicted", "3", routes_from=0)
+
+
 def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(tmp_path):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}}, routed_experts=True)
     folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
     processes = []
-
-    async def first(url):
-        async with EngineClient(url) as engine:
-            fresh = await ask(engine, "fresh", "3", routes_from=0)
-            found = await until_found(engine, "3", "again", routes_from=0)
-            newer = await ask(engine, "newer", "4", routes_from=0)
-            for i in range(2 * DEVICE_BLOCKS * 32 // len(PROMPT)):  # more than the device holds
-                await ask(engine, f"other-{i}", f"other-{i}")
-            return fresh, found, newer, await ask(engine, "evicted", "3", routes_from=0)
 
     async def second(url):
         async with EngineClient(url) as engine:
@@ -88,7 +90,7 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
         return await_published(run_dir, "inference", 0, processes[-1])
 
     try:
-        fresh, found, newer, evicted = asyncio.run(first(start()))
+        fresh, found, newer, evicted = asyncio.run(look_behind(start()))
         processes[-1].kill()
         processes[-1].wait()
         (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
@@ -103,6 +105,21 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
     assert found.cached_tokens == evicted.cached_tokens == restarted.cached_tokens == BLOCKS
     assert len(routes_of(fresh)) == len(PROMPT) + 8 - 1
     for other in (found, newer, evicted, newest, restarted, without_routes):
+        same(fresh, other)
+
+
+def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(tmp_path):
+    on_device = {"kv_cache_bytes": DEVICE_BLOCKS << 14}  # a worker has half of the heads
+    wide = TIERS | on_device | {"kv_offload": TIERS["kv_offload"] | {"disk": False}, "tensor_parallel": 2, "router": {"kind": "none"}}
+    run_dir = make_run(tmp_path / "run", MIXTURE, inference=wide, routed_experts=True)
+    process = start_role("wide_engine", run_dir, 0)
+    try:
+        fresh, found, newer, evicted = asyncio.run(look_behind(await_published(run_dir, "inference", 0, process)))
+    finally:
+        stop(process)
+    assert (fresh.cached_tokens, newer.cached_tokens) == (0, 0)
+    assert found.cached_tokens == evicted.cached_tokens == BLOCKS
+    for other in (found, newer, evicted):
         same(fresh, other)
 
 

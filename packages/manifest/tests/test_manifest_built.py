@@ -41,17 +41,6 @@ REFUSED = [
         "alone; set both to 1, and inference.num_replicas to 2 for as many engines",
     ),
     (
-        changed(
-            "reverse_text_moe",
-            hardware=H200,
-            transport__routed_experts=True,
-            inference__tensor_parallel=2,
-            inference__kv_offload=TIERS,
-        ),
-        "transport.routed_experts with inference.kv_offload.kind 'tiers' and data_parallel·tensor_parallel = 2: a scheduler that asks for "
-        "caches with known routes is one process with its worker; set inference.kv_offload.kind to 'none', or both to 1",
-    ),
-    (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
         "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
         "'none', or inference.prefill_replicas to 0",
@@ -142,6 +131,7 @@ def test_routes_come_back_where_caches_travel_or_stay(transfer):
     routes = {"transport__routed_experts": True}
     check_built(changed("reverse_text_moe", **routes, inference__num_replicas=2, **APART | {"inference__kv_transfer": transfer}))
     check_built(changed("reverse_text_moe", **routes, inference__kv_offload=TIERS))
+    check_built(changed("reverse_text_moe", **routes, hardware=H200, inference__tensor_parallel=2, inference__kv_offload=TIERS))
 
 
 @pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])

@@ -48,11 +48,6 @@ def check_built(manifest: Manifest) -> None:
             "transport.routed_experts with inference.kv_offload.kind 'mooncake': the store gives an engine caches that others computed, "
             "and their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'"
         )
-    if manifest.transport.routed_experts and inference.kv_offload.kind == "tiers" and (devices := inference.devices_per_replica) > 1:
-        raise OrreryError(
-            f"transport.routed_experts with inference.kv_offload.kind 'tiers' and data_parallel·tensor_parallel = {devices}: a scheduler "
-            f"that asks for caches with known routes is one process with its worker; set inference.kv_offload.kind to 'none', or both to 1"
-        )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),

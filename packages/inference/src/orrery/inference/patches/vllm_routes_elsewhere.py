@@ -6,8 +6,9 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
 
 - `keep`: the store keeps as many routes as device and tiers keep blocks, on disk too where blocks are there; a reset of the device's
   prefix cache takes neither away. A block that is computed again has its routes written again.
-- No cache without its routes: what a tier may load of a prompt ends where routes are not known, and is computed from there. The
-  scheduler looks into the store of the worker, so they are one process: an engine core without tensor parallelism.
+- No cache without its routes: what a tier may load of a prompt ends where routes are not known, and is computed from there. The store is
+  the worker's, which may be another process than the scheduler's; so a step's output also says which routes came and went, and the
+  scheduler keeps account. What has come since is unknown to it until the next step.
 - `beside_transfer`: prefill and decode engines start with routes. The prefill engine answers with those of the prompt, the decode engine
   from the prompt's last token, which it computes itself (`orrery.transport.prefill_decode` asks so). There a request begins within a
   block; the routes before it are unknown here.
@@ -19,6 +20,7 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
 import contextlib
 import logging
 import os
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +29,41 @@ log = logging.getLogger("orrery.inference.routes")
 KEPT = "ORRERY_ROUTES_KEPT"  # how many times the device's blocks the store has room for
 FOLDER = "ORRERY_ROUTES_FOLDER"  # where it keeps them on disk too
 
-_stores: list[Any] = []  # of this process; one, once a worker lives in it
+CHANGES = "routes that came and went"  # among the outputs of requests, whose names have no blanks
+
+_known: set[str] = set()  # blocks whose routes this engine core's worker has in memory, in the process of the scheduler
 
 
 def keep() -> None:
     """In each process that may be an engine core or a worker, before it is made."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     if getattr(worker.BlockObjectStore, "orrery", False):
         return
     worker.BlockObjectStore = _known_routes(worker.BlockObjectStore)  # type: ignore[misc]
     worker.routed_experts_keys = lambda hashes, _namespace: [each.hex() for each in hashes]
     matched = OffloadingConnectorScheduler.get_num_new_matched_tokens
+    process_output, update_from_output = worker.AuxOutputWorkerConnector.process_output, Scheduler.update_from_output
+
+    def and_tell(self: Any, pending: Any) -> Any:
+        outputs = process_output(self, pending)
+        outputs[CHANGES] = self._store._store.changes()
+        return outputs
+
+    def and_hear(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for key, is_kept in (model_runner_output.aux_output_connector_output or {}).pop(CHANGES, ()):
+            (_known.add if is_kept else _known.discard)(key)
+        return update_from_output(self, scheduler_output, model_runner_output)
 
     def with_routes(self: Any, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None) -> Any:
         first = num_computed_tokens // self.config.tokens_per_hash
         known = _num_known(request.block_hashes[first:]) * self.config.tokens_per_hash
         return matched(self, request, num_computed_tokens, known if max_num_new_tokens is None else min(known, max_num_new_tokens))
 
+    worker.AuxOutputWorkerConnector.process_output = and_tell  # type: ignore[method-assign]
+    Scheduler.update_from_output = and_hear  # type: ignore[method-assign]
     OffloadingConnectorScheduler.get_num_new_matched_tokens = with_routes  # type: ignore[method-assign]
 
 
@@ -80,9 +98,36 @@ def beside_transfer() -> None:
 
 def _num_known(block_hashes: Any) -> int:
     """How many of these blocks, from the first, have routes here."""
-    if not _stores:
-        raise RuntimeError("routes beside KV offload: the engine core has no worker in its process; set inference.tensor_parallel to 1")
-    return next((i for i, each in enumerate(block_hashes) if not _stores[-1].has(each.hex())), len(block_hashes))
+    keys = (each.hex() for each in block_hashes)
+    return next((i for i, key in enumerate(keys) if key not in _known and _on_disk(key) is None), len(block_hashes))
+
+
+def _on_disk(key: str) -> Path | None:
+    """Where the routes of this block are on disk, if they are."""
+    path = _path(key) if FOLDER in os.environ else None
+    return path if path is not None and path.is_file() else None
+
+
+def _path(key: str) -> Path:
+    return Path(os.environ[FOLDER], key[:2], key)
+
+
+class _Slots(OrderedDict[str, int]):
+    """Where the store has which block, as upstream's; and what of that is new."""
+
+    def __init__(self, unallocated: int) -> None:
+        super().__init__()
+        self.unallocated = unallocated
+        self.changes: deque[tuple[str, bool]] = deque()  # the store's thread adds, the output's takes
+
+    def __setitem__(self, key: str, slot: int) -> None:
+        super().__setitem__(key, slot)
+        if slot != self.unallocated:
+            self.changes.append((key, True))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.changes.append((key, False))
+        return super().pop(key, *default)
 
 
 def _known_routes(store: type) -> type:
@@ -93,19 +138,19 @@ def _known_routes(store: type) -> type:
 
         def __init__(self, *, max_bytes: int, object_nbytes: int):
             super().__init__(max_bytes=int(max_bytes * float(os.environ.get(KEPT, "1"))), object_nbytes=object_nbytes)
-            self._folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
-            _stores.append(self)
+            self._lru = _Slots(self._UNALLOCATED_SLOT)
 
-        def has(self, key: str) -> bool:
-            return self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT or self._on_disk(key) is not None
+        def changes(self) -> list[tuple[str, bool]]:
+            """(block, whether its routes are kept) since the last call."""
+            return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
                 slot = self._lru.get(each.key, self._UNALLOCATED_SLOT)
                 if slot != self._UNALLOCATED_SLOT:  # computed again, maybe by newer weights
                     self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = each.payload
-                if self._folder is not None:
-                    self._write(self._path(each.key), each.payload)
+                if FOLDER in os.environ:
+                    self._write(_path(each.key), each.payload)
             super().put(objects, **keys)
 
         def get_concatenated(self, keys: list[str]) -> bytes:
@@ -114,7 +159,7 @@ def _known_routes(store: type) -> type:
         def _get(self, key: str) -> bytes:
             if self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT:
                 return bytes(super().get_concatenated([key]))
-            path = self._on_disk(key)
+            path = _on_disk(key)
             try:
                 if path is not None:
                     return path.read_bytes()
@@ -133,13 +178,5 @@ def _known_routes(store: type) -> type:
                 log.warning("routes %s cannot be kept on disk: %s", path.name, error)
                 with contextlib.suppress(OSError):
                     aside.unlink()
-
-        def _on_disk(self, key: str) -> Path | None:
-            path = self._path(key) if self._folder is not None else None
-            return path if path is not None and path.is_file() else None
-
-        def _path(self, key: str) -> Path:
-            assert self._folder is not None
-            return self._folder / key[:2] / key
 
     return KnownRoutes
