@@ -334,7 +334,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
         engines.start_again()
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
-        assert sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
+        await until(lambda: sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"])  # its claim is given back
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
