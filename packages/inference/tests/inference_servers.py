@@ -105,7 +105,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_role(module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo") -> "subprocess.Popen[bytes]":
+def start_role(
+    module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo", stage: str = STAGE, incarnation: int = 0
+) -> "subprocess.Popen[bytes]":
     """A role process in a process group of its own, writing to `logs/`."""
     # A test that is itself one end of a wire has named an interface for gloo in its own process.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")} | {
@@ -116,7 +118,7 @@ def start_role(module: str, run_dir: Path, index: int, token: str = "", interfac
     }
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    with (logs / f"{module}.{index}.log").open("wb") as log:
+    with (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log:
         return subprocess.Popen(
             [
                 sys.executable,
@@ -125,13 +127,15 @@ def start_role(module: str, run_dir: Path, index: int, token: str = "", interfac
                 "--run-dir",
                 run_dir,
                 "--stage",
-                STAGE,
+                stage,
                 "--index",
                 str(index),
                 "--attempt",
                 "1",
                 "--port",
                 "0",
+                "--incarnation",
+                str(incarnation),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -140,9 +144,9 @@ def start_role(module: str, run_dir: Path, index: int, token: str = "", interfac
         )
 
 
-def await_published(run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]") -> str:
+def await_published(run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]", stage: str = STAGE) -> str:
     """The address that the role published; fails with the end of its log if it ends before."""
-    path = run_dir / "stages" / STAGE / "endpoints" / f"{role}.{index}.json"
+    path = run_dir / "stages" / stage / "endpoints" / f"{role}.{index}.json"
     end = time.monotonic() + START_S
     while not path.exists():
         if process.poll() is not None or time.monotonic() > end:

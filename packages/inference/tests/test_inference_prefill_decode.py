@@ -11,12 +11,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import MIXTURE, STAGE, await_published, family, make_module, make_run, start_role, stop, with_fleet
 from network_alone import alone_in_a_network
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION, GenerationFailed
+from orrery.observe.process import RoleProcess
+from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed
+from orrery.transport.roster import Phase
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import RouteShape
 from orrery.transport.weight_wire import WeightPublisher
@@ -26,6 +29,7 @@ torch.set_num_threads(1)
 
 KINDS = {"nixl": {"kind": "nixl"}, "mooncake": {"kind": "mooncake", "protocol": "tcp"}}
 MOST_UPDATES = MOST_ABORTS = 8
+MEANWHILE = "meanwhile"  # where engines publish that are started before anybody is to know
 PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six blocks and a part of one
 
 
@@ -59,8 +63,8 @@ def publisher(engines):
     publisher.close()
 
 
-def drive(engines, scenario):
-    return with_fleet(scenario, engines[1], handovers=[engines[2]])
+def drive(engines, scenario, **options):
+    return with_fleet(scenario, engines[1], handovers=[engines[2]], **options)
 
 
 def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
@@ -120,7 +124,7 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(eng
 
     async def scenario(fleet):
         # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the lease says.
-        _, where = await fleet.apart._prefill(0, PROMPT, "unread", 60.0, "u")
+        _, where = await fleet.apart._prefill(fleet.apart.peer(0), PROMPT, "unread", 60.0, "u")
         updated = asyncio.Event()
         answers = [[] for _ in range(12)]
 
@@ -201,7 +205,7 @@ def test_a_cache_that_cannot_be_read_fails_the_request(engines):
     nowhere = {"remote_engine_id": "of-an-engine-that-is-gone", "remote_port": 1, "remote_bootstrap_addr": "http://127.0.0.1:1"}
 
     async def scenario(fleet):
-        _, where = await fleet.apart._prefill(0, PROMPT, "lost", 60.0, "lost")
+        _, where = await fleet.apart._prefill(fleet.apart.peer(0), PROMPT, "lost", 60.0, "lost")
         gone = where | {name: nowhere[name] for name in where.keys() & nowhere}
         with pytest.raises(GenerationFailed):
             await fleet.engines[1].generate(
@@ -222,3 +226,120 @@ def test_engines_listen_on_loopback_only_but_for_mooncakes_own_sockets(engines, 
     assert bool(set.union(*listening) - {"127.0.0.1"}) == by_mooncake(run_dir)
     bootstrap = engines[2].get("kv_bootstrap", "")
     assert bootstrap.startswith("http://127.0.0.1:") == by_mooncake(run_dir)
+
+
+@pytest.fixture
+def again(engines, run_dir):
+    """`kill(index)` ends an engine as the launcher does one that is gone; `listen(index)` has its next incarnation, which has been started
+    meanwhile, say where it is."""
+    running = engines[0]
+    started = [start_role("orrery.inference", run_dir, index, stage=MEANWHILE, incarnation=1) for index in (0, 1)]
+
+    def kill(index):
+        for member in family(running[index]):
+            member.kill()
+        running[index].wait()
+        endpoint(run_dir, index).unlink()
+
+    def listen(index):
+        endpoint(run_dir, index, MEANWHILE).replace(endpoint(run_dir, index))
+
+    try:
+        for index, process in enumerate(started):
+            await_published(run_dir, "inference", index, process, MEANWHILE)
+        yield kill, listen
+    finally:
+        for process in started:
+            stop(process)
+
+
+def endpoint(run_dir, index, stage=STAGE):
+    return run_dir / "stages" / stage / "endpoints" / f"inference.{index}.json"
+
+
+def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnation_takes_part_again(engines, run_dir, publisher, again):
+    kill, listen = again
+    module = make_module(load(run_dir / "manifest.json"), seed=202)
+
+    async def until(condition):
+        async with asyncio.timeout(30):
+            while not await condition():
+                await asyncio.sleep(0.02)
+
+    async def scenario(fleet):
+        def freeze(index):
+            for member in family(engines[0][index]):
+                member.suspend()
+
+        def start(name, count, **options):
+            return [asyncio.create_task(ask(fleet, f"{name}-{i}", f"{name}-{i}", session=str(i), **options)) for i in range(count)]
+
+        def usage(index):
+            async def keeps_nothing():
+                return (await fleet.engines[index].metrics()).kv_usage == 0.0
+
+            return keeps_nothing
+
+        async def reads(**numbers):
+            metrics = await fleet.engines[1].metrics()
+            return {name: getattr(metrics, name) for name in numbers} == numbers
+
+        async def prefilled():
+            return fleet.apart._decode_of.in_flight[1] == 3 and not fleet.apart._prefilling
+
+        async def serves(*indices):
+            return fleet.roster.at(Phase.HEALTHY) == list(indices)
+
+        await fleet.update(publisher.publish(20, named_hf_tensors(module)))
+
+        # The prefill engine: it stands still while some of its caches are asked for and others are made, and then it is killed.
+        producer, consumer = map(fleet.apart.peer, (0, 1))
+        caches = [(await fleet.apart._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[1] for i in range(2)]
+        sampling = start("sampling", 2, max_tokens=290)
+        await until(lambda: reads(running=2))
+        freeze(0)
+        reading = [
+            asyncio.create_task(
+                fleet.apart._decode(producer, consumer, where, PROMPT, request_id=f"read-{i}", max_tokens=4, temperature=1.0,
+                                    cache_salt=f"read-{i}", ignore_eos=True)
+            )
+            for i, where in enumerate(caches)
+        ]  # fmt: skip
+        prefilling = start("prefilling", 3)
+        await until(lambda: reads(loading=2))
+        kill(0)
+        lost = await asyncio.gather(*prefilling, *reading, return_exceptions=True)
+        assert all(isinstance(each, EngineGone) for each in lost[:3]) and all(isinstance(each, OrreryError) for each in lost[3:]), lost
+        assert [len(each.token_ids) for each in await asyncio.gather(*sampling)] == [290, 290]
+        await until(usage(1))
+        waiting = start("waiting", 1)
+        await asyncio.sleep(0.3)
+        assert not waiting[0].done() and not fleet.is_serving
+        await fleet.update(publisher.publish(21, named_hf_tensors(module)))
+        listen(0)
+        await until(lambda: serves(0, 1))
+        same((await asyncio.gather(*waiting))[0], await whole(fleet, "waiting-whole", "x"))
+
+        # The decode engine: it stands still before it reads, and is killed.
+        freeze(1)
+        unread = start("unread", 3)
+        await until(prefilled)
+        assert not await usage(0)()
+        kill(1)
+        lost = await asyncio.gather(*unread, return_exceptions=True)
+        assert all(isinstance(each, EngineGone) for each in lost), lost
+        await until(usage(0))
+        assert not fleet.is_serving
+        listen(1)
+        await until(lambda: serves(0, 1))
+        apart = await ask(fleet, "back", "back")
+        assert (apart.versions == 21).all()
+        same(apart, await whole(fleet, "back-whole", "x"))
+        await until(usage(0))
+        await until(usage(1))
+
+    me = RoleProcess("orchestrator", run_dir, STAGE, 0, 1, 0)
+    try:
+        drive(engines, scenario, restarting=me)
+    finally:
+        me.metrics.close()

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,6 +67,8 @@ CORRECTED = {
     "vllm_kv_transfer.py": [
         ("v1/core/sched/scheduler.py", "Scheduler.has_finished_requests"),
         ("distributed/nixl_utils.py", "_load_nixl_attr"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receive_kv_from_single_worker"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "PullReqMeta.pull_tasks_count"),
     ],
     "vllm_data_parallel.py": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
@@ -113,7 +116,7 @@ PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/sta
 
 @pytest.fixture(params=TREES, ids=lambda tree: "installed" if tree == INSTALLED else "named")
 def tree(request, monkeypatch):
-    monkeypatch.setattr(releases, "_has", lambda file: (request.param / file).is_file())
+    monkeypatch.setattr(releases, "_has", lambda file, name="": (path := request.param / file).is_file() and name in path.read_text())
     return request.param
 
 
@@ -227,12 +230,23 @@ def test_routes_beside_an_offloaded_cache_are_refused_by_the_release_that_would_
     manifest = next(manifests())
     tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk": False}
     offloading = check(manifest.model_dump(mode="json") | {"inference": manifest.inference.model_dump() | {"kv_offload": tiers}}, "test")
-    monkeypatch.setattr(releases, "_has", lambda file: True)
+    monkeypatch.setattr(releases, "_has", lambda file, name="": True)
     assert releases.arguments(offloading) == {}
-    monkeypatch.setattr(releases, "_has", lambda file: False)
+    monkeypatch.setattr(releases, "_has", lambda file, name="": False)
     with pytest.raises(OrreryError, match=r"transport.routed_experts with inference.kv_offload.kind 'tiers'"):
         releases.arguments(offloading)
     assert releases.arguments(manifest) == {}
+
+
+def test_restarts_beside_mooncake_are_refused_by_the_release_whose_readers_would_hang(tree):
+    content = next(manifests()).model_dump(mode="json")
+    content["transport"]["routed_experts"] = False
+    apart = {"num_replicas": 2, "prefill_replicas": 1, "max_restarts": 1, "router": {"kind": "none"}}
+    for kv_transfer in ({"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}):
+        content["inference"] |= apart | {"kv_transfer": kv_transfer}
+        is_refused = kv_transfer["kind"] == "mooncake" and not is_new(tree)
+        with pytest.raises(OrreryError, match=r"max_restarts with inference.kv_transfer.kind 'mooncake'") if is_refused else nullcontext():
+            releases.arguments(check(content, "test"))
 
 
 def test_every_flag_is_there(tree):

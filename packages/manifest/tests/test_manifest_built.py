@@ -51,11 +51,6 @@ REFUSED = [
         "their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'",
     ),
     (
-        changed("reverse_text_smoke", inference__max_restarts=2, **APART),
-        "inference.max_restarts 2: engines that hand caches over are not started again yet; set it to 0, or inference.kv_transfer.kind to "
-        "'none'",
-    ),
-    (
         changed("reverse_text_smoke", trainer__lora=ATTENTION, transport__weights="nccl"),
         "transport.weights 'nccl' with trainer.lora: a direct wire sends the weights as they lie in the trainer, which adapters do not "
         "change; set it to 'adapters', which sends these alone, or to 'files', which merges them",

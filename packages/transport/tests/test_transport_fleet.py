@@ -390,3 +390,42 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
 
     run(stand_ins, scenario)
     assert stand_ins[0].paths().count("/update_weights") == 1
+
+
+def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORRERY_TOKEN", "t")
+    monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
+    me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
+    prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
+
+    async def scenario(urls):
+        def listen(incarnation, url):
+            info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
+            rendezvous.publish(RoleProcess("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info)
+            return info
+
+        def ask():
+            return fleet.generate([1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r")
+
+        async with EngineFleet(urls[:2], restarting=me, handovers=[listen(0, urls[0])]) as fleet, asyncio.timeout(20):
+            prefill.fail |= {"/inference/v1/generate": (500, {"error": "dying"}), "/health": (503, {})}
+            with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
+                await ask()
+            assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
+            waiting = asyncio.create_task(ask())
+            await asyncio.sleep(0.1)
+            assert not waiting.done() and "/collective_rpc" not in decode.paths(), "it may write into its readers' blocks yet"
+            (tmp_path / "stages/rl/endpoints/inference.0.json").unlink()
+            await until(lambda: "/collective_rpc" in decode.paths())
+            assert decode.asked[-1][1] == {"method": "read_no_more", "args": ["incarnation 0"]}
+            listen(1, urls[2])
+            assert len((await waiting).token_ids) == 2
+            await fleet.abort(["r"])
+        assert "/abort_requests" in decode.paths() and "/abort_requests" not in again.paths()
+        [asked] = [body for path, body in decode.asked if path == "/inference/v1/generate"]
+        assert asked["kv_transfer_params"]["remote_engine_id"] == "incarnation 1"
+
+    try:
+        run(stand_ins, scenario)
+    finally:
+        me.metrics.close()

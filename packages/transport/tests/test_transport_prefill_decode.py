@@ -1,27 +1,31 @@
-"""Prefill and decode apart, with stand-ins for the engines: who is asked for what, and what becomes of blocks that nobody wants."""
+"""Prefill and decode apart, with stand-ins for the engines: who is asked for what, what becomes of blocks that nobody wants, and of
+requests whose engine is lost."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
-from orrery.transport.engine import Generation
+from orrery.transport.engine import EngineGone, Generation, GenerationFailed
 from orrery.transport.prefill_decode import PrefillDecode, Sticky
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
 
 class StandIn:
-    """Answers once `go` is set; an abort ends what has not answered."""
+    """Answers once `go` is set, or fails with `error`; an abort ends what has not answered."""
 
     def __init__(self, name, kv_transfer=None):
         self.name, self.kv_transfer, self.asked, self.aborts = name, kv_transfer, [], []
+        self.kept_no_longer, self.not_read, self.error = [], [], None
         self.go = asyncio.Event()
         self.go.set()
 
     async def generate(self, token_ids, **options):
         self.asked.append(options)
         await self.go.wait()
+        if self.error is not None:
+            raise self.error
         n = options["max_tokens"]
         reason = "abort" if options["request_id"] in self.aborts else "length"
         return Generation(
@@ -32,12 +36,18 @@ class StandIn:
             reason,
             64,
             (),
-            self.kv_transfer,
+            self.kv_transfer and self.kv_transfer | {"remote_request_id": f"{self.name}-{options['request_id']}"},
         )
 
     async def abort(self, request_ids):
         self.aborts += request_ids
         self.go.set()
+
+    async def keep_no_longer(self, names):
+        self.kept_no_longer += names
+
+    async def read_no_more(self, kv_engine_id):
+        self.not_read.append(kv_engine_id)
 
 
 def ask(apart, name="r", **options):
@@ -46,17 +56,18 @@ def ask(apart, name="r", **options):
 
 async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
-    generation = await ask(PrefillDecode([prefill], [decode], [{}]), stop_token_ids=(4,))
+    generation = await ask(PrefillDecode([prefill, decode], [{}]), stop_token_ids=(4,))
     assert len(generation.token_ids) == 5 and generation.cached_tokens == 64
     (first,), (second,) = prefill.asked, decode.asked
     assert (first["max_tokens"], first["cache_salt"], first["ignore_eos"]) == (1, "9", True)
     assert first["kv_transfer"] == {"do_remote_decode": True, "do_remote_prefill": False}
-    assert (second["max_tokens"], second["cache_salt"], second["stop_token_ids"], second["kv_transfer"]) == (5, "9", (4,), WHERE)
+    assert (second["max_tokens"], second["cache_salt"], second["stop_token_ids"]) == (5, "9", (4,))
+    assert second["kv_transfer"] == WHERE | {"remote_request_id": "p-r"}
 
 
 async def test_mooncakes_engines_are_told_one_name_for_the_transfer():
     prefill, decode = StandIn("p"), StandIn("d")
-    await ask(PrefillDecode([prefill], [decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}]))
+    await ask(PrefillDecode([prefill, decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}]))
     first, second = prefill.asked[0]["kv_transfer"], decode.asked[0]["kv_transfer"]
     assert first["transfer_id"] == second["transfer_id"]
     assert (second["remote_engine_id"], second["remote_bootstrap_addr"]) == ("e", "http://h:1")
@@ -66,7 +77,7 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
     for how in ("abort", "cancel"):
         prefill, decode = StandIn("p", WHERE), StandIn("d")
         prefill.go.clear()
-        apart = PrefillDecode([prefill], [decode], [{}])
+        apart = PrefillDecode([prefill, decode], [{}])
         task = asyncio.create_task(ask(apart))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -81,14 +92,15 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
                 await task
             prefill.go.set()
         await apart.close()
-        assert [(each["request_id"], each["max_tokens"], each["kv_transfer"]) for each in decode.asked] == [("r-given-back", 1, WHERE)]
+        [asked] = decode.asked
+        assert (asked["request_id"], asked["max_tokens"], asked["kv_transfer"]["remote_request_id"]) == ("r-given-back", 1, "p-r")
         assert prefill.aborts == []
 
 
 async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
     decode.go.clear()
-    apart = PrefillDecode([prefill], [decode], [{}])
+    apart = PrefillDecode([prefill, decode], [{}])
     task = asyncio.create_task(ask(apart))
     while not decode.asked:
         await asyncio.sleep(0)
@@ -101,7 +113,108 @@ async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():
 
 def test_a_session_stays_and_a_new_one_goes_where_least_is_in_flight():
     sticky = Sticky(2)
-    assert sticky.choose("a") == 0
+    assert sticky.choose("a", [0, 1]) == 0
     sticky.in_flight[0] += 1
-    assert sticky.choose("b") == 1
-    assert sticky.choose("a") == 0
+    assert sticky.choose("b", [0, 1]) == 1
+    assert sticky.choose("a", [0, 1]) == 0
+
+
+def test_a_session_whose_engine_does_not_serve_gets_another_and_stays_there():
+    sticky = Sticky(3)
+    assert sticky.choose("a", [1, 2]) == 1
+    assert sticky.choose("a", [0, 2]) == 0
+    assert sticky.choose("a", [0, 1, 2]) == 0
+
+
+# Engines that are lost ------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Two engines of each part, of which the fleet learns when it looks that they are gone."""
+
+    def __init__(self, handovers):
+        self.engines = [StandIn("p0", WHERE), StandIn("p1", WHERE), StandIn("d2"), StandIn("d3")]
+        self.admitted, self.gone = {0, 1, 2, 3}, set()
+        self.apart = PrefillDecode(self.engines, handovers, self.admitted, self.look)
+
+    async def look(self):
+        self.admitted -= self.gone
+
+    def die(self, index):
+        self.gone.add(index)
+        self.engines[index].error = EngineGone(f"{self.engines[index].name} is gone")
+        self.engines[index].go.set()
+
+    async def ask_twice(self, index):
+        """Two requests of one session, once engine `index` has them and does not answer."""
+        self.engines[index].go.clear()
+        tasks = [asyncio.create_task(ask(self.apart, name, session="s")) for name in ("a", "b")]
+        while len(self.engines[index].asked) < 2:
+            await asyncio.sleep(0)
+        return tasks
+
+
+def mooncakes():
+    return [{"kv_engine_id": f"e{index}", "kv_bootstrap": f"http://h:{index}"} for index in (0, 1)]
+
+
+@pytest.mark.parametrize("handovers", [[{}, {}], mooncakes()], ids=["nixl", "mooncake"])
+async def test_a_decode_engine_that_dies_costs_its_requests_and_their_blocks_are_kept_no_longer(handovers):
+    fleet = Fleet(handovers)
+    first, second = await fleet.ask_twice(2)
+    names = [each["kv_transfer"].get("transfer_id", f"p0-{each['request_id']}") for each in fleet.engines[2].asked]
+    second.cancel()  # nobody wants this answer any more; its blocks are kept all the same
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    fleet.die(2)
+    with pytest.raises(EngineGone, match="d2 is gone"):
+        await first
+    await fleet.apart.close()
+    assert sorted(fleet.engines[0].kept_no_longer) == sorted(names) and fleet.engines[1].kept_no_longer == []
+    assert len((await ask(fleet.apart, "c", session="s")).token_ids) == 5 and len(fleet.engines[3].asked) == 1
+
+
+async def test_a_request_that_fails_alone_leaves_the_blocks_to_an_engine_that_may_yet_read_them():
+    fleet = Fleet([{}, {}])
+    fleet.engines[2].error = GenerationFailed("refused")
+    with pytest.raises(GenerationFailed, match="refused"):
+        await ask(fleet.apart)
+    await fleet.apart.close()
+    assert fleet.engines[0].kept_no_longer == []
+
+
+@pytest.mark.parametrize(("index", "kept_no_longer"), [(0, []), (2, ["p0-a"])])
+async def test_no_decode_engine_is_asked_where_either_engine_was_started_again_while_the_prompt_was_computed(index, kept_no_longer):
+    fleet = Fleet([{}, {}])
+    prefill, decode = fleet.engines[0], fleet.engines[2]
+    prefill.go.clear()
+    task = asyncio.create_task(ask(fleet.apart, "a"))
+    while not prefill.asked:
+        await asyncio.sleep(0)
+    fleet.engines[index] = StandIn("the next incarnation, which serves already")
+    prefill.go.set()
+    with pytest.raises(EngineGone, match="was lost while the cache of request 'a' was handed over"):
+        await task
+    await fleet.apart.close()
+    assert decode.asked == fleet.engines[2].asked == [] and prefill.kept_no_longer == kept_no_longer
+
+
+async def test_decode_engines_are_told_once_of_a_prefill_engine_that_has_ended_and_read_from_its_next_incarnation():
+    fleet = Fleet(mooncakes())
+    fleet.apart.ended(2)  # a decode engine: nobody reads from it
+    fleet.apart.ended(0)
+    fleet.apart.ended(0)
+    fleet.apart.returned(0, {"kv_engine_id": "e0 again", "kv_bootstrap": "http://h:9"})
+    await fleet.apart.close()
+    assert [engine.not_read for engine in fleet.engines] == [[], [], ["e0"], ["e0"]]
+    await ask(fleet.apart)
+    assert fleet.engines[2].asked[0]["kv_transfer"]["remote_engine_id"] == "e0 again"
+
+
+async def test_without_an_engine_of_one_part_nothing_is_served():
+    fleet = Fleet([{}, {}])
+    fleet.admitted -= {2, 3}
+    assert not fleet.apart.is_serving
+    with pytest.raises(EngineGone, match="no engine that prefills, or none that decodes"):
+        await ask(fleet.apart)
+    assert fleet.engines[0].asked == []

@@ -2,6 +2,7 @@
 
 - A worker extension of vLLM: its methods are called through /collective_rpc, and every worker of an engine answers.
 - `untaken` and `give_up_update` come between loading and finishing: an engine has taken a version when each of its workers has.
+- It is the one extension that vLLM takes, so what a worker does about other engines comes with it (`kv_peers`).
 - `update_parts` says what the last update spent its time on.
 - `fingerprints` is what `receiver` recorded in the last update that finished; a failed or unfinished update leaves nothing to attest.
 - `attested` is the same in one line: a mixture has tens of thousands of tensors, and names are wanted only where something differs.
@@ -10,10 +11,11 @@
 from collections import Counter
 from typing import Any
 
+from orrery.inference.kv_peers import KvPeers
 from orrery.transport.fingerprint import digest
 
 
-class AttestingWorker:
+class AttestingWorker(KvPeers):
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     weight_transfer_engine: Any

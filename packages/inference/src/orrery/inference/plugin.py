@@ -31,6 +31,7 @@ def register() -> None:
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
         vllm_kv_transfer.bootstrap_on_one_address()
         vllm_kv_transfer.device_index_on_cpu()
+        vllm_kv_transfer.pulls_that_end_with_their_engine()
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
         vllm_kv_transfer.nixl_that_waits()
     if vllm_routes_elsewhere.KEPT in os.environ:

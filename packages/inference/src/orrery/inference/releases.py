@@ -10,6 +10,7 @@
 | routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; beside one by `patches.vllm_routes_elsewhere` |
 | torch's compiler, as it is imported | needed | left out where nothing is compiled |
 | routed experts on CPU | – | `patches.vllm_routes` |
+| a cache that Mooncake cannot read | its request hangs: not beside restarts | fails its request |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
 - A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
@@ -28,6 +29,7 @@ from orrery.manifest.schema import Manifest
 
 LAUNCHERS = "entrypoints/launchers/api_server/entry.py"
 AUX_OUTPUT = "distributed/aux_output_connector/worker.py"
+MOONCAKE = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ def arguments(manifest: Manifest) -> dict[str, str]:
                     f"transport.routed_experts with inference.{field}.kind {kind!r}: this release of vLLM keeps routes by the place of "
                     f"their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
                 )
+    if manifest.inference.max_restarts and manifest.inference.kv_transfer.kind == "mooncake" and not _has(MOONCAKE, "_handle_failed_recv"):
+        raise OrreryError(
+            "inference.max_restarts with inference.kv_transfer.kind 'mooncake': in this release of vLLM a request hangs whose cache was "
+            "lost with its engine; set inference.max_restarts to 0, inference.kv_transfer.kind to 'nixl', or install vLLM 0.32"
+        )
     if manifest.inference.data_parallel > 1 and not _has(LAUNCHERS):
         return {"--worker-cls": "orrery.inference.patches.vllm_0_26_worker.SeededWorker"}
     return {}
@@ -117,9 +124,10 @@ def correct_engine() -> None:
         vllm_0_26.meet_by_file()
 
 
-def _has(file: str) -> bool:
-    """Whether the installed vLLM has this file; vLLM is not imported."""
+def _has(file: str, name: str = "") -> bool:
+    """Whether the installed vLLM has this file, and the name in it; vLLM is not imported."""
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise OrreryError("inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or locks/inference.cpu.txt")
-    return (Path(found.submodule_search_locations[0]) / file).is_file()
+    path = Path(found.submodule_search_locations[0]) / file
+    return path.is_file() and (not name or name in path.read_text())

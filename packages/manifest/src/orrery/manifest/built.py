@@ -27,11 +27,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is one process, for vLLM exchanges tokens "
             f"between experts on GPUs alone; set both to 1, and inference.num_replicas to {devices} for as many engines"
         )
-    if inference.max_restarts and inference.kv_transfer.kind != "none":
-        raise OrreryError(
-            f"inference.max_restarts {inference.max_restarts}: engines that hand caches over are not started again yet; set it to 0, "
-            "or inference.kv_transfer.kind to 'none'"
-        )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(

@@ -306,9 +306,19 @@ class EngineClient:
         workers = await self._ask_workers("update_parts")
         return {part: max(worker.get(part, 0.0) for worker in workers) for worker in workers for part in worker}
 
-    async def _ask_workers(self, method: str) -> list[Any]:
+    async def keep_no_longer(self, names: Sequence[str]) -> None:
+        """Free the blocks that this engine keeps under these names for readers that are gone (`prefill_decode`). Unknown ones are ignored;
+        raises EngineGone."""
+        await self._ask_workers("keep_no_longer", list(names))
+
+    async def read_no_more(self, kv_engine_id: str) -> None:
+        """Fail the requests that wait for blocks out of this engine, which has ended (`prefill_decode`), now and from now on."""
+        await self._ask_workers("read_no_more", kv_engine_id)
+
+    async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
         """What each of this engine's workers answers to a call of `orrery.inference.attestation`."""
-        return list(msgspec.json.decode(await self._control("/collective_rpc", {"method": method}))["results"])
+        body = {"method": method, **({"args": list(arguments)} if arguments else {})}
+        return list(msgspec.json.decode(await self._control("/collective_rpc", body))["results"])
 
     async def metrics(self) -> EngineMetrics:
         """Numbers of /metrics, summed over label sets."""

@@ -13,7 +13,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -83,11 +83,10 @@ class EngineFleet:
             self.roster.listens(index, incarnation)
             self.roster.took(index, incarnation, START_VERSION)
             self.roster.serves(index, incarnation)
-        count = len(handovers)
-        self.apart = PrefillDecode(self.engines[:count], self.engines[count:], handovers) if handovers else None
         self.version = START_VERSION  # of the last update that attested
         self._published: Published | None = None  # what engines are to hold
         self._admitted = set(range(len(engine_urls)))  # who gets requests
+        self.apart = PrefillDecode(self.engines, handovers, self._admitted, self._look_for_losses) if handovers else None
         self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
         self._is_gone = False  # the wanted version: it cannot be had any more
         self._updating = asyncio.Lock()
@@ -120,8 +119,8 @@ class EngineFleet:
 
     @property
     def is_serving(self) -> bool:
-        """Whether a request would find an engine."""
-        return bool(self._admitted)
+        """Whether a request would find an engine, and where prefill is apart one of each part."""
+        return bool(self._admitted) if self.apart is None else self.apart.is_serving
 
     def check(self) -> None:
         """Raise what ended the watch over engines that are away, if something did."""
@@ -130,15 +129,13 @@ class EngineFleet:
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
         """`EngineClient.generate`, on whichever engine the router picks; EngineGone where the engine was lost meanwhile."""
-        if self.apart is not None:
-            return await self.apart.generate(token_ids, **options)
         if self._restarting is None:
             return await self._front().generate(token_ids, **options)
-        if not self._admitted:
+        if not self.is_serving:
             limit_s = options.get("timeout_s", scaled(RETURN_S))
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._until(lambda: bool(self._admitted))
+                    await self._until(lambda: self.is_serving)
             except TimeoutError as error:
                 raise GenerationFailed(f"no engine served within {limit_s:g} s ({self._last_loss})") from error
         lost_before = self._num_lost
@@ -154,9 +151,7 @@ class EngineFleet:
         """Abort on every engine: only the router knows which one has the request, and it does not forward aborts by id."""
         if self.apart is not None:
             self.apart.abort(request_ids)
-            await asyncio.gather(*(engine.abort(request_ids) for engine in self.apart.decode))
-            return
-        await self._every(lambda engine: engine.abort(request_ids))
+        await self._every(lambda engine: engine.abort(request_ids), None if self.apart is None else self.apart.consumers)
 
     async def pause(self) -> None:
         await self._every(EngineClient.pause)
@@ -289,9 +284,9 @@ class EngineFleet:
             )
         self._ring()
 
-    async def _every(self, call: Callable[[EngineClient], Awaitable[T]]) -> dict[int, T]:
+    async def _every(self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None) -> dict[int, T]:
         """`call` on all engines that are there; waits for all. One that turns out to be gone is fenced; else the first error is raised."""
-        there = self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+        there = [index for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY) if among is None or index in among]
         results = await asyncio.gather(*(call(self.engines[index]) for index in there), return_exceptions=True)
         by_index = dict(zip(there, results, strict=True))
         if self._restarting is not None and any(isinstance(result, EngineGone) for result in results):
@@ -304,11 +299,16 @@ class EngineFleet:
 
     # Engines that go, and come back -----------------------------------------------------------------------------------
 
-    def _front(self) -> EngineClient:
-        return self.router or self.engines[0]
+    def _front(self) -> EngineClient | PrefillDecode:
+        return self.apart or self.router or self.engines[0]
 
     async def _look_for_losses(self) -> None:
-        """Fence every engine that does not answer any more. Whoever asks while somebody looks waits for a look of after it had asked."""
+        """Fence every engine that does not answer any more, where it is started again.
+
+        Whoever asks while somebody looks waits for a look of after it had asked.
+        """
+        if self._restarting is None:
+            return
         asked_s = time.monotonic()
         async with self._looking:
             if self._looked_s > asked_s:
@@ -349,7 +349,9 @@ class EngineFleet:
             await asyncio.sleep(TEND_S)
             if not self._away:
                 continue
-            for endpoint in await asyncio.to_thread(rendezvous.find_endpoints, me, "inference"):
+            listening = await asyncio.to_thread(rendezvous.find_endpoints, me, "inference")
+            self._note_ends({(endpoint.index, endpoint.incarnation) for endpoint in listening})
+            for endpoint in listening:
                 await self._meet(endpoint)
             for index in self.roster.at(Phase.STALE):
                 await self._bring(index)
@@ -357,6 +359,12 @@ class EngineFleet:
                 if time.monotonic() - since_s > scaled(RETURN_S):
                     why = self.roster[index].why or "it listens, and no version came that it could take"
                     raise RunFailed(f"engine {index} did not serve again within {scaled(RETURN_S):g} s ({why}); read its log")
+
+    def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
+        """The launcher withdraws an address once it has killed whoever listened there: then nobody need wait for that one's caches."""
+        for index in self.roster.at(Phase.FENCED):
+            if self.apart is not None and (index, self.roster[index].incarnation) not in listening:
+                self.apart.ended(index)
 
     async def _meet(self, endpoint: rendezvous.Endpoint) -> None:
         """Take note of an engine that was started again."""
@@ -367,6 +375,8 @@ class EngineFleet:
         self.roster.listens(index, endpoint.incarnation)
         self._retired.append(self.engines[index])
         self.engines[index] = EngineClient(endpoint.url, self._token, f"engine {index}", self._model)
+        if self.apart is not None:
+            self.apart.returned(index, endpoint.info)
 
     async def _bring(self, index: int) -> None:
         """An engine that has come back, to the wanted version; where its publisher has removed that one already, it waits for the next."""

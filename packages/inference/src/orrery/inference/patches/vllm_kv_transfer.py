@@ -11,9 +11,16 @@
    machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
 4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.patches.nixl`); vLLM loads NIXL in the engine core
    alone, so it is corrected there. Versions: 0.26 to 0.32 (seen). Remove with that correction.
+5. `pulls_that_end_with_their_engine`. Upstream: `MooncakeConnectorWorker` waits for the answer of a producer for a minute longer than
+   VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, also of one that is dead; so long the request hangs, and holds its blocks when it is aborted. Nobody
+   may end the wait before the producer has ended, which writes into those blocks: `give_up_pulls_of` is for who knows that it has.
+   Versions: 0.32 (seen); 0.26 has no way to fail a request (`releases.arguments`). Remove when a producer's death fails its pulls:
+   `test_inference_prefill_decode.py` passes without.
 """
 
+import asyncio
 import os
+from collections import defaultdict
 from typing import Any
 
 from orrery.transport.patches.nixl import wait_for_progress
@@ -49,6 +56,40 @@ def bootstrap_on_one_address() -> None:
         return server(os.environ["VLLM_HOST_IP"], port)
 
     connector.MooncakeBootstrapServer = on_host  # type: ignore[assignment,misc]
+
+
+def pulls_that_end_with_their_engine() -> None:
+    """In each process that may be a worker with MooncakeConnector, before it is made."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnectorWorker
+
+    if hasattr(MooncakeConnectorWorker.receive_kv_from_single_worker, "orrery"):
+        return
+    original = MooncakeConnectorWorker.receive_kv_from_single_worker
+
+    async def receive_kv_from_single_worker(self: Any, worker_addr: str, pull_metas: dict[str, Any]) -> None:
+        engine_id = next(iter(pull_metas.values())).remote_engine_id
+        receiving = asyncio.ensure_future(original(self, worker_addr, pull_metas))
+        ended = asyncio.ensure_future(_end_of(self, engine_id).wait())
+        await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (receiving, ended):
+            task.cancel()
+        await asyncio.wait({receiving})
+        if receiving.cancelled():
+            left = [name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0]  # the others have all of their blocks
+            self._handle_failed_recv(pull_metas, left, f"engine {engine_id} has ended")
+
+    receive_kv_from_single_worker.orrery = True  # type: ignore[attr-defined]
+    MooncakeConnectorWorker.receive_kv_from_single_worker = receive_kv_from_single_worker  # type: ignore[method-assign]
+
+
+async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
+    """In the loop of a `MooncakeConnectorWorker` that receives: fail its pulls from this engine, now and from now on."""
+    _end_of(worker, engine_id).set()
+
+
+def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
+    ends: dict[str, asyncio.Event] = vars(worker).setdefault("orrery_ends", defaultdict(asyncio.Event))
+    return ends[engine_id]
 
 
 def device_index_on_cpu() -> None:
