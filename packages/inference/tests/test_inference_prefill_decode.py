@@ -14,6 +14,7 @@ import torch
 from inference_servers import MIXTURE, STAGE, await_published, family, make_module, make_run, start_role, stop, with_fleet
 from network_alone import alone_in_a_network
 
+from orrery.inference import releases
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
@@ -29,6 +30,7 @@ torch.set_num_threads(1)
 
 KINDS = {"nixl": {"kind": "nixl"}, "mooncake": {"kind": "mooncake", "protocol": "tcp"}}
 MOST_UPDATES = MOST_ABORTS = 8
+ROUTES = releases._has(releases.AUX_OUTPUT)  # beside caches that are handed over, 0.26 has none
 MEANWHILE = "meanwhile"  # where engines publish that are started before anybody is to know
 PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six blocks and a part of one
 
@@ -36,7 +38,7 @@ PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six b
 @pytest.fixture(scope="module", params=KINDS)
 def run_dir(request, tmp_path_factory):
     apart = {"prefill_replicas": 1, "kv_transfer": KINDS[request.param], "router": {"kind": "none"}}
-    return make_run(tmp_path_factory.mktemp(request.param) / "run", MIXTURE, num_replicas=2, inference=apart, routed_experts=True)
+    return make_run(tmp_path_factory.mktemp(request.param) / "run", MIXTURE, num_replicas=2, inference=apart, routed_experts=ROUTES)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,10 @@ def drive(engines, scenario, **options):
 
 
 def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
+    routes = {"routes_from": options.pop("routes_from", 0)} if ROUTES else {"routes_from": None}
     return fleet.generate(
-        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5,
-        **{"routes_from": 0} | options,
-    )  # fmt: skip
+        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options | routes
+    )
 
 
 def whole(fleet, name, salt, **options):
@@ -83,7 +85,8 @@ def same(one, other):
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.versions.tolist() == other.versions.tolist()
     assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
-    np.testing.assert_array_equal(routes_of(one), routes_of(other))
+    if ROUTES:
+        np.testing.assert_array_equal(routes_of(one), routes_of(other))
 
 
 def routes_of(generation):
@@ -108,7 +111,8 @@ def test_tokens_logprobs_and_routes_are_those_of_one_whole_engine_and_turns_meet
         return before, after, apart, again, other_salt, turn, reference, await whole(fleet, "w2", "c", prompt=longer, routes_from=told)
 
     before, after, apart, again, other_salt, turn, reference, reference_turn = drive(engines, scenario)
-    assert [part.num_rows for part in apart.routes] == [200, 24] and sum(part.num_rows for part in reference.routes) == 223
+    if ROUTES:
+        assert [part.num_rows for part in apart.routes] == [200, 24] and sum(part.num_rows for part in reference.routes) == 223
     same(apart, reference)
     same(again, reference)
     same(turn, reference_turn)
@@ -258,6 +262,8 @@ def endpoint(run_dir, index, stage=STAGE):
 
 
 def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnation_takes_part_again(engines, run_dir, publisher, again):
+    if by_mooncake(run_dir) and not releases._has(releases.MOONCAKE, "_handle_failed_recv"):
+        pytest.skip("NOT TESTED: this release of vLLM cannot fail a request whose cache Mooncake cannot read, and is not started so")
     kill, listen = again
     module = make_module(load(run_dir / "manifest.json"), seed=202)
 
@@ -318,7 +324,7 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         await fleet.update(publisher.publish(21, named_hf_tensors(module)))
         listen(0)
         await until(lambda: serves(0, 1))
-        same((await asyncio.gather(*waiting))[0], await whole(fleet, "waiting-whole", "x"))
+        same((await asyncio.gather(*waiting))[0], await whole(fleet, "waiting-whole", "waiting-whole"))
 
         # The decode engine: it stands still before it reads, and is killed.
         freeze(1)
@@ -334,7 +340,7 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         await until(lambda: serves(0, 1))
         apart = await ask(fleet, "back", "back")
         assert (apart.versions == 21).all()
-        same(apart, await whole(fleet, "back-whole", "x"))
+        same(apart, await whole(fleet, "back-whole", "back-whole"))
         await until(usage(0))
         await until(usage(1))
 

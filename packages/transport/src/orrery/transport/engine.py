@@ -229,6 +229,7 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
         if kv_transfer is not None:
             body["kv_transfer_params"] = kv_transfer
+            sampling["extra_args"] = {"kv_transfer_params": kv_transfer}  # 0.26 reads it here alone, and says nothing of the other
         if self._model is not None:
             body["model"] = self._model
         what = f"request {request_id!r}"
