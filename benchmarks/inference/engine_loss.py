@@ -8,6 +8,7 @@
 
     python benchmarks/inference/engine_loss.py                # on a quiet machine; about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
+    python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode    # one engine of each part: nobody goes on meanwhile
     benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py --manifest asynchrony_h200_4 --wire nccl    # on a host with four GPUs
 """
 

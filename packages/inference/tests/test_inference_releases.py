@@ -70,6 +70,13 @@ CORRECTED = {
         ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receive_kv_from_single_worker"),
         ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "PullReqMeta.pull_tasks_count"),
     ],
+    "../kv_peers.py": [
+        ("distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py", "NixlBaseConnectorWorker._reqs_to_send"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.reqs_need_send"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.sender_loop"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receiver_loop"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "SendBlockMeta.expire_time"),
+    ],
     "vllm_data_parallel.py": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),

