@@ -134,7 +134,9 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
         run.wait(launcher, "an engine that serves again", lambda number=number: len(run.rows("orchestrator", "engine_healthy")) > number)
         healthy = run.rows("orchestrator", "engine_healthy")[number]
         updates = [row for row in run.rows("orchestrator", "update") if row["time_s"] > killed_s]
-        lost = run.rows("orchestrator", "batch")[-1]["dropped"].get("engine_gone", 0)
+        have = batches()
+        run.wait(launcher, "batches of both engines", lambda have=have: batches() > have + 1)
+        lost = run.rows("orchestrator", "batch")[-1]["dropped"].get("engine_gone", 0)  # a batch tells of all until it was cut
         losses.append({
             "engine": index,
             "fenced_s": run.rows("orchestrator", "engine_fenced")[number]["time_s"] - killed_s,
@@ -145,8 +147,6 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
             "longest_pause_s": max((row["pause_s"] for row in updates), default=None),
             "rollouts_lost": lost - sum(loss["rollouts_lost"] for loss in losses),
         })  # fmt: skip
-        have = batches()
-        run.wait(launcher, "batches of both engines", lambda have=have: batches() > have + 1)
     return losses, ordinary
 
 
