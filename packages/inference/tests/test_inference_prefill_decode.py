@@ -286,10 +286,6 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
             return keeps_nothing
 
-        async def reads(**numbers):
-            metrics = await fleet.engines[1].metrics()
-            return {name: getattr(metrics, name) for name in numbers} == numbers
-
         async def prefilled():
             return fleet.apart._decode_of.in_flight[1] == 3 and not fleet.apart._prefilling
 
@@ -298,24 +294,34 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
         await fleet.update(publisher.publish(20, named_hf_tensors(module)))
 
-        # The prefill engine: it stands still while some of its caches are asked for and others are made, and then it is killed.
+        # The prefill engine: it stands still while some of its caches are asked for and others are made, and then it is killed. Whether a
+        # read needs it is a matter of UCX's; of the dead one nothing can be read.
         producer, consumer = map(fleet.apart.peer, (0, 1))
-        caches = [(await fleet.apart._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[1] for i in range(2)]
+        caches = [(await fleet.apart._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[1] for i in range(3)]
         sampling = start("sampling", 2, max_tokens=290)
-        await until(lambda: reads(running=2))
+
+        async def samples():
+            return (await consumer.client.metrics()).running + sum(task.done() for task in sampling) >= 2
+
+        await until(samples)
         freeze(0)
         reading = [
             asyncio.create_task(
                 fleet.apart._decode(producer, consumer, where, PROMPT, request_id=f"read-{i}", max_tokens=4, temperature=1.0,
                                     cache_salt=f"read-{i}", ignore_eos=True)
             )
-            for i, where in enumerate(caches)
+            for i, where in enumerate(caches[:2])
         ]  # fmt: skip
         prefilling = start("prefilling", 3)
-        await until(lambda: reads(loading=2))
+        await asyncio.wait(reading, timeout=1.0)
         kill(0)
-        lost = await asyncio.gather(*prefilling, *reading, return_exceptions=True)
-        assert all(isinstance(each, EngineGone) for each in lost[:3]) and all(isinstance(each, OrreryError) for each in lost[3:]), lost
+        with pytest.raises(GenerationFailed):
+            await consumer.client.generate(
+                PROMPT, request_id="late", max_tokens=4, temperature=1.0, cache_salt="late", ignore_eos=True, kv_transfer=caches[2]
+            )
+        assert all(isinstance(each, EngineGone) for each in await asyncio.gather(*prefilling, return_exceptions=True))
+        for each in await asyncio.gather(*reading, return_exceptions=True):
+            assert isinstance(each, OrreryError) or (not by_mooncake(run_dir) and len(each.token_ids) == 4), each
         assert [len(each.token_ids) for each in await asyncio.gather(*sampling)] == [290, 290]
         await until(usage(1))
         waiting = start("waiting", 1)
