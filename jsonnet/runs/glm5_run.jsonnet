@@ -14,7 +14,7 @@
         checkpoint+: { interval_steps: 50 },
       },
       // caches of 131072 tokens leave room for few sequences at a time, and small batches leave room for caches
-      inference+: { max_num_sequences: 96 },
+      inference+: { max_num_sequences: 96, max_restarts: 16 },
       orchestrator+: {
         algorithm+: { group_size: 16 },
         rollouts_per_batch: 256,

@@ -5,6 +5,7 @@
       layout+:: { prefill_engines: 1 },
       hardware+: { num_nodes: 4, devices_per_node: 1 },
       trainer+: { checkpoint+: { interval_steps: 2 } },
+      inference+: { max_restarts: 1 },
       orchestrator+: {
         rollouts_per_batch: 64,
         evaluation+: { interval_steps: 4, num_problems: 16 },

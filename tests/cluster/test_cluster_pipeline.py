@@ -119,7 +119,9 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
 
 
 def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, fresh):
-    """glm5_shape_smoke: prefill, decode, two trainer nodes. A rank is killed: all end by its name. A node dies: Slurm starts all again."""
+    """glm5_shape_smoke: prefill, decode, two trainer nodes. An engine is killed: it comes back on its node. A rank is killed: all end by its
+    name. A node dies: Slurm starts all again.
+    """
     run = fresh("glm5_shape_smoke")
     terminal = run.start()
     cluster.wait_until(
@@ -133,6 +135,14 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     listening = [line.split()[3] for line in cluster.on("node3", "ss", "-Hltn").stdout.splitlines()]
     ours = [address for address in listening if not address.endswith(":6818")]  # slurmd's and srun's own are the site's
     assert not [address for address in ours if address.startswith(("0.0.0.0:", "*:", "[::]:")) and _is_ours(cluster, "node3", address)]
+    cluster.on("node2", "kill", "-9", str(run.health("inference.1")["pid"]))
+    cluster.wait_until(
+        "the engine serves again",
+        lambda: run.is_in("rl", terminal) and [row for row in run.rows("orchestrator.0") if row.get("event") == "engine_healthy"],
+        150,
+        lambda: terminal.output[-2000:],
+    )
+    assert [(role["node"], role["restarts"]) for role in run.status()["roles"] if role["name"] == "inference.1"] == [("node2", 1)]
     cluster.on("node4", "kill", "-9", str(run.health("trainer.1")["pid"]))
     assert terminal.wait(60) == 1
     assert re.search(r"error: rl: trainer\.1 on node4 .*SIGKILL", terminal.output), terminal.output[-3000:]
