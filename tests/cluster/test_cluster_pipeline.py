@@ -119,8 +119,8 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
 
 
 def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, fresh):
-    """glm5_shape_smoke: prefill, decode, two trainer nodes. An engine is killed: it comes back on its node. A rank is killed: all end by its
-    name. A node dies: Slurm starts all again.
+    """glm5_shape_smoke: prefill, decode, two trainer nodes. An engine is killed: it comes back on its node. A rank is killed: all end, by
+    its name. A node dies: Slurm starts all again.
     """
     run = fresh("glm5_shape_smoke")
     terminal = run.start()
