@@ -192,7 +192,10 @@ def test_a_stage_that_is_done_is_not_run_again(run_dir):
 
 
 def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_dir):
-    code, stderr = end(launch(run_dir, ("orchestrator", ["ready", "serve"]), ("trainer", ["stall"])))
+    launcher = launch(run_dir, ("orchestrator", ["ready", "serve"]), ("trainer", ["until asked", "stall"]))
+    ready(run_dir, "orchestrator.0")
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
     assert code == 1
     assert "rl: stall: trainer.1 is waiting" in stderr and "for batch 4 from orchestrator" in stderr
     assert "orchestrator.0 has been at acting (step 3)" in stderr
