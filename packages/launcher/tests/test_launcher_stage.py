@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launcher_stages import alive, end, launch, ready, wait_for
+from launcher_stages import alive, end, launch, ready, text, wait_for
 
 from orrery.launcher import lock, stage, status
 from orrery.launcher.observer import Observer
@@ -78,6 +78,7 @@ def test_kill_9_of_any_role_ends_the_stage_soon_and_names_it(run_dir, victim):
     launcher = launch(run_dir, *((role, acts) for role in roles))
     name = f"{roles[victim]}.{victim}"
     pids = ready(run_dir, *(f"{role}.{index}" for index, role in enumerate(roles)))
+    wait_for(lambda: "batch 4" in text(run_dir / f"stages/rl/health/{name}.json"), 30)
     killed_s = time.monotonic()
     os.kill(pids[name], signal.SIGKILL)
     code, stderr = end(launcher)
