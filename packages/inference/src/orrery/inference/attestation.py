@@ -23,7 +23,8 @@ class AttestingWorker(KvPeers):
 
     def untaken(self) -> str | None:
         """Why this worker has not taken the version that the update under way brings; None where it has."""
-        return str(self.weight_transfer_engine.failure) if self.weight_transfer_engine.failure is not None else None
+        failure: str | None = self.weight_transfer_engine.failure
+        return failure
 
     def give_up_update(self) -> None:
         """The update under way is over, here or in another worker without its version: nothing is held, and another may begin."""

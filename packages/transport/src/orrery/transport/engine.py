@@ -100,10 +100,6 @@ class Attested(msgspec.Struct):
     how: dict[str, int]
 
 
-class _AttestedWorkers(msgspec.Struct):
-    results: list[Attested]
-
-
 @dataclass(frozen=True)
 class EngineMetrics:
     """The few numbers of an engine's Prometheus page that admission and the report use. Totals count from the engine's start."""
@@ -299,7 +295,7 @@ class EngineClient:
 
     async def attested(self) -> Attested | None:
         """What `fingerprints` would say, in short; None where the engine's workers hold different weights."""
-        workers = msgspec.json.decode(await self._control("/collective_rpc", {"method": "attested"}), type=_AttestedWorkers).results
+        workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:

@@ -92,8 +92,7 @@ class _Step:
         self.on_host = self.is_sharded and trainer.fsdp.cpu_offload
         self.ep, self.shards = mesh.ep, mesh.dp_shard * mesh.cp
         self.p, self.c, self.r = (width(dtype) for dtype in (trainer.param_dtype, trainer.compute_dtype, trainer.reduce_dtype))
-        has_copies = not self.is_sharded and trainer.param_dtype != trainer.compute_dtype
-        self.copies = self.c * sum(unit.trained for unit in counted.units) if has_copies else 0
+        self.copies = self.c * sum(unit.trained for unit in counted.units) if fsdp.has_copies(trainer) else 0
         self.tokens = -(-load.tokens // mesh.cp)
         self.blocks = [block(model, trainer, layer) for layer in range(model.num_layers)]
 

@@ -22,7 +22,8 @@ class Copies:
         for module in policy.modules():
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dtype != dtype and weight.is_floating_point():
-                    self._pairs.setdefault(weight, _copy_of(weight, dtype))
+                    if weight not in self._pairs:
+                        self._pairs[weight] = _copy_of(weight, dtype)
                     self._places.append((module, name, weight))
         policy.register_forward_pre_hook(self._make)
 
@@ -32,15 +33,16 @@ class Copies:
             return
         for copy in self._pairs.values():
             copy.untyped_storage().resize_(copy.numel() * copy.itemsize)
-        if self._pairs:
-            torch._foreach_copy_(list(self._pairs.values()), list(self._pairs))
+        torch._foreach_copy_(list(self._pairs.values()), list(self._pairs))
         for module, name, weight in self._places:
             module._parameters[name] = self._pairs[weight]
         self._are_there = True
 
     def put_back(self) -> None:
         """After a pass, with a backward one or without."""
-        for module, name, weight in self._places if self._are_there else ():
+        if not self._are_there:
+            return
+        for module, name, weight in self._places:
             module._parameters[name] = weight
         for copy in self._pairs.values():
             copy.untyped_storage().resize_(0)

@@ -29,10 +29,15 @@ def is_needed(trainer: Trainer) -> bool:
     return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
 
 
+def has_copies(trainer: Trainer) -> bool:
+    """Whether one rank, left unwrapped, computes on copies of its weights."""
+    return not is_needed(trainer) and trainer.param_dtype != trainer.compute_dtype
+
+
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
+    if has_copies(trainer):
+        policy.copies = Copies(policy, getattr(torch, trainer.compute_dtype))
     if not is_needed(trainer):
-        if trainer.param_dtype != trainer.compute_dtype:
-            policy.copies = Copies(policy, getattr(torch, trainer.compute_dtype))
         return
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.compute_dtype), reduce_dtype=getattr(torch, trainer.reduce_dtype), cast_forward_inputs=False
