@@ -222,8 +222,8 @@ def pid_of(folder: Path, name: str) -> int:
 
 
 def kill_in_a_take(folder: Path, name: str) -> int:
-    """`kill -9` in a take that cannot end: the trainer stands still while the engine is stopped, and then waits for it. Takes are short, so
-    the trainer may have been stopped too late; then the next version's is tried.
+    """`kill -9` in a take that cannot end, for the trainer waits in it for an engine that stands still. Takes are short: the trainer stands
+    still until the engine has begun, and where its part was over by then, the next version's take is tried.
 
     The version that engines had until then.
     """
@@ -238,17 +238,17 @@ def kill_in_a_take(folder: Path, name: str) -> int:
         trainer.suspend()
         try:
             until = time.monotonic() + 5
-            while not (is_on := is_paused(engine, folder, name)) and time.monotonic() < until:
+            while not (has_begun := is_paused(engine, folder, name)) and time.monotonic() < until:
                 time.sleep(0.002)
-            is_on &= not rows(folder, "trainer", event="weights_sent", version=version)
-            processes = [engine, *engine.children(recursive=True)] if is_on else []
+            processes = [engine, *engine.children(recursive=True)] if has_begun else []
             for each in processes:
                 each.suspend()
         finally:
             trainer.resume()
-    time.sleep(2)
-    for each in processes:
-        each.kill()
+        time.sleep(2)
+        is_on = has_begun and not rows(folder, "trainer", event="weights_sent", version=version)
+        for each in reversed(processes):  # before the parent could end them
+            each.kill() if is_on else each.resume()
     return version - 1
 
 
@@ -263,9 +263,13 @@ def kill_while_paused(folder: Path, name: str) -> int:
 
 
 def is_paused(engine: psutil.Process, folder: Path, name: str) -> bool:
+    """Whether it says so, or says nothing for long: an engine is paused when it takes weights, and answers when it has them."""
     url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
     asked = urllib.request.Request(f"{url}/is_paused", headers={"Authorization": f"Bearer {engine.environ()['ORRERY_TOKEN']}"})
-    return json.loads(urllib.request.urlopen(asked, timeout=60).read())["is_paused"]
+    try:
+        return json.loads(urllib.request.urlopen(asked, timeout=5).read())["is_paused"]
+    except TimeoutError:
+        return True
 
 
 @pytest.mark.parametrize("broken", ["nccl"], indirect=True)
