@@ -2,18 +2,22 @@
 
 For a tensor whose elements, in row-major order, have the raw bits b_i (read as signed integers of the element's width):
 
-    F = Σ_i (b_i + 1) · c_i   mod 2^64,    c_i = mix(i) | 1,  mix = two rounds of multiply and xor-shift (splitmix64's)
+    F = Σ_i (b_i + 1) · c_i   mod 2^64,    c_i = k(i mod 16) · m(⌊i / 16⌋)
+
+    m(q) = mix(q) | 1,  k(r) = mix(2^63 + r) | 1,  mix = two rounds of multiply and xor-shift (splitmix64's)
 
 - Linear in slices: c_i depends on the global position only, so the fingerprints of the slices that ranks hold add up,
   mod 2^64, to the whole tensor's.
 - One flipped bit always shows: it changes b_i by ±2^k with k < 64, and c_i is odd, so ±2^k · c_i is never 0 mod 2^64.
 - Order shows: exchanging unequal elements i, j changes F by (b_i − b_j) · (c_j − c_i), which is 0 only where 2^64 divides it:
   for 32-bit elements c_i and c_j would have to agree in their lowest 33 bits, for 16-bit ones in 49.
+- Cheap: sixteen elements that follow one another share one m. Σ_r (b_{16q+r} + 1) · k(r) first, then that times m(q).
 - It guards against mistakes and damage, not against an adversary.
 
 Elements are handled in chunks, so temporaries stay small whatever the tensor. Torch is imported when first needed.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -30,6 +34,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
+GROUP = 16
+
+
+def _mixed(index: np.ndarray) -> np.ndarray:
+    """`mix` | 1 of u64."""
+    value = (index + np.uint64(1)) * np.uint64(GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
+    return (value ^ (value >> np.uint64(31))) | np.uint64(1)
+
+
+FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0), k(1), …
 
 
 def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None = None, starts: Sequence[int] | None = None) -> int:
@@ -49,16 +65,14 @@ def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None 
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """F of a whole tensor whose elements are the integers `bits`, in row-major order; needs no torch, and is the referee of what does."""
-    total = 0
-    flat = bits.reshape(-1)
+    """F of a whole tensor whose elements are the integers `bits`, in row-major order; needs no torch."""
+    total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
-        chunk = flat[start : start + CHUNK_ELEMENTS].astype(np.int64).view(np.uint64)
-        value = np.arange(start + 1, start + 1 + chunk.size, dtype=np.uint64) * np.uint64(GOLDEN)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
-        value = (value ^ (value >> np.uint64(31))) | np.uint64(1)
-        total += int(((chunk + np.uint64(1)) * value).sum(dtype=np.uint64))
+        chunk = np.zeros(-(-min(CHUNK_ELEMENTS, flat.size - start) // GROUP) * GROUP, np.uint64)  # zeros after the end add nothing
+        part = flat[start : start + CHUNK_ELEMENTS]
+        chunk[: part.size] = part.astype(np.int64).view(np.uint64) + np.uint64(1)
+        sums = (chunk.reshape(-1, GROUP) * FACTORS).sum(1, dtype=np.uint64)
+        total += int((sums * _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))).sum(dtype=np.uint64))
     return total & MASK
 
 
@@ -72,42 +86,85 @@ def slice_share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tup
     """The share as a signed i64 scalar on the tensor's device, so that nobody has to wait for it; the arguments are not checked."""
     import torch
 
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not tensor.is_contiguous() and tensor.numel() > CHUNK_ELEMENTS:  # by parts: flattening it whole would copy it whole
-        dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
-        half = tensor.shape[dim] // 2
+        return total
+    most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
+    shape = tuple(tensor.shape)
+    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # its elements follow one another in the whole tensor too
+    if not is_run and tensor.numel() > most:  # by parts: flattening it whole would copy it whole
+        dim = max(range(tensor.dim()), key=lambda d: shape[d])
+        half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
         return slice_share(tensor.narrow(dim, 0, half), full_shape, starts) + slice_share(
-            tensor.narrow(dim, half, tensor.shape[dim] - half), full_shape, after
+            tensor.narrow(dim, half, shape[dim] - half), full_shape, after
         )
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.element_size() not in integers or tensor.is_complex():
         raise ValueError(f"fingerprint: {tensor.dtype} elements have no integer view; view them as a smaller dtype first")
     bits = tensor.contiguous().view(integers[tensor.element_size()]).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
-    for start in range(0, len(bits), most):
-        chunk = bits[start : start + most].to(torch.int64)
-        local = torch.arange(start, start + len(chunk), dtype=torch.int64, device=tensor.device)
-        total += (chunk + 1).mul_(_coefficients(_global_index(local, tuple(tensor.shape), full_shape, starts))).sum()
+    if is_run:
+        first = starts[0] * math.prod(full_shape[1:]) if starts else 0
+        for start in range(0, len(bits), most):
+            total += _run(bits[start : start + most], first + start)
+        return total
+    if (shape[-1] | starts[-1] | full_shape[-1]) % GROUP == 0:
+        return _groups(bits, _positions(shape, full_shape, starts, GROUP, tensor.device))
+    return _scattered(bits, _positions(shape, full_shape, starts, 1, tensor.device))
+
+
+def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
+    """The share of elements at the positions from `first` on: by groups, but for those before the first whole one and after the last."""
+    import torch
+
+    head = min(-first % GROUP, len(bits))
+    end = head + (len(bits) - head) // GROUP * GROUP
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for ragged, position in ((bits[:head], first), (bits[end:], first + end)):
+        if len(ragged):
+            total += _scattered(ragged, torch.arange(position, position + len(ragged), device=bits.device))
+    if end > head:
+        group = (first + head) // GROUP
+        total += _groups(bits[head:end], torch.arange(group, group + (end - head) // GROUP, device=bits.device))
     return total
 
 
-def _global_index(local: "torch.Tensor", shape: tuple[int, ...], full_shape: tuple[int, ...], starts: tuple[int, ...]) -> "torch.Tensor":
-    """Row-major positions in the full tensor of row-major positions in the slice."""
-    if shape[1:] == full_shape[1:]:  # whole rows: one shift
-        return local.add_(starts[0] * math.prod(full_shape[1:])) if starts else local
-    index = local.new_zeros(local.shape)
-    stride = full_stride = 1
-    for size, full, start in zip(reversed(shape), reversed(full_shape), reversed(starts), strict=True):
-        index += ((local // stride) % size + start) * full_stride
-        stride, full_stride = stride * size, full_stride * full
+def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
+    """The share of whole groups; `index`, which is used up, says which."""
+    import torch
+
+    return bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device)).sum(1).mul_(_mix(index)).sum()
+
+
+def _scattered(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
+    """The share of elements at any positions."""
+    import torch
+
+    return bits.to(torch.int64, copy=True).add_(1).mul_(_factors(bits.device)[index % GROUP]).mul_(_mix(index // GROUP)).sum()
+
+
+def _positions(
+    shape: tuple[int, ...], full_shape: tuple[int, ...], starts: tuple[int, ...], run: int, device: "torch.device"
+) -> "torch.Tensor":
+    """i64 [elements / run]: where runs of `run` elements of a slice, in row-major order, stand among those of the full tensor."""
+    import torch
+
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim, (size, full, start) in enumerate(zip(shape, full_shape, starts, strict=True)):
+        unit = run if dim == len(shape) - 1 else 1
+        index = (index[:, None] * (full // unit) + torch.arange(start // unit, (start + size) // unit, device=device)).view(-1)
     return index
 
 
-def _coefficients(index: "torch.Tensor") -> "torch.Tensor":
-    """c of every position, in place. `>>` keeps the sign, so the mask makes it logical."""
+@functools.cache
+def _factors(device: "torch.device") -> "torch.Tensor":
+    import torch
+
+    return torch.from_numpy(FACTORS.view(np.int64)).to(device)
+
+
+def _mix(index: "torch.Tensor") -> "torch.Tensor":
+    """`mix` | 1, in place. `>>` keeps the sign, so the mask makes it logical."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))

@@ -1,0 +1,97 @@
+"""How fast slices in a bucket are fingerprinted, as they are when weights arrive: whole experts, halves of columns, and an odd shape.
+
+First, every variant's shares are added up and compared with the referee's fingerprint (`array_fingerprint`). On a GPU the bound is one
+pass over the bytes at 4.2 TB/s, what a copy reaches on an H200; the figure is the whole experts' share of it, since nearly all bytes of a
+mixture are theirs. On a CPU, one thread, the figure is their rate.
+
+    python benchmarks/transport/fingerprint.py               # fingerprint_cpu.json, or fingerprint_gpu.json where there is a GPU
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.transport.fingerprint import MASK, array_fingerprint
+from orrery.transport.fingerprint_slices import SliceFingerprints, Where
+from record import record
+
+BYTES_A_S = 4.2e12  # copying on an H200
+REPEATS = 7
+# Tensor, and how many parts of it, along which dimension, are slices.
+VARIANTS = {
+    "whole experts [768, 2048]": ((768, 2048), 1, 0),
+    "rows of [4096, 2048], two ranks": ((4096, 2048), 2, 0),
+    "columns of [2048, 4096], two ranks": ((2048, 4096), 2, 1),
+    "an odd shape, [999, 1001]": ((999, 1001), 1, 0),
+}
+
+
+def bucket(shape: tuple[int, int], parts: int, dim: int, size: int, device: torch.device) -> tuple[torch.Tensor, list[Where], torch.Tensor]:
+    """About `size` bytes of slices of bfloat16 tensors, aligned as on the wire; where each is; the tensor, copied over and over."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator).bfloat16()
+    slices = whole.chunk(parts, dim)
+    where, pieces, offset = [], [], 0
+    while offset < size:
+        for index, one in enumerate(slices):
+            starts = tuple(index * slices[0].shape[dim] if at == dim else 0 for at in range(2))
+            padded = -(-one.numel() * 2 // 16) * 16
+            where.append(Where(offset, tuple(one.shape), shape, starts, 2))
+            raw = torch.zeros(padded, dtype=torch.uint8)
+            raw[: one.numel() * 2] = one.contiguous().view(-1).view(torch.uint8)
+            pieces.append(raw)
+            offset += padded
+    return torch.cat(pieces).to(device), where, whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, help="of a bucket; 1024 on a GPU, 64 on a CPU")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path(__file__).parent)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_gpu = device.type == "cuda"
+    torch.set_num_threads(1)
+    rows = []
+    for name, (shape, parts, dim) in VARIANTS.items():
+        buffer, where, whole = bucket(shape, parts, dim, (options.mib or (1024 if is_gpu else 64)) << 20, device)
+        fingerprints = SliceFingerprints(where, device)
+        shares = fingerprints.of(buffer).tolist()
+        expected = array_fingerprint(whole.view(torch.int16).numpy())
+        for first in range(0, len(where), parts):
+            if sum(shares[first : first + parts]) & MASK != expected:
+                raise SystemExit(f"{name}: the shares of tensor {first // parts} do not add up to the referee's fingerprint")
+        times = []
+        for _ in range(REPEATS):
+            if is_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            fingerprints.of(buffer)
+            if is_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds = statistics.median(times)
+        gb_per_s = buffer.numel() / seconds / 1e9
+        row = {"variant": name, "value": gb_per_s, "bytes": buffer.numel(), "slices": len(where), "seconds": seconds}
+        if is_gpu:
+            row |= {"bound_s": buffer.numel() / BYTES_A_S, "share_of_bound": buffer.numel() / BYTES_A_S / seconds}
+        rows.append(row)
+        print(f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms for {buffer.numel() / 2**20:.0f} MiB")
+    record(
+        options.out / f"fingerprint_{'gpu' if is_gpu else 'cpu'}.json",
+        figure="fingerprints of whole experts, " + ("share of the bytes' bound" if is_gpu else "one thread"),
+        value=rows[0]["share_of_bound" if is_gpu else "value"],
+        unit="share" if is_gpu else "GB/s",
+        goal=0.6 if is_gpu else None,
+        better="higher",
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
