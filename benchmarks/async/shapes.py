@@ -1,7 +1,8 @@
 """The runs that asynchrony.py and whole_loop.py measure: `asynchrony_<shape>` of jsonnet/runs/asynchrony.jsonnet and its synchronous twin.
 
 - `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
-- Warm is what comes after step WARM_STEPS: the first steps compile, fill the engines, and have no batch ready.
+- Warm is what comes after step WARM_STEPS, for the first steps compile, fill the engines, and have no batch ready; and before the last
+  batch was sent, for the trainer takes what lies ready then while engines rest.
 """
 
 import os
@@ -54,6 +55,7 @@ class Numbers:
     step_s: float
     median_tokens: float  # of the batches' mean answers
     num_steps: int
+    num_measured: int  # of them, warm
     dropped: dict[str, int]  # rollouts that were sampled and never trained, by reason
 
     def row(self, variant: str) -> dict[str, Any]:
@@ -63,18 +65,23 @@ class Numbers:
 
 def numbers(run: RunData) -> Numbers:
     """Raises SystemExit where the run has too few steps to be warm."""
-    if len(run.rl) < WARM_STEPS + 2:
-        raise SystemExit(f"error: {run.run_dir.name}: {len(run.rl)} steps, of which {WARM_STEPS} warm up; nothing is left to measure")
-    begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], run.rl[-1]["time_s"]
+    steps = [row for row in run.rl[WARM_STEPS:] if row["time_s"] <= run.batches[-1]["time_s"]]
+    if len(steps) < 2:
+        raise SystemExit(
+            f"error: {run.run_dir.name}: of {len(run.rl)} steps {WARM_STEPS} warm up, and {len(steps)} more ended before the last batch "
+            "was sent; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
+        )
+    begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
     window: list[Interval] = [(begin_s, end_s)]
     waits = [(span.start_s, span.end_s) for span in run.spans if span.role == "trainer.0" and span.name == "wait"]
     spent = shares(run.spans)
     assert spent is not None
-    warm = [row for row in run.batches if row["step"] > WARM_STEPS]
-    updates = [row for row in run.updates if row["version"] >= WARM_STEPS]
+    numbered = {row["step"] for row in steps}
+    warm = [row for row in run.batches if row["step"] in numbered]
+    updates = [row for row in run.updates if row["version"] in numbered]
     means = sorted(row["completion_tokens_mean"] for row in warm)
     return Numbers(
-        tokens_per_s=sum(row["num_trained_tokens"] for row in run.rl[WARM_STEPS:]) / (end_s - begin_s),
+        tokens_per_s=sum(row["num_trained_tokens"] for row in steps) / (end_s - begin_s),
         trainer_waits=overlap_s(waits, window) / (end_s - begin_s),
         trainer_busy=spent.trainer_busy,
         engines_busy=spent.engine_busy,
@@ -82,8 +89,9 @@ def numbers(run: RunData) -> Numbers:
         staleness_max=max(row["staleness_max"] for row in warm),
         update_pause_s=sum(row["pause_s"] for row in updates) / len(updates),
         update_s=sum(row["drain_s"] + row["pause_s"] for row in updates) / len(updates),
-        step_s=(end_s - begin_s) / (len(run.rl) - WARM_STEPS),
+        step_s=(end_s - begin_s) / len(steps),
         median_tokens=means[len(means) // 2],
         num_steps=len(run.rl),
+        num_measured=len(steps),
         dropped=run.batches[-1]["dropped"],
     )

@@ -17,7 +17,7 @@ local h200 = (import 'hardware/h200_pair.libsonnet') + {
   answer_tokens:: { median: 200, max: 4032 },
   transport+: { weights: 'nccl' },
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
-  stages+: { rl+: { num_steps: 8 } },
+  stages+: { rl+: { num_steps: 12 } },
 };
 // One or two devices hold all states of the optimizer.
 local alone = { trainer+: { fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { max_tokens_per_micro_batch: 8192 } } };
@@ -25,7 +25,7 @@ local shapes = {
   cpu:
     run + (import 'models/qwen3_tiny.libsonnet') + (import 'hardware/cpu.libsonnet') + (import 'memory/plain.libsonnet') + {
       orchestrator+: { rollouts_per_batch: 64 },
-      stages+: { rl+: { num_steps: 12 } },
+      stages+: { rl+: { num_steps: 16 } },
     },
   // Both roles on one device: CUDA_VISIBLE_DEVICES=0,0.
   h200_1: run + (import 'models/qwen3_0_6b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
