@@ -77,9 +77,11 @@ class DispatchMachine(RuleBasedStateMachine):
             self.left[group.group.key] += len(group.in_flight) + group.num_undispatched
             assert self.left[group.group.key] == group.group.size
 
-    @rule(limit_s=st.integers(0, 20))
-    def expire(self, limit_s):
-        assert {request.name for request in self.dispatch.expired(self.now_s, limit_s)} <= self.in_flight.keys()
+    @rule(limit_s=st.integers(0, 20), is_served=st.booleans())
+    def expire(self, limit_s, is_served):
+        expired = self.dispatch.expired(self.now_s, limit_s, is_served)
+        assert {request.name for request in expired} <= self.in_flight.keys()
+        assert is_served or not expired
 
     @invariant()
     def permits_are_the_rollouts_in_flight(self):
@@ -402,6 +404,20 @@ def test_a_stuck_member_does_not_block_its_group():
     assert state.expired(29.0) == [] and state.expired(31.0) == [stuck]
     state.failed(stuck, "timeout", "too long", 31.0)
     assert state.sink.num_queued == 3 and state.sink.dropped == {"timeout": 1}
+
+
+def test_time_in_which_nobody_serves_is_no_rollouts_own():
+    state = State(fakes.manifest(max_in_flight=4))  # rollouts may take 30 s
+    state.evaluations.last = 0
+    state.updated(0)
+    started = state.start(0.0)
+    assert state.expired(20.0, is_served=False) == state.expired(500.0, is_served=False) == []
+    assert state.expired(520.0) == [], "500 of these seconds are not theirs"
+    state.updating = True
+    assert state.expired(522.0) == []
+    state.updating = False
+    assert state.expired(530.0) == state.expired(537.0) == [], "nor is what an update took: 29 seconds are theirs"
+    assert state.expired(539.0) == started
 
 
 def test_equal_rewards_for_ever_end_the_run_with_a_sentence():

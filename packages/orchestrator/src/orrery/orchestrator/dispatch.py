@@ -38,6 +38,7 @@ class Dispatch:
         self._groups: dict[str, _OpenGroup] = {}
         self._waiting: dict[Purpose, deque[str]] = {"evaluation": deque(), "train": deque()}
         self._group_of: dict[str, _OpenGroup] = {}  # request name -> its group, while in flight
+        self._unserved_since: float | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -108,8 +109,19 @@ class Dispatch:
         group.again.append(request.member)
         return True
 
-    def expired(self, now_s: float, timeout_s: float) -> list[Request]:
-        """Requests in flight for longer than `timeout_s`; each still has to `leave`, as a failure."""
+    def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
+        """Requests that have been served for longer than `timeout_s`; each still has to `leave`, as a failure.
+
+        Time in which nobody can be served (`is_served` false, from one look to the next) is not theirs: none expires in it, nor by it.
+        """
+        if not is_served:
+            self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
+            return []
+        if self._unserved_since is not None:
+            for group in self._groups.values():
+                for name, (request, started_s) in group.in_flight.items():
+                    group.in_flight[name] = request, started_s + now_s - max(started_s, self._unserved_since)
+            self._unserved_since = None
         return [
             request for group in self._groups.values() for request, started_s in group.in_flight.values() if now_s - started_s > timeout_s
         ]

@@ -101,7 +101,7 @@ class HeldOut:
             while self.result is None:
                 self.stage.check()
                 self.fleet.check()
-                for request in self.dispatch.expired(time.time(), self.timeout_s):
+                for request in self.dispatch.expired(time.time(), self.timeout_s, self.fleet.is_serving):
                     self._failed(
                         request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
                     )

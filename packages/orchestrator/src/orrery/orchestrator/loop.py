@@ -77,7 +77,7 @@ class Loop:
         while not self.state.done:
             self.stage.check()
             self.fleet.check()
-            for request in self.state.expired(time.time()):
+            for request in self.state.expired(time.time(), self.fleet.is_serving):
                 self._time_out(request)
             if not self._wind_down.is_made and self.fleet.is_serving:  # what is in flight may still end, and is kept if it does
                 self.stage.play(self.state.start(time.time()))

@@ -108,11 +108,9 @@ class State:
             room, spare = room - group.size, spare - group.size
         return self.dispatch.start(self.clock.version, now_s)
 
-    def expired(self, now_s: float) -> list[Request]:
-        """Requests to cancel for taking too long; report each as failed with "timeout". None during an update: its pause is not theirs."""
-        if self.updating:
-            return []
-        return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s)
+    def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
+        """Requests to cancel for taking too long; report each as failed with "timeout". An update's pause is not theirs."""
+        return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
         """Give up work in flight that no batch to come may hold; the requests to cancel."""

@@ -30,7 +30,6 @@ from orrery.transport.engine import (
     EngineGone,
     EngineMetrics,
     Generation,
-    GenerationFailed,
     TakenAlong,
     TensorAttestation,
     UpdateFailed,
@@ -131,13 +130,8 @@ class EngineFleet:
         """`EngineClient.generate`, on whichever engine the router picks; EngineGone where the engine was lost meanwhile."""
         if self._restarting is None:
             return await self._front().generate(token_ids, **options)
-        if not self.is_serving:
-            limit_s = options.get("timeout_s", scaled(RETURN_S))
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._until(lambda: self.is_serving)
-            except TimeoutError as error:
-                raise GenerationFailed(f"no engine served within {limit_s:g} s ({self._last_loss})") from error
+        if not self.is_serving:  # a wait that is not the request's own, whose time begins when it is sent; who stays away ends the run
+            await self._until(lambda: self.is_serving)
         lost_before = self._num_lost
         try:
             return await self._front().generate(token_ids, **options)
