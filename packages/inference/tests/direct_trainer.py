@@ -57,7 +57,7 @@ def end_half_way(claimed: Published, engine: str) -> None:
     for _ in range(3):
         next(rounds)
     rounds.close()
-    give_up(claimed)
+    give_up(claimed.folder)
 
 
 def our_logprobs(module: torch.nn.Module, prompt: Sequence[int], generation: Generation, temperature: float) -> np.ndarray:

@@ -1,6 +1,7 @@
 """One real vLLM on CPU of four workers, two tensor-parallel in each of two data-parallel engine cores, whose takes fail in some of them."""
 
 import asyncio
+import time
 
 import numpy as np
 import psutil
@@ -13,6 +14,7 @@ from orrery.manifest.identity import load
 from orrery.transport.engine import EngineGone, TakenAlong, UpdateFailed
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import claim, claim_again, release
+from orrery.transport.weight_wire.reception import ARRIVAL_S
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -115,6 +117,23 @@ def test_what_one_worker_did_not_receive_no_worker_holds(server, run_dir, module
         with_fleet(scenario, [server[1]])
 
 
+def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(server, run_dir, module, tmp_path):
+    async def scenario(fleet):
+        [engine] = fleet.engines
+        claimed = claim(await asyncio.to_thread(publish, 3, module), ["engine 0"])
+        await engine.pause()
+        (run_dir / "absent.2").write_text("tensor 'q' has no place")
+        begin = time.monotonic()
+        with pytest.raises(UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' has no place$"):
+            await engine.update_weights(claimed)
+        assert time.monotonic() - begin < ARRIVAL_S / 4, "the others, and the trainer, waited for it"
+        assert await holds_nothing(engine)
+        await takes_it_again(fleet, claimed, module)
+
+    with direct_trainer(tmp_path / "wire") as publish:
+        with_fleet(scenario, [server[1]])
+
+
 def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(server, run_dir, module, tmp_path):
     """The shared server ends by it."""
     process, url = server
@@ -124,7 +143,7 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
 
     async def scenario(fleet):
         with pytest.raises(EngineGone, match="engine 0"):
-            await fleet.update(await asyncio.to_thread(publish, 3, module))
+            await fleet.update(await asyncio.to_thread(publish, 4, module))
 
     with direct_trainer(tmp_path / "wire") as publish:
         with_fleet(scenario, [url])

@@ -1,7 +1,7 @@
 """An engine that is as wide as its manifest says, on a CPU, each rank a process as on GPUs: `python -m wide_engine`.
 
-What a run refuses to start there computes all the same. A file `fault.<rank>` in the run directory makes that rank fail in its next take,
-with everything received: by "another's" doing, by its own in these words, or since it "dies".
+What a run refuses to start there computes all the same. A file in the run directory makes a rank fail in its next take, in these words:
+`absent.<rank>` before it arrives, `fault.<rank>` with everything received, then also by "another's" doing, or since it "dies".
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from orrery.inference import __main__, assemble, releases
 from orrery.transport.weight_wire import WireFailed
 from orrery.transport.weight_wire.target import Target
 
-server_arguments, correct, receive = __main__.server_arguments, releases.correct, Target._receive
+server_arguments, correct, take, receive = __main__.server_arguments, releases.correct, Target.take, Target._receive
 
 
 def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
@@ -36,9 +36,18 @@ def correct_and_fork(manifest: Any) -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def take_or_fail(self: Target, taking: Any, parts: Any) -> Iterator[Any]:
+    fail(self, "absent")
+    yield from take(self, taking, parts)
+
+
 def receive_and_fail(self: Target, parts: Any) -> Iterator[Any]:
     yield from receive(self, parts)
-    fault = Path(sys.argv[sys.argv.index("--run-dir") + 1], f"fault.{self.rank}")
+    fail(self, "fault")
+
+
+def fail(target: Target, when: str) -> None:
+    fault = Path(sys.argv[sys.argv.index("--run-dir") + 1], f"{when}.{target.rank}")
     if fault.exists():
         words = fault.read_text()
         fault.unlink()
@@ -50,5 +59,5 @@ def receive_and_fail(self: Target, parts: Any) -> Iterator[Any]:
 if __name__ == "__main__":
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"  # until the rest of an engine that lost a worker is killed
     __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
-    Target._receive = receive_and_fail
+    Target.take, Target._receive = take_or_fail, receive_and_fail
     __main__.main()

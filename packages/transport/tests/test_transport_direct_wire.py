@@ -108,7 +108,7 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
             next(rounds)
             settling.start()
             rounds.close()
-            give_up(claimed)  # as the fleet does where an engine does not answer
+            give_up(claimed.folder)  # as the fleet does where an engine does not answer
 
         failed, ended = together(lambda: whole.take(claimed), end_in_the_middle)
         assert ended is None and isinstance(failed, TakeFailed), failed
@@ -159,7 +159,7 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
         published = publish(ranks, 0)
         claimed = claim(published, ["engine 0", "engine 1"])
         begin = time.monotonic()
-        [failed] = together(lambda: engine.take(claimed, arriving=threading.Timer(0.1, give_up, [claimed]).start))
+        [failed] = together(lambda: engine.take(claimed, arriving=threading.Timer(0.1, give_up, [claimed.folder]).start))
         assert isinstance(failed, TakeFailed) and ELSEWHERE in str(failed)
         assert time.monotonic() - begin < 10
         release(claimed)

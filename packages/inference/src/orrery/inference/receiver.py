@@ -38,7 +38,7 @@ from orrery.inference.patches.vllm import forget_moe_kernels, repack_tied_heads
 from orrery.transport.fingerprint import MASK, tensor_fingerprint
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import read_weights
-from orrery.transport.weight_wire.claims import Taking, read_taking
+from orrery.transport.weight_wire.claims import Taking, give_up, read_taking
 from orrery.transport.weight_wire.contract import TakeFailed
 from orrery.transport.weight_wire.meeting import Tensor
 from orrery.transport.weight_wire.plan import Parts, dtype_of
@@ -100,6 +100,8 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receive(update_info)
         except Exception as error:
             is_ours = not isinstance(error, TakeFailed)
+            if is_ours:
+                give_up(Path(update_info.path))  # others of this engine may wait for this worker to come
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             self.failure = str(error) or type(error).__name__
 

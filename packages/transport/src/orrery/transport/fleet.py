@@ -238,13 +238,13 @@ class EngineFleet:
                         if limit.when() is None:
                             limit.reschedule(asyncio.get_running_loop().time() + scaled(ALONG_S))
                 else:
-                    give_up(claimed)  # nobody need wait for this one
+                    give_up(claimed.folder)  # nobody need wait for this one
                 # A part of it may have died, of which the rest says something else.
                 if not isinstance(error, WeightsDiffer) and (why := await self.engines[index].death()) is not None:
                     raise EngineGone(why) from error
                 raise
             except BaseException:
-                give_up(claimed)
+                give_up(claimed.folder)
                 raise
             finally:
                 limits.pop(index, None)

@@ -7,8 +7,8 @@ The trainer's ranks send from the weights that they train, so a version exists o
   not after, atomically. So either the trainer sees the claim before it steps, and waits until what was claimed is taken or the claim is
   given back; or there is none, and n is gone.
 - `take_<take>_<claim>.json` says which engines are to have which version, together. It is what engines are handed as the path of a version.
-- A take is on while its file is there. Where an engine is lost, the file goes (`give_up`), so that nobody waits for that engine any more;
-  the claim holds the version meanwhile, and the others make another take of it (`claim_again`).
+- A take is on while its file is there. Where an engine is lost, or a rank of one cannot take part, the file goes (`give_up`), so that
+  nobody waits for it any more; the claim holds the version meanwhile, and the others make another take of it (`claim_again`).
 - A claim is given back (`release`), however its takes ended, and the trainer goes on. Trainer ranks answer no take without its claim.
 
 Versions of other wires can always be claimed: nothing happens.
@@ -56,7 +56,7 @@ def claim(published: Published, engines: Sequence[str]) -> Published | None:
     try:
         os.link(folder / f"version_{published.version}.json", _claim_path(folder, published.version, number))
     except FileNotFoundError:
-        give_up(claimed)
+        give_up(claimed.folder)
         return None
     return claimed
 
@@ -65,22 +65,22 @@ def claim_again(claimed: Published, engines: Sequence[str]) -> Published:
     """What is claimed already once more, for these engines; the take before is given up."""
     if not _is_take(claimed.folder):
         return claimed
-    give_up(claimed)
     path = claimed.folder
+    give_up(path)
     return _take(claimed, path.parent, Taking(next(_numbers), _number(path, 2), claimed.version, tuple(engines)))
 
 
-def give_up(claimed: Published) -> None:
-    """Nobody is to wait any more for who has not come through this take."""
-    if _is_take(claimed.folder):
-        claimed.folder.unlink(missing_ok=True)
+def give_up(taken: Path) -> None:
+    """Nobody is to wait any more for who has not come through the take that stands at this path, if it is one."""
+    if _is_take(taken):
+        taken.unlink(missing_ok=True)
 
 
 def release(claimed: Published) -> None:
     """The claim is over."""
     path = claimed.folder
     if _is_take(path):
-        give_up(claimed)
+        give_up(path)
         _claim_path(path.parent, claimed.version, _number(path, 2)).unlink(missing_ok=True)
 
 
