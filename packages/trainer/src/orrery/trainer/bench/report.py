@@ -8,9 +8,7 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orrery.models.flops import executed_work, true_work
+from orrery.observe.provenance import commit, versions
 from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, expected
 from orrery.trainer.bench.phases import KINDS
@@ -87,8 +86,8 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "metrics": answers[0]["steps"][-1]["metrics"],
         "command": shlex.join(["python", "-m", "orrery.trainer.bench", *map(_anywhere, sys.argv[1:])]),
         "hardware": hardware(answers),
-        "versions": versions(),
-        "commit": commit(),
+        "versions": {**versions(PACKAGES), "cuda": str(torch.version.cuda)},
+        "commit": commit(Path(__file__).parent, ":/packages"),
     }
 
 
@@ -102,34 +101,6 @@ def hardware(answers: list[dict[str, Any]]) -> str:
 def _anywhere(word: str) -> str:
     """A word of the command line as it is on any machine: of a folder its name alone."""
     return Path(word).name if word.startswith("/") else word
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """Of the checkout; `ORRERY_COMMIT` says it where the checkout is a copy without history."""
-    if named := os.environ.get("ORRERY_COMMIT"):
-        return named
-    try:
-        here = Path(__file__).resolve().parent
-        head = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", ":/packages"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        return head + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def show(result: dict[str, Any]) -> None:
