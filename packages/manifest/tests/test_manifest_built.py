@@ -51,25 +51,20 @@ REFUSED = [
         "their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'",
     ),
     (
-        changed("reverse_text_smoke", trainer__lora=ATTENTION, transport__weights="nccl"),
-        "transport.weights 'nccl' with trainer.lora: a direct wire sends the weights as they lie in the trainer, which adapters do not "
-        "change; set it to 'adapters', which sends these alone, or to 'files', which merges them",
-    ),
-    (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
         "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: engines take no adapters of experts (vLLM "
-        "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'files', "
-        "which merges adapters",
+        "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'nccl' "
+        "or 'files', which merge adapters",
     ),
     (
         changed("reverse_text_smoke", trainer__lora=ATTENTION | {"rank": 1024}, transport__weights="adapters"),
         "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; set it to that, or transport.weights to "
-        "'files', which merges adapters",
+        "'nccl' or 'files', which merge adapters",
     ),
     (
         changed("qwen3_30b_a3b_16k", trainer__lora=ATTENTION, transport__weights="adapters", inference__quantization="fp8"),
         "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside quantised weights have not run yet; set "
-        "inference.quantization to 'none', or transport.weights to 'files', which merges adapters",
+        "inference.quantization to 'none', or transport.weights to 'nccl' or 'files', which merge adapters",
     ),
 ]
 
@@ -134,6 +129,11 @@ def test_engines_that_are_lost_come_back_on_every_wire_that_sends_weights(wire):
     check_built(changed("reverse_text_smoke", inference__max_restarts=1, transport__weights=wire))
     wide = {"inference__num_replicas": 2, "inference__tensor_parallel": 2}
     check_built(changed("asynchrony_h200_8", inference__max_restarts=1, transport__weights=wire, **wide))
+
+
+@pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
+def test_adapters_of_all_kinds_reach_engines_merged(wire):
+    check_built(changed("qwen3_30b_a3b_lora_16k", transport__weights=wire))
 
 
 def test_one_h200_node_of_a_built_network_is_built():

@@ -362,12 +362,12 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
 
 def test_check_notes_what_a_right_manifest_asks_for_in_vain(tmp_path, capsys):
     path = tmp_path / "direct.json"
-    lora = {"rank": 8, "alpha": 8.0, "targets": ["attention"], "seed": 1}
-    path.write_text(json.dumps(broken(("transport", "weights"), "nccl", broken(("trainer", "lora"), lora))))
+    lora = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
+    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), lora))))
     assert orrery("check", str(path)) == 0
     first, note, *_ = capsys.readouterr().out.splitlines()
     assert first == f"{path}: words is a manifest"
-    assert note.startswith("  note: it is planned and refuses to start: transport.weights 'nccl' with trainer.lora: a direct wire sends")
+    assert note.startswith("  note: it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024")
 
 
 def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):

@@ -99,3 +99,29 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
         for name, weight in learner.weights.items():
             # Of gradients that are float32 sums in another order; the first step moves by 5e-3. Measured: 2e-7.
             torch.testing.assert_close(found[name], weight.detach(), rtol=0, atol=2e-6)
+
+
+def test_on_a_direct_wire_every_rank_sends_its_shards_merged(tmp_path):
+    """What all ranks hold is every element once, and that of the whole merged tensors but for the rounding of one sum."""
+    meshes = {
+        ("one", "moe"): {},
+        ("shards", "dense"): {"dp_shard": 2},
+        ("shards", "moe"): {"dp_shard": 2},
+        ("experts", "moe"): {"dp_shard": 2, "ep": 2},
+    }
+    for num_ranks in (1, 2):
+        jobs = [
+            {
+                "name": f"{layout}_{model}",
+                "manifest": {"model": MODELS[model], "trainer": {"lora": LORA}, "mesh": mesh},
+                "steps": [1],
+                "held": True,
+            }
+            for (layout, model), mesh in meshes.items()
+            if (layout == "one") == (num_ranks == 1)
+        ]
+        answers = run_ranks(num_ranks, tmp_path, jobs)
+        for job in jobs:
+            held = [answer[job["name"]]["held"] for answer in answers]
+            assert sum(one["num_elements"] for one in held) == held[0]["num_whole"], job["name"]
+            assert max(one["difference"] for one in held) <= 1e-6, job["name"]

@@ -216,6 +216,22 @@ def test_adapters_alone_have_gradients_and_state():
     assert found["optimizer state"] == 2 * 4 * trained // 4
 
 
+def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
+    spec = load_manifest(ROOT / "manifests" / "qwen3_30b_a3b_lora_16k.json")
+    direct = spec.model_copy(update={"transport": spec.transport.model_copy(update={"weights": "nccl"})})
+    counted = sizes(spec.model, spec.trainer.lora)
+    rest = {}
+    for name, one in (("files", spec), ("nccl", direct)):
+        trainer, load = of_stage(one, "rl")
+        rest[name] = plan(one.model, trainer, load, H200_BYTES, counted).moments["optimizer"]["weights"]
+        rest["shards"] = trainer.mesh.dp_shard * trainer.mesh.cp
+    adapted = sum(layer.adapted for layer in counted.layers)
+    blocks = sum(layer.frozen for layer in counted.layers)
+    assert 0.99 * blocks < adapted < blocks, "all but norms and routers"
+    assert rest["nccl"] - rest["files"] == pytest.approx(2 * adapted / rest["shards"], abs=1)
+    assert of_stage(direct, "sft")[1].merged_width == 0
+
+
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
     "Including non-PyTorch memory, this process has 138.76 GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "

@@ -2,8 +2,8 @@
 
 A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
 (the first batch, after the steps), "resume" and "save" (checkpoint folders), "bit_flipped_on" (the rank whose first weight is another
-before it is saved), "export" (a Hugging Face folder). Its weights go to
-FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
+before it is saved), "export" (a Hugging Face folder), "held" (what the rank would send over a direct wire, against whole tensors). Its
+weights go to FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
 """
 
 import json
@@ -23,6 +23,7 @@ from orrery.models.placement import local_tensor
 from orrery.trainer import checkpoint, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
+from orrery.trainer.publish import Direct
 from orrery.transport import checkpoints
 
 
@@ -69,6 +70,31 @@ def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
         train(learner, [4])
 
 
+class Captured:
+    """A source that sends nothing."""
+
+    def publish(self, version: int, held, standing, report) -> None:
+        self.held = held()
+
+
+def held_by_this_rank(learner: Learner) -> dict:
+    """Elements that this rank would send, and the most by which one differs from that of the whole merged tensors."""
+    source = Captured()
+    publisher = Direct(learner.policy, source, torch.float32, None)
+    publisher.publish(0)
+    train(learner, [9])  # the second time the same shards are filled again
+    publisher.publish(1)
+    whole = dict(weights.named_hf_tensors(learner.policy.network))
+    difference, num_elements = 0.0, 0
+    for one in source.held:
+        part = whole[one.name][tuple(slice(*side) for side in one.box)]
+        if part.numel():
+            assert one.local.shape == part.shape
+            difference = max(difference, (one.local.detach() - part).abs().max().item())
+            num_elements += part.numel()
+    return {"difference": difference, "num_elements": num_elements, "num_whole": sum(tensor.numel() for tensor in whole.values())}
+
+
 def do(job: dict, folder: Path, world: World) -> dict:
     spec = manifest(**job["manifest"])
     start = folder / f"start_{job['name']}"
@@ -89,6 +115,8 @@ def do(job: dict, folder: Path, world: World) -> dict:
         answer["error"] = str(error)
     if "compare" in job:
         learner.compare(share(batch_columns(1), world.size, world.rank))
+    if "held" in job:
+        answer["held"] = held_by_this_rank(learner)
     if "export" in job:
         weights.save(learner.policy.network, spec.model, Path(job["export"]))
     whole = whole_weights(learner)

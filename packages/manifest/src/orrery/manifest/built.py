@@ -9,7 +9,6 @@ from orrery.manifest.schema import Manifest
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
-DIRECT_WIRES = ("nccl", "nixl")
 SERVED_RANK = 512  # of adapters, the largest that vLLM makes room for
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
@@ -67,28 +66,22 @@ def notes(manifest: Manifest) -> list[str]:
 def _check_adapters(manifest: Manifest) -> None:
     """What of `trainer.lora` does not reach engines yet."""
     lora, wire = manifest.trainer.lora, manifest.transport.weights
-    if lora is None:
-        return
-    if wire in DIRECT_WIRES:
-        raise OrreryError(
-            f"transport.weights {wire!r} with trainer.lora: a direct wire sends the weights as they lie in the trainer, which adapters do "
-            f"not change; set it to 'adapters', which sends these alone, or to 'files', which merges them"
-        )
-    if wire != "adapters":
+    if lora is None or wire != "adapters":
         return
     if "experts" in lora.targets:
         raise OrreryError(
             f"transport.weights 'adapters' with trainer.lora.targets {list(lora.targets)}: engines take no adapters of experts (vLLM "
-            f"computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'files', which "
-            f"merges adapters"
+            f"computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'nccl' or "
+            f"'files', which merge adapters"
         )
     if lora.rank > SERVED_RANK:
         raise OrreryError(
             f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take ranks up to {SERVED_RANK}; set it to that, "
-            f"or transport.weights to 'files', which merges adapters"
+            f"or transport.weights to 'nccl' or 'files', which merge adapters"
         )
     if manifest.inference.quantization != "none":
         raise OrreryError(
             f"transport.weights 'adapters' with inference.quantization {manifest.inference.quantization!r}: adapters beside quantised "
-            f"weights have not run yet; set inference.quantization to 'none', or transport.weights to 'files', which merges adapters"
+            f"weights have not run yet; set inference.quantization to 'none', or transport.weights to 'nccl' or 'files', which merge "
+            f"adapters"
         )

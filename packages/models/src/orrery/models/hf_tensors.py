@@ -1,10 +1,10 @@
 """A network's tensors as a checkpoint names them: whole or in parts, one at a time.
 
 - An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
-- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices without. By themselves they have PEFT's.
+- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices as they lie. By themselves they have PEFT's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -126,10 +126,11 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 @torch.no_grad()
-def named_hf_slices(module: CausalLm) -> Iterator[tuple[HfTensor, Box, Tensor]]:
+def named_hf_slices(module: CausalLm, instead: Mapping[str, Tensor] | None = None) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """(checkpoint tensor, box of it, this rank's data in that box), for all that this rank holds; no collective, no copy.
 
-    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes.
+    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes. `instead`, by name of our parameter:
+    shards that stand in for the module's own, as merged ones do.
     """
     state = _state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}
@@ -138,6 +139,7 @@ def named_hf_slices(module: CausalLm) -> Iterator[tuple[HfTensor, Box, Tensor]]:
         common = intersection(held, hf.box)
         if common is None:
             continue
-        local = local_tensor(state[hf.parameter_name].detach())[slices(relative(common, held))]
+        shard = (instead or {}).get(hf.parameter_name, state[hf.parameter_name])
+        local = local_tensor(shard.detach())[slices(relative(common, held))]
         box = relative(common, hf.box)
         yield (hf, box, local) if hf.expert is None else (hf, box[1:], local[0])

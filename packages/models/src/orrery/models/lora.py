@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A beside frozen weights.
 
 - An adapter is a module `lora` of the projection that it adapts; of stacked experts, a pair an expert.
-- Checkpoint names of weights stay, and adapters have none: what leaves the trainer is merged (`hf_tensors.named_hf_tensors`), in float32
-  and rounded once to the weight's dtype.
+- Checkpoint names of weights stay, and adapters have none: what leaves the trainer is merged (`hf_tensors.named_hf_tensors`, and of one
+  rank's shards `merged_shard`), in float32 and rounded once to the weight's dtype.
 - A is drawn uniformly from ±1/√(inputs), B is zero: the adapted network begins as the one it adapts.
 - An adapter's numbers depend on the seed and its name only: not on ranks or sharding.
 """
@@ -14,13 +14,14 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.schema import Lora
 from orrery.models.causal_lm import CausalLm
 from orrery.models.feed_forward import FeedForward
 from orrery.models.mixture import Experts
-from orrery.models.placement import full_tensor, local_box, local_tensor
+from orrery.models.placement import Box, full_tensor, local_box, local_tensor
 
 
 class Adapter(nn.Module):
@@ -103,3 +104,27 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     """The whole `weight` with the adapter's part in it: a collective where the adapter is sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
+
+
+@torch.no_grad()
+def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
+    """This rank's shard of `weight` with the adapter's part in it: a collective, but where the adapter is cut as the weight is.
+
+    Where shards are in host memory it is computed on the mesh's device, and comes back.
+    """
+    *stack, rows, columns = local_box(weight)
+    rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
+    device = torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
+    a = _beside(weight, adapter.a, (*stack, rank, columns)).to(device).float()
+    b = _beside(weight, adapter.b, (*stack, rows, rank)).to(device).float()
+    return (local.to(device).float() + adapter.scale * (b @ a)).to(weight.dtype).to(local.device)
+
+
+def _beside(weight: Tensor, factor: Tensor, box: Box) -> Tensor:
+    """The box of an adapter's factor that goes with this rank's shard of the weight."""
+    factor = factor.detach()
+    if isinstance(factor, DTensor) and isinstance(weight, DTensor) and factor.placements == weight.placements:
+        cut = {dim for placement in factor.placements if (dim := getattr(placement, "dim", None)) is not None}
+        if all(factor.shape[dim] == weight.shape[dim] for dim in cut):
+            return local_tensor(factor)
+    return full_tensor(factor)[tuple(slice(*side) for side in box)]

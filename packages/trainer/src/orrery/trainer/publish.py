@@ -21,6 +21,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Model
 from orrery.models.hf_folder import INDEX_FILE
 from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
+from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
 from orrery.models.weights import named_hf_slices, named_hf_tensors, save
 from orrery.observe.deadline import scaled
@@ -102,14 +103,19 @@ class Adapters(Publisher):
 
 
 class Direct(Publisher):
-    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves, until `settle`."""
+    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves, until `settle`.
+
+    Of weights under adapters it keeps each shard merged, in the engines' dtype, and sends from there.
+    """
 
     def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, me: RoleProcess):
         super().__init__(policy, None)
         self._source, self._dtype, self._me = source, dtype, me
+        self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
 
     def publish(self, version: int) -> Published | None:
         network = self._policy.network
+        self._merge()
         standing = [local_tensor(tensor) for tensor in (*network.parameters(), *network.buffers())]
         published = self._source.publish(version, self._held, standing, self._sent)
         if published is not None:
@@ -123,10 +129,16 @@ class Direct(Publisher):
     def close(self) -> None:
         self._source.close()
 
+    def _merge(self) -> None:
+        weights = dict(self._policy.network.named_parameters())
+        for name, adapter in adapters(self._policy.network):
+            shard = merged_shard(weights[name], adapter)
+            self._merged.setdefault(name, torch.empty_like(shard, dtype=self._dtype)).copy_(shard)
+
     def _held(self) -> list[Held]:
         network = self._policy.network
         trained = {name for name, _ in network.named_parameters()}
-        here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network)}
+        here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network, self._merged)}
 
         def held(hf: HfTensor) -> Held:
             dtype = self._dtype if hf.parameter_name in trained else hf.dtype

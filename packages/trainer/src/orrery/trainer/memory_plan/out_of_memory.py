@@ -18,9 +18,11 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.observe.process import RoleProcess
 from orrery.trainer.learner import Learner
+from orrery.trainer.memory_plan.kept import width
 from orrery.trainer.memory_plan.levers import Choice, choose
 from orrery.trainer.memory_plan.plan import Load, plan
 from orrery.trainer.memory_plan.sizes import sizes
+from orrery.transport.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # of the device: fragments that no allocation fits
 END_S = 10.0
@@ -81,7 +83,9 @@ def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
         trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
     tokens, longest = trainer.memory.max_tokens_per_micro_batch, manifest.inference.max_model_len_tokens
     each = -(-samples // trainer.mesh.num_data_ranks)
-    return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)))
+    is_sent_merged = stage == "rl" and trainer.lora is not None and manifest.transport.weights in DIRECT_KINDS
+    merged_width = width(manifest.inference.dtype) if is_sent_merged else 0
+    return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)), merged_width)
 
 
 def sentence(error: str, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, capacity: int = 0) -> str:

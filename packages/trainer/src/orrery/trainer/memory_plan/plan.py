@@ -5,6 +5,7 @@ D hidden · bytes of a value: p of weights, c in computation, r in reductions
 
 Always: weights, p·n / s of what is trained and c·n / s of what is frozen; the optimizer's states, p·n / s each (AdamW two, Muon one for
 blocks and two for the rest, SGD one with momentum), or three buckets of 128 MiB where they are offloaded. With `cpu_offload` neither.
+On a direct wire also merged copies of what has adapters, n / s in the engines' dtype.
 
 Gradients: p·n / s of each unit that has reduced them. Those that micro-batches before have left: with `reduce_gradients: micro_batch` the
 same, of all units; with `step` r·n, whole. A unit's own are c·n until it reduces them.
@@ -45,11 +46,15 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a data rank: tokens of a micro-batch, its longest document, micro-batches of a step."""
+    """The work of a data rank: tokens of a micro-batch, its longest document, micro-batches of a step.
+
+    `merged_width`: bytes of a value of the merged copies that weights under adapters have for a direct wire; 0 where there are none.
+    """
 
     tokens: int
     document_tokens: int
     micro_batches: int
+    merged_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ class _Step:
     def weights(self) -> int:
         if self.on_host:
             return 0
-        return sum(self.p * unit.trained + self.c * unit.frozen for unit in self.sizes.units) // self.shards
+        merged = self.load.merged_width
+        return sum(self.p * unit.trained + self.c * unit.frozen + merged * unit.adapted for unit in self.sizes.units) // self.shards
 
     def states(self) -> int:
         if self.on_host:

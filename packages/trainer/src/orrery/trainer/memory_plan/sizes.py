@@ -11,12 +11,13 @@ from orrery.models import build, expert_modules, fsdp_units, lora
 
 @dataclass(frozen=True)
 class Unit:
-    """Numbers of parameters, `experts` of them in routed experts."""
+    """Numbers of parameters, `experts` of them in routed experts; `adapted` are the frozen ones that have adapters."""
 
     trained: int = 0
     frozen: int = 0
     trained_experts: int = 0
     frozen_experts: int = 0
+    adapted: int = 0
 
     def whole(self, ep: int) -> int:
         """What one rank holds of this unit once it is gathered: all, but its share alone of experts that are spread over `ep` ranks."""
@@ -47,10 +48,11 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
     if adapters is not None:
         lora.adapt(network, adapters, torch.float32)
     experts = {id(weight) for module in expert_modules(network) for weight in module.parameters()}
+    adapted = {id(network.get_parameter(name)) for name, _ in lora.adapters(network)}
     counted: set[int] = set()
 
     def count(modules: list[nn.Module]) -> Unit:
-        found = {"trained": 0, "frozen": 0, "trained_experts": 0, "frozen_experts": 0}
+        found = {"trained": 0, "frozen": 0, "trained_experts": 0, "frozen_experts": 0, "adapted": 0}
         for module in modules:
             for weight in module.parameters():
                 if id(weight) not in counted:
@@ -58,6 +60,7 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
                     kind = "trained" if weight.requires_grad else "frozen"
                     found[kind] += weight.numel()
                     found[f"{kind}_experts"] += weight.numel() if id(weight) in experts else 0
+                    found["adapted"] += weight.numel() if id(weight) in adapted else 0
         return Unit(**found)
 
     layers = list(network.layers)
