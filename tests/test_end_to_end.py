@@ -169,7 +169,7 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
 
     launcher = start(workspace, "orrery", "run", folder.name, "rl")
     await_row(launcher, folder, "trainer", stage="rl", step=1)
-    version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(folder, "inference.1")
+    version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(launcher, folder, "inference.1")
     await_row(launcher, folder, "orchestrator", event="engine_fenced", engine=1)
     await_row(launcher, folder, "orchestrator", event="update", version=version + 1)
     assert not rows(folder, "orchestrator", event="engine_healthy"), "it came back before the others had gone on without it"
@@ -221,7 +221,7 @@ def pid_of(folder: Path, name: str) -> int:
     return next(role["pid"] for role in json.loads((folder / "status.json").read_text())["roles"] if role["name"] == name)
 
 
-def kill_in_a_take(folder: Path, name: str) -> int:
+def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
     """`kill -9` in a take that cannot end, for the trainer waits in it for an engine that stands still. Takes are short: the trainer stands
     still until the engine has begun, and where its part was over by then, the next version's take is tried.
 
@@ -233,12 +233,14 @@ def kill_in_a_take(folder: Path, name: str) -> int:
     while not is_on:
         before = set(wire.glob("version_*.json"))
         while not (found := set(wire.glob("version_*.json")) - before):
+            assert launcher.poll() is None, launcher.communicate()[0]
             time.sleep(0.001)
         version = int(found.pop().stem.removeprefix("version_"))
         trainer.suspend()
         try:
             until = time.monotonic() + 5
-            while not (has_begun := is_paused(engine, folder, name)) and time.monotonic() < until:
+            # A claim of this version: the update to the one before is over in every engine.
+            while not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(engine, folder, name)) and time.monotonic() < until:
                 time.sleep(0.002)
             processes = [engine, *engine.children(recursive=True)] if has_begun else []
             for each in processes:
@@ -252,10 +254,11 @@ def kill_in_a_take(folder: Path, name: str) -> int:
     return version - 1
 
 
-def kill_while_paused(folder: Path, name: str) -> int:
+def kill_while_paused(launcher: subprocess.Popen, folder: Path, name: str) -> int:
     """`kill -9` between an update's pause and its resume, as the engine itself tells of them. The version that engines had before."""
     engine = psutil.Process(pid_of(folder, name))
     while not is_paused(engine, folder, name):
+        assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.002)
     version = max(row["version"] for row in rows(folder, "orchestrator", event="update"))
     engine.kill()

@@ -2,7 +2,7 @@
 
 - `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
 - Warm is what comes after step WARM_STEPS, for the first steps compile, fill the engines, and have no batch ready; and before the last
-  batch was sent, for the trainer takes what lies ready then while engines rest.
+  batch was cut, for the trainer takes what lies ready then while engines rest.
 """
 
 import os
@@ -69,7 +69,7 @@ def numbers(run: RunData) -> Numbers:
     if len(steps) < 2:
         raise SystemExit(
             f"error: {run.run_dir.name}: of {len(run.rl)} steps {WARM_STEPS} warm up, and {len(steps)} more ended before the last batch "
-            "was sent; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
+            "was cut; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
         )
     begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
     window: list[Interval] = [(begin_s, end_s)]
@@ -78,7 +78,7 @@ def numbers(run: RunData) -> Numbers:
     assert spent is not None
     numbered = {row["step"] for row in steps}
     warm = [row for row in run.batches if row["step"] in numbered]
-    updates = [row for row in run.updates if row["version"] in numbered]
+    updates = [row for row in run.updates if row["version"] in numbered] or run.updates  # all of them, where engines skipped these
     means = sorted(row["completion_tokens_mean"] for row in warm)
     return Numbers(
         tokens_per_s=sum(row["num_trained_tokens"] for row in steps) / (end_s - begin_s),

@@ -34,7 +34,13 @@ def main() -> None:
     data = run(f"asynchrony_{options.shape}", options.runs)
     measured = numbers(data)
     if options.gate:
-        before = json.loads(recorded.read_text())["value"]
+        record_before = json.loads(recorded.read_text())
+        if record_before["details"]["run"] != data.run_dir.name:
+            raise SystemExit(
+                f"error: {recorded.name} is of {record_before['details']['run']} and this is {data.run_dir.name}, another manifest: "
+                "their figures are not to be compared; measure without --gate to record this one"
+            )
+        before = record_before["value"]
         least = before * (1 - TOLERANCE[options.shape])
         print(f"{options.shape}: {measured.tokens_per_s:.0f} tokens/s, recorded {before:.0f}, at least {least:.0f}")
         if measured.tokens_per_s < least:

@@ -3,7 +3,7 @@
 - Directly: an engine that returns neither log-probs nor routes, and a client that posts all requests at once and counts tokens.
 - Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
   its column of routes in place.
-- Between the two, once each: the second engine driven as the first is (what routes cost it), and with log-probs asked for (`rows`).
+- Between the two, in every round: the second engine driven as the first is (what routes cost it), and with log-probs asked for (`rows`).
 - Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
   alternate. A round is all requests, from the first that is sent to the last that is there. The figure is the median of the ratios of
   rounds of the same number. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
@@ -49,6 +49,7 @@ SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
 BETWEEN = {"engine returns routes": {}, "log-probs asked too": {"logprobs": 0, "output_kind": 2}}
 Stages = dict[bool, list[dict[str, float]]]  # rounds, by whether routes were kept
+Between = dict[str, list[float]]  # tokens/s, by what is asked for
 
 
 def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
@@ -159,10 +160,10 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
     return sum(int(rollout.trained.sum()) for rollout in rollouts)
 
 
-async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> tuple[Stages, dict[str, float]]:
-    """Rounds of each of these engines in turn, the first of each not counted; and tokens/s of what is between."""
+async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> tuple[Stages, Between]:
+    """Rounds of each of these engines in turn, the first of each not counted, and what is between."""
     rows: Stages = {routes: [] for routes in stages}
-    between = {}
+    between: Between = {name: [] for name in BETWEEN}
     async with AsyncExitStack() as stack:
         fleets = {routes: await stack.enter_async_context(await assemble.fleet(me)) for routes, me in stages.items()}
         for number in range(args.rounds + 1):
@@ -176,13 +177,12 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> t
                 print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
                 check(args, tokens)
                 rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
-        if True in stages:
-            for number, (name, more) in enumerate(BETWEEN.items(), args.rounds + 1):
-                begin = time.perf_counter()
-                tokens = await directly(args, fleets[True].engines[0].url, stages[True].manifest.model.vocab_size, number, **more)
-                between[name] = tokens / (time.perf_counter() - begin)
-                print(f"{name}: {between[name]:.0f} tokens/s", flush=True)
-                check(args, tokens)
+                for index, (name, more) in enumerate(BETWEEN.items(), 1) if routes and number else ():
+                    begin, seed = time.perf_counter(), number + index * 1000  # prompts of its own
+                    tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, seed, **more)
+                    between[name].append(tokens / (time.perf_counter() - begin))
+                    print(f"{name}, round {number}: {between[name][-1]:.0f} tokens/s", flush=True)
+                    check(args, tokens)
     return {routes: each[1:] for routes, each in rows.items()}, between
 
 
@@ -204,7 +204,7 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
             me.metrics.close()
 
 
-def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> tuple[Stages, dict[str, float]]:
+def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> tuple[Stages, Between]:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
         stages = {routes: stack.enter_context(stage(manifest(args, routes), {"inference": SERVE, "router": ROUTER})) for routes in cases}
         return runner.run(rounds(args, stages))
@@ -245,7 +245,7 @@ def main() -> None:
             "load_average_before": load_before,
             **vars(args),
         },
-        rows=[{"variant": name, "value": tokens_per_s, "unit": "tokens/s"} for name, tokens_per_s in between.items()],
+        rows=[{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in between.items()],
     )
 
 

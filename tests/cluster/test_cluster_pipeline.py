@@ -198,6 +198,7 @@ def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, f
     terminal.interrupt()
     assert terminal.wait(30) != 0
     cluster.wait_until("no job is left", lambda: not cluster.queue(), 30)
+    cluster.wait_until("the nodes are given back", lambda: set(cluster.node_states().values()) == {"idle"}, 60)
     cluster.wait_until("the launcher says so", lambda: run.status().get("state") == "stopped", 20)
     for node in NODES:
         assert "orrery" not in cluster.on(node, "ps", "-eo", "args").stdout.replace("/srv/orrery-cluster", "").replace("orrery-node", "")

@@ -78,7 +78,7 @@ def make_run(
         "router": {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
         **(inference or {}),
     }
-    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = 512
+    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = manifest["inference"]["max_model_len_tokens"]
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     checked = load(folder / "manifest.json")

@@ -102,26 +102,29 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
 
 
 def test_on_a_direct_wire_every_rank_sends_its_shards_merged(tmp_path):
-    """What all ranks hold is every element once, and that of the whole merged tensors but for the rounding of one sum."""
-    meshes = {
-        ("one", "moe"): {},
-        ("shards", "dense"): {"dp_shard": 2},
-        ("shards", "moe"): {"dp_shard": 2},
-        ("experts", "moe"): {"dp_shard": 2, "ep": 2},
+    """What all ranks hold is every element once a replica, and that of the whole merged tensors but for the rounding of one sum.
+
+    Rank 32 is as many as queries have rows: a factor cut along its rank is not one that is cut along its weight's rows.
+    """
+    wide = LORA | {"rank": 32}
+    cases = {
+        "one": ("moe", {}, LORA),
+        "shards_dense": ("dense", {"dp_shard": 2}, LORA),
+        "shards_moe": ("moe", {"dp_shard": 2}, LORA),
+        "experts": ("moe", {"dp_shard": 2, "ep": 2}, LORA),
+        "replicas": ("moe", {"dp_replicate": 2}, LORA),
+        "as_many_rows": ("dense", {"dp_shard": 2}, wide),
     }
     for num_ranks in (1, 2):
         jobs = [
-            {
-                "name": f"{layout}_{model}",
-                "manifest": {"model": MODELS[model], "trainer": {"lora": LORA}, "mesh": mesh},
-                "steps": [1],
-                "held": True,
-            }
-            for (layout, model), mesh in meshes.items()
-            if (layout == "one") == (num_ranks == 1)
+            {"name": name, "manifest": {"model": MODELS[model], "trainer": {"lora": lora}, "mesh": mesh}, "steps": [1], "held": True}
+            for name, (model, mesh, lora) in cases.items()
+            if (name == "one") == (num_ranks == 1)
         ]
         answers = run_ranks(num_ranks, tmp_path, jobs)
         for job in jobs:
             held = [answer[job["name"]]["held"] for answer in answers]
-            assert sum(one["num_elements"] for one in held) == held[0]["num_whole"], job["name"]
+            replicas = job["manifest"]["mesh"].get("dp_replicate", 1)
+            assert sum(one["num_elements"] for one in held) == replicas * held[0]["num_whole"], job["name"]
             assert max(one["difference"] for one in held) <= 1e-6, job["name"]
+            assert len({one["bits"] for one in held}) == num_ranks // replicas, f"{job['name']}: replicas hold the same bits"

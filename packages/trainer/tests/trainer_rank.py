@@ -25,6 +25,7 @@ from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.trainer.publish import Direct
 from orrery.transport import checkpoints
+from orrery.transport.fingerprint import digest, tensor_fingerprint
 
 
 def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: int = 64, poison: int | None = None) -> list[dict]:
@@ -92,7 +93,9 @@ def held_by_this_rank(learner: Learner) -> dict:
             assert one.local.shape == part.shape
             difference = max(difference, (one.local.detach() - part).abs().max().item())
             num_elements += part.numel()
-    return {"difference": difference, "num_elements": num_elements, "num_whole": sum(tensor.numel() for tensor in whole.values())}
+    bits = digest({one.name: tensor_fingerprint(one.local) for one in source.held})
+    num_whole = sum(tensor.numel() for tensor in whole.values())
+    return {"difference": difference, "num_elements": num_elements, "num_whole": num_whole, "bits": bits}
 
 
 def do(job: dict, folder: Path, world: World) -> dict:

@@ -27,7 +27,7 @@ OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
 def lease_s(manifest: Manifest) -> int:
-    """How long a prefill engine keeps blocks for their reader; a client gives a request up after twice `rollout_timeout_s`."""
+    """How long a prefill engine keeps blocks for their reader; a client gives one up after twice `rollout_timeout_s` and an update."""
     return int(2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_MARGIN_S))
 
 

@@ -99,11 +99,12 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._receive(update_info)
         except Exception as error:
-            is_ours = not isinstance(error, TakeFailed)
-            if is_ours:
-                give_up(Path(update_info.path))  # others of this engine may wait for this worker to come
-            log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             self.failure = str(error) or type(error).__name__
+            is_ours = not isinstance(error, TakeFailed)
+            log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
+            if is_ours:
+                with contextlib.suppress(OSError):  # else they wait for this worker as long as they wait for anybody
+                    give_up(Path(update_info.path))
 
     def finish_weight_update(self) -> None:
         """Also where it failed, here or in another worker: then the weights are nobody's version, and `held` stays empty."""
@@ -190,12 +191,16 @@ class Receiver(Backend):
         target.join(Path(update.path).parent, self._learn)
         self.parts.add("learn_s", begin)
         loading = Loading(self.model, self._needs)
-        with contextlib.closing(target.take(taking, self.parts)) as rounds:
-            for one, bucket in rounds:
-                begin = time.perf_counter()
-                loading.load(self._runs_of(one), bucket)
-                self.parts.add("load_s", begin)
-        loading.check()
+        try:
+            with contextlib.closing(target.take(taking, self.parts)) as rounds:
+                for one, bucket in rounds:
+                    begin = time.perf_counter()
+                    loading.load(self._runs_of(one), bucket)
+                    self.parts.add("load_s", begin)
+            loading.check()
+        except BaseException:
+            target.fail()
+            raise
         begin = time.perf_counter()
         self._consumed = {name: Consumed(fingerprint, *self._came_as[name]) for name, fingerprint in target.attest().items()}
         self.parts.add("attest_s", begin)

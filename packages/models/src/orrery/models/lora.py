@@ -115,16 +115,18 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
     device = torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
-    a = _beside(weight, adapter.a, (*stack, rank, columns)).to(device).float()
-    b = _beside(weight, adapter.b, (*stack, rows, rank)).to(device).float()
+    a = _beside(weight, adapter.a, weight.dim() - 2, (*stack, rank, columns)).to(device).float()
+    b = _beside(weight, adapter.b, weight.dim() - 1, (*stack, rows, rank)).to(device).float()
     return (local.to(device).float() + adapter.scale * (b @ a)).to(weight.dtype).to(local.device)
 
 
-def _beside(weight: Tensor, factor: Tensor, box: Box) -> Tensor:
-    """The box of an adapter's factor that goes with this rank's shard of the weight."""
+def _beside(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
+    """The box of an adapter's factor that goes with this rank's shard of the weight; but for `rank_dim` their sizes are the same.
+
+    Every rank goes the same way: what decides are placements, not what this rank holds.
+    """
     factor = factor.detach()
-    if isinstance(factor, DTensor) and isinstance(weight, DTensor) and factor.placements == weight.placements:
-        cut = {dim for placement in factor.placements if (dim := getattr(placement, "dim", None)) is not None}
-        if all(factor.shape[dim] == weight.shape[dim] for dim in cut):
-            return local_tensor(factor)
+    is_cut_alike = isinstance(factor, DTensor) and isinstance(weight, DTensor) and factor.placements == weight.placements
+    if is_cut_alike and all(getattr(placement, "dim", None) != rank_dim for placement in factor.placements):
+        return local_tensor(factor)
     return full_tensor(factor)[tuple(slice(*side) for side in box)]

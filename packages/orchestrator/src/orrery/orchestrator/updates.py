@@ -12,9 +12,7 @@ from typing import Any
 from orrery.observe.deadline import scaled
 from orrery.orchestrator.stage import Stage
 from orrery.orchestrator.state import State
-from orrery.transport.fleet import RETURN_S
-
-UPDATE_S = 300.0  # for the engines to load a version, beside the time that rollouts may take
+from orrery.transport.fleet import RETURN_S, UPDATE_S
 
 
 class Updates:

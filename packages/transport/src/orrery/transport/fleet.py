@@ -40,6 +40,7 @@ from orrery.transport.roster import Phase, Roster
 from orrery.transport.router import RouterClient
 from orrery.transport.update import UpdateReport, update_engine
 from orrery.transport.weight_wire.claims import claim, claim_again, give_up, release
+from orrery.transport.weight_wire.contract import ROUND_S
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TEND_S = 0.25  # how often an engine that is away is looked for
-ALONG_S = 30.0  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
+ALONG_S = ROUND_S + 30.0  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
+UPDATE_S = 300.0  # for the engines to load a version; scaled
 RETURN_S = 600.0  # for an engine to be started again and to load; scaled
 
 

@@ -12,6 +12,7 @@ class WireFailed(RunFailed):
 
 
 ELSEWHERE = "failed elsewhere"
+ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
 
 
 class TakeFailed(WireFailed):

@@ -17,9 +17,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
 from orrery.observe.network import interface
 from orrery.transport.patches.nixl import wait_for_progress
-from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.contract import ROUND_S, WireFailed
 from orrery.transport.weight_wire.meeting import Meeting
-from orrery.transport.weight_wire.peers import ROUND_S
 
 POLL_S = 0.0002
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}

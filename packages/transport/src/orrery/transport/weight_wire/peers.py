@@ -20,9 +20,8 @@ from torch import Tensor
 
 from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
-from orrery.transport.weight_wire.contract import WireFailed
+from orrery.transport.weight_wire.contract import ROUND_S, WireFailed
 
-ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
 FORM_S = 30.0  # for a group's ranks to connect, all of which have just come
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process

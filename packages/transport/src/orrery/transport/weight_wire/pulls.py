@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 import torch
 
+from orrery.transport.weight_wire.contract import ROUND_S
 from orrery.transport.weight_wire.meeting import Meeting
-from orrery.transport.weight_wire.peers import ROUND_S
 
 
 class Full(msgspec.Struct):

@@ -109,12 +109,16 @@ class Target:
                 begin = parts.add("form_s", begin)
                 yield from self._receive(parts)
         except BaseException as error:
-            self.drop()
-            with contextlib.suppress(RuntimeError):  # the store may be what failed
-                self._meeting.store.set(f"{self._attested}/{self.rank}", b"")
+            self.fail()
             if isinstance(error, WireFailed):
                 raise TakeFailed(taking.take, error) from error
             raise
+
+    def fail(self) -> None:
+        """This rank has not received everything: the others of its engine hear so where they add up."""
+        self.drop()
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
+            self._meeting.store.set(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
         """Fingerprint by name of the whole tensors that the ranks of this engine hold.
