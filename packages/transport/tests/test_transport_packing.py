@@ -82,19 +82,20 @@ def test_a_sample_without_tokens_is_named():
 
 @pytest.mark.parametrize("longest", [200, 8_000, 131_072])
 def test_a_hundred_thousand_samples_are_packed_within_a_second(longest):
-    """Of a machine that squares two million numbers in 0.1 s: the two are timed side by side, so a machine's speed, or its load, does not
-    count, and packing that grows faster than it should does."""
+    """Of a machine that sorts 800,000 numbers in 0.15 s: the two are timed side by side, so a machine's speed, or its load, does not count,
+    and packing that grows faster than it should does. Both jump about in memory, which neighbours make slower than arithmetic."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, 100_000)
+    numbers = np.random.default_rng(1).random(800_000).tolist()
     ratios = []
     for _ in range(5):
         start = time.process_time()
-        sum(number * number for number in range(2_000_000))
+        sorted(numbers)
         middle = time.process_time()
         plan = pack(lengths, 8, 131_072, 1e-5)
         ratios.append((time.process_time() - middle) / (middle - start))
-        if ratios[-1] < 1 / 0.1:
+        if ratios[-1] < 1 / 0.15:
             break
-    assert min(ratios) < 1 / 0.1
+    assert min(ratios) < 1 / 0.15
     assert sum(len(bin) for of_rank in plan for bin in of_rank) == 100_000
     filled = lengths.sum() / (131_072 * 8 * len(plan[0]))
     assert filled > 0.9
