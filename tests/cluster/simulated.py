@@ -126,9 +126,9 @@ class Cluster:
         self.on("head", "scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds}")
 
     def queue(self) -> dict[str, str]:
-        """Every job (component) that waits or runs → Slurm's state of it. One that is over and only gives its nodes back does neither."""
+        """Every job (component) that waits or runs → Slurm's state of it."""
         rows = self.run("squeue", "--noheader", "--format=%i|%T").stdout.split()
-        return {job: state for job, state in (row.split("|") for row in rows) if state != "COMPLETING"}
+        return dict(row.split("|") for row in rows)
 
     def state(self, job: str) -> str:
         """Slurm's present state of a job, ended ones too."""

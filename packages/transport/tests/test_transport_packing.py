@@ -82,7 +82,7 @@ def test_a_sample_without_tokens_is_named():
 
 @pytest.mark.parametrize("longest", [200, 8_000, 131_072])
 def test_a_hundred_thousand_samples_are_packed_within_a_second(longest):
-    """Of a machine that sorts 800,000 numbers in 0.15 s: the two are timed side by side, so a machine's speed, or its load, does not count,
+    """Of a machine that sorts 800,000 numbers in 0.16 s: the two are timed side by side, so a machine's speed, or its load, does not count,
     and packing that grows faster than it should does. Both jump about in memory, which neighbours make slower than arithmetic."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, 100_000)
     numbers = np.random.default_rng(1).random(800_000).tolist()
@@ -93,9 +93,9 @@ def test_a_hundred_thousand_samples_are_packed_within_a_second(longest):
         middle = time.process_time()
         plan = pack(lengths, 8, 131_072, 1e-5)
         ratios.append((time.process_time() - middle) / (middle - start))
-        if ratios[-1] < 1 / 0.15:
+        if ratios[-1] < 1 / 0.16:
             break
-    assert min(ratios) < 1 / 0.15
+    assert min(ratios) < 1 / 0.16
     assert sum(len(bin) for of_rank in plan for bin in of_rank) == 100_000
     filled = lengths.sum() / (131_072 * 8 * len(plan[0]))
     assert filled > 0.9

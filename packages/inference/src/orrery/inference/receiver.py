@@ -191,15 +191,15 @@ class Receiver(Backend):
         target.join(Path(update.path).parent, self._learn)
         self.parts.add("learn_s", begin)
         loading = Loading(self.model, self._needs)
+        with contextlib.closing(target.take(taking, self.parts)) as rounds:
+            for one, bucket in rounds:
+                begin = time.perf_counter()
+                loading.load(self._runs_of(one), bucket)
+                self.parts.add("load_s", begin)
         try:
-            with contextlib.closing(target.take(taking, self.parts)) as rounds:
-                for one, bucket in rounds:
-                    begin = time.perf_counter()
-                    loading.load(self._runs_of(one), bucket)
-                    self.parts.add("load_s", begin)
             loading.check()
-        except BaseException:
-            target.fail()
+        except ValueError:
+            target.fail()  # as a take does that ends in its midst
             raise
         begin = time.perf_counter()
         self._consumed = {name: Consumed(fingerprint, *self._came_as[name]) for name, fingerprint in target.attest().items()}
