@@ -2,6 +2,7 @@
 # What of the trainer only GPUs can run, each with a verdict of its own, in one call on a GPU host without network: one GPU does, two do more.
 #
 #   OUT=/tmp/out LIMIT_S=570 bash benchmarks/trainer/first_run.sh
+#   OUT=/tmp/out ONLY='bench_|flight' bash benchmarks/trainer/first_run.sh   # those whose name it matches
 #   OUT=/tmp/out DRY=1 bash benchmarks/trainer/first_run.sh        # on any machine: that every command starts
 #
 # Out: $OUT/verdicts.txt, a line each (passes, fails, too long, nothing ran, no time left), and all that was said in $OUT/first_run.tar.gz.
@@ -34,12 +35,13 @@ fi
 check() {
   local name=$1 most=$2 begin=$SECONDS code verdict last
   shift 2
+  [[ $name =~ ${ONLY:-.} ]] || return 0
   local left=$((limit - SECONDS))
   if [ $left -lt 20 ]; then verdict="no time left" last=""
   else
     timeout -k 10 $((most < left ? most : left)) "$@" >"$work/$name.log" 2>&1
     code=$?
-    last=$(grep -vE '^\s*$|Warning|warn' "$work/$name.log" | tail -n 1 | cut -c1-200)
+    last=$(grep -vE '^\s*$|Warning:|warnings\.warn' "$work/$name.log" | tail -n 1 | cut -c1-200)
     if [ $code = 124 ] || [ $code = 137 ]; then verdict="too long"
     elif [[ "$*" == *pytest* ]] && { [ $code = 5 ] || { [ $code = 0 ] && [ -z "$dry" ] && ! [[ "$last" =~ [0-9]+\ passed ]]; }; }; then verdict="nothing ran"
     elif [ $code = 0 ]; then verdict="passes"

@@ -59,17 +59,19 @@ class Learner:
         tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
         # While the device is still in the backward pass, so that it need not wait for the host after it.
         norm = gradient_norm(self.weights.values(), self.world)
+        divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
         values = self._agree(step, tally, totals)  # reads numbers, so the device has done the backward pass by then
+        grad_norm = norm.item()
         backward_s = time.time()
-        if not math.isfinite(norm.item()):
+        if not math.isfinite(grad_norm):
             self._name_gradient(step)
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(clip(norm, self.max_grad_norm))
+        self.optimizer.step(divisor)  # the last of a step that the device is told; nothing here waits for it
         self.optimizer.zero_grad()
         self.step = step
-        metrics = {**values, "grad_norm": norm.item(), "learning_rate": self.peak_lr * lr_factor, "settle_s": settle_s}
+        metrics = {**values, "grad_norm": grad_norm, "learning_rate": self.peak_lr * lr_factor, "settle_s": settle_s}
         return Outcome(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
 
     @torch.no_grad()

@@ -162,5 +162,12 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`, without waiting for what the device is doing: a copy from memory that is not pinned would."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """On `device`, without waiting for what the device is doing: a copy from memory that is not pinned would.
+
+    numpy fills the pinned memory, on this thread: torch's copy wakes a thread a core first, 15 ms for the routes of 16,384 tokens on 64.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(pinned.numpy(), tensor.numpy())
+    return pinned.to(device, non_blocking=True)
