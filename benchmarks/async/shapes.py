@@ -23,12 +23,18 @@ WARM_STEPS = 3
 
 
 def run(name: str, runs: Path | None) -> RunData:
-    """The run `name`, from the folder `runs` where it has finished there, else run now. SystemExit with the folder where a stage fails."""
+    """The run `name`, from the folder `runs`, else run now. SystemExit with the folder where a stage fails.
+
+    One from a folder has trained all its steps; the checkpoint after them, minutes of it for a large model, is in no figure.
+    """
     if runs is not None:
-        found = sorted(runs.glob(f"{name}-????????????"))
-        if len(found) != 1 or not (found[0] / "stages" / "rl" / "DONE").exists():
-            raise SystemExit(f"error: {runs}: it holds {len(found)} finished runs of {name}; give the folder of one, or leave --runs out")
-        return RunData.load(found[0])
+        found = [RunData.load(each) for each in sorted(runs.glob(f"{name}-????????????"))]
+        whole = [each for each in found if (rl := each.manifest.stages.rl) is not None and len(each.rl) == rl.num_steps]
+        if len(whole) != 1:
+            raise SystemExit(
+                f"error: {runs}: it holds {len(whole)} runs of {name} that trained all their steps; name the folder of one, or drop --runs"
+            )
+        return whole[0]
     workspace = Path(tempfile.mkdtemp(prefix="orrery-async-"))
     for each in ("jsonnet", "manifests", "locks", "local", "Snakefile", "pyproject.toml", "weights"):
         if (ROOT / each).exists():

@@ -155,7 +155,9 @@ class Receiver(Backend):
             self.model.load_weights(self._fingerprinted(update))
             self._check_complete(update)
         else:
-            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            # No `torch.device` around it: dynamo follows vLLM's parameter class into endless recursion beside any such mode, in the
+            # function that rounds a layer to FP8. What makes tensors here says where.
+            with set_current_vllm_config(self.vllm_config):
                 self._take(update, taking)
 
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
