@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,8 +160,8 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
     return sum(int(rollout.trained.sum()) for rollout in rollouts)
 
 
-async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> tuple[Stages, Between]:
-    """Rounds of each of these engines in turn, the first of each not counted, and what is between."""
+async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen: Callable[[Stages, Between], None]) -> Stages:
+    """Rounds of each of these engines in turn, the first of each not counted; `seen` hears after each of them, also what is between."""
     rows: Stages = {routes: [] for routes in stages}
     between: Between = {name: [] for name in BETWEEN}
     async with AsyncExitStack() as stack:
@@ -176,14 +176,17 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess]) -> t
                 seconds = time.perf_counter() - begin
                 print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
                 check(args, tokens)
-                rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
+                if number:
+                    rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
                 for index, (name, more) in enumerate(BETWEEN.items(), 1) if routes and number else ():
                     begin, seed = time.perf_counter(), number + index * 1000  # prompts of its own
                     tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, seed, **more)
                     between[name].append(tokens / (time.perf_counter() - begin))
                     print(f"{name}, round {number}: {between[name][-1]:.0f} tokens/s", flush=True)
                     check(args, tokens)
-    return {routes: each[1:] for routes, each in rows.items()}, between
+            if number:
+                seen(rows, between)
+    return rows
 
 
 @contextmanager
@@ -204,10 +207,10 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
             me.metrics.close()
 
 
-def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> tuple[Stages, Between]:
+def measure(args: argparse.Namespace, cases: tuple[bool, ...], seen: Callable[[Stages, Between], None]) -> Stages:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
         stages = {routes: stack.enter_context(stage(manifest(args, routes), {"inference": SERVE, "router": ROUTER})) for routes in cases}
-        return runner.run(rounds(args, stages))
+        return runner.run(rounds(args, stages, seen))
 
 
 def main() -> None:
@@ -222,31 +225,40 @@ def main() -> None:
 
     load_before = os.getloadavg()[0]
     on_cpu = manifest(args, False).hardware.accelerator == "cpu"
+    directly_alone: Stages = {}
+
+    def keep(rows: Stages, between: Between) -> None:
+        """After each round, so that a session which ends early keeps what it has."""
+        through = rows.get(True, [])
+        direct = (directly_alone | rows)[False][: len(through)]
+        if not through:
+            return
+        record(
+            Path(__file__).with_name(f"{args.record}.json"),
+            figure="output tokens/s through orchestrator's client, router, log-probs and routes, as a share of vLLM's own",
+            value=statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(direct, through, strict=True)),
+            unit="share",
+            goal=None if on_cpu else GOAL,
+            better="higher",
+            details={
+                "directly": direct,
+                "through_all": through,
+                "tokens_per_s_directly": statistics.median(row["tokens_per_s"] for row in direct),
+                "tokens_per_s_through_all": statistics.median(row["tokens_per_s"] for row in through),
+                "load_average_before": load_before,
+                **vars(args),
+            },
+            rows=[
+                {"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in between.items()
+            ],
+        )
+
     # On a CPU both fit, and rounds that alternate see the same neighbours.
     if on_cpu:
-        measured, between = measure(args, (False, True))
+        measure(args, (False, True), keep)
     else:
-        measured, _ = measure(args, (False,))
-        with_routes, between = measure(args, (True,))
-        measured |= with_routes
-    direct, through = ([row["tokens_per_s"] for row in measured[routes]] for routes in (False, True))
-    record(
-        Path(__file__).with_name(f"{args.record}.json"),
-        figure="output tokens/s through orchestrator's client, router, log-probs and routes, as a share of vLLM's own",
-        value=statistics.median(b / a for a, b in zip(direct, through, strict=True)),
-        unit="share",
-        goal=None if on_cpu else GOAL,
-        better="higher",
-        details={
-            "directly": measured[False],
-            "through_all": measured[True],
-            "tokens_per_s_directly": statistics.median(direct),
-            "tokens_per_s_through_all": statistics.median(through),
-            "load_average_before": load_before,
-            **vars(args),
-        },
-        rows=[{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in between.items()],
-    )
+        directly_alone = measure(args, (False,), keep)
+        measure(args, (True,), keep)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ for one in \
     continue
   fi
   [ -n "$dry" ] && number=2 || number=$ranks
-  check "bench_${words[0]}" 100 "${bench[@]}" "${shape[@]}" --devices $number "${words[@]:1}" --json "$work/bench_${words[0]}.json"
+  check "bench_${words[0]}" 240 "${bench[@]}" "${shape[@]}" --devices $number "${words[@]:1}" --json "$work/bench_${words[0]}.json"
 done
 echo "$(grep -c '^passes' "$out/verdicts.txt") of $(wc -l <"$out/verdicts.txt") pass, on $gpus GPUs, in $SECONDS s"
 ! grep -qE '^(fails|too long)' "$out/verdicts.txt"
