@@ -402,9 +402,9 @@ def test_the_init_stage_gives_the_same_bytes_again(tmp_path):
     assert [path.name for path in (there / "weights").iterdir()] == ["init"]
 
 
-def sft_spec(num_steps: int, num_ranks: int = 1):
+def sft_spec(num_steps: int, **mesh: int):
     sft = manifest().stages.sft.model_dump() | {"num_steps": num_steps}
-    return manifest(mesh={"dp_shard": num_ranks}, stages={"sft": sft})
+    return manifest(mesh=mesh, stages={"sft": sft})
 
 
 def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
@@ -455,9 +455,33 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     assert checkpoints.steps(killed, "sft") == [16, 18] and checkpoints.latest(killed) is None
 
 
+@pytest.mark.parametrize(("before", "after"), [({"dp_shard": 2}, {}), ({}, {"cp": 2})], ids=["two ranks to one", "one to two that share"])
+def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, before, after):
+    straight = start_run(tmp_path / "straight", sft_spec(8), ("sft",))
+    moved = start_run(tmp_path / "moved", sft_spec(8, **before))
+    stage = Stage(moved, "sft", sft_spec(8, **before).trainer.mesh.world_size)
+    try:
+        await_checkpoint(moved, 4, "sft")
+    finally:
+        stage.kill()
+    reached, spec = checkpoints.latest(moved, "sft"), sft_spec(8, **after)
+    (moved / "manifest.json").write_bytes(canonical_json(spec))  # as `orrery adopt` does in a folder of its own
+    for code, error in Stage(moved, "sft", spec.trainer.mesh.world_size, attempt=2).end():
+        assert code == 0 and f"resuming after step {reached}" in error, error
+    of = {
+        run: {row["step"]: row for row in read(run / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"} for run in (straight, moved)
+    }
+    assert list(of[moved]) == list(of[straight]) == list(range(1, 9))
+    for step in of[straight]:
+        assert of[moved][step]["loss"] == pytest.approx(of[straight][step]["loss"], rel=1e-4), step
+    expected = load_file(straight / "weights" / "sft" / "model.safetensors")
+    for name, weight in load_file(moved / "weights" / "sft" / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # twice the steps of the test below
+
+
 def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
     one = start_run(tmp_path / "one", sft_spec(4), ("sft",))
-    two = start_run(tmp_path / "two", sft_spec(4, num_ranks=2), ("sft",))
+    two = start_run(tmp_path / "two", sft_spec(4, dp_shard=2), ("sft",))
     expected = load_file(one / "weights" / "sft" / "model.safetensors")
     for name, weight in load_file(two / "weights" / "sft" / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)  # summation order; test_trainer_learner.py says more

@@ -46,6 +46,20 @@ def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", hel
 
 
 @app.command()
+def adopt(
+    word: RunWord, other: Annotated[str, typer.Argument(metavar="OTHER", help="The run that it goes on from, by name or folder.")]
+) -> None:
+    """Begin a run where another stands: the same learning on other devices, or in another layout of trainer and engines."""
+    from orrery.launcher.adopt import adopt
+    from orrery.launcher.runs import find, resume_command
+
+    run = find(word)
+    where = adopt(run, find(other))
+    rest = [stage for stage in run.stages if stage not in run.finished()]
+    print(f"{run.path.name}: {where}\ngo on with `{resume_command(run, rest[0])}`")
+
+
+@app.command()
 def plan(
     word: RunWord,
     stage: Annotated[

@@ -49,6 +49,7 @@ wanted = {{n: v for n, v in packages.items() if n in {PACKAGES.split()!r} or n.s
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
+ADOPTED = "adopted.json"  # in a run's folder: where it stood when it began (`adopt`)
 
 Facts = dict[str, Any]  # of an image: file, sha256, versions
 
@@ -126,12 +127,13 @@ def _known(run_dir: Path) -> dict[str, Facts]:
     return {one["file"]: one for one in told if one["sha256"] and "unknown" not in one["versions"]}
 
 
-def _run(run_dir: Path) -> dict[str, str]:
+def _run(run_dir: Path) -> dict[str, Any]:
+    adopted = {"adopted": json.loads((run_dir / ADOPTED).read_text())} if (run_dir / ADOPTED).exists() else {}
     try:
         manifest = load(run_dir / "manifest.json")
     except OrreryError as error:
-        return {"name": run_dir.name, "id": f"unknown: {error}".replace(str(run_dir), run_dir.name)}
-    return {"name": manifest.name, "id": run_id(manifest)}
+        return {"name": run_dir.name, "id": f"unknown: {error}".replace(str(run_dir), run_dir.name)} | adopted
+    return {"name": manifest.name, "id": run_id(manifest)} | adopted
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:

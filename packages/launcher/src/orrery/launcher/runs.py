@@ -44,7 +44,7 @@ def runs_root(workspace: Workspace) -> Path:
 
 def all_runs(workspace: Workspace) -> list[Path]:
     """Every run folder that a launcher has worked in, the newest first."""
-    found = [path.parent for path in runs_root(workspace).glob("*/status.json")]
+    found = [path.parent for path in runs_root(workspace).glob("[!.]*/status.json")]
     return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
 
 

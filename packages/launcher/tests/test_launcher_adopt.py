@@ -1,0 +1,156 @@
+"""A run that begins where another stands: what it takes over, what it refuses, and what stays whole."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from orrery.launcher import cli, lock
+from orrery.launcher.adopt import adopt
+from orrery.launcher.receipt import record
+from orrery.launcher.runs import Run, all_runs, find
+from orrery.launcher.stage import done_path, newest_checkpoint
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import pretty_json, run_dir
+from orrery.manifest.schema import Manifest
+from orrery.manifest.workspace import find_workspace
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(60)
+
+
+def changed(manifest: Manifest, **fields) -> Manifest:
+    """The manifest with other values, by their paths with `__` for dots."""
+    content = manifest.model_dump(mode="json")
+    for path, value in fields.items():
+        *folders, last = path.split("__")
+        place = content
+        for folder in folders:
+            place = place[folder]
+        place[last] = value
+    return Manifest.model_validate(content)
+
+
+def write(path: Path, text: str = "x") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    for name in ("manifests", "jsonnet", "locks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ORRERY_RESUME", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def other(checkout):
+    """A run that was stopped in its RL stage, with one whole checkpoint and one that is torn."""
+    run = find("reverse_text")
+    write(run.path / "manifest.json", pretty_json(run.manifest))
+    for stage in ("init", "sft"):
+        write(done_path(run.path, stage), "{}")
+    write(run.path / "stages/rl/health/trainer.0.json")
+    write(run.path / "weights/sft/model.safetensors")
+    write(run.path / "weights/wire/version_3/1.safetensors")
+    for step, files in ((3, ("trainer/rank_0", "COMPLETE")), (6, ("trainer/rank_0",))):
+        for file in files:
+            write(run.path / "checkpoints" / f"step_{step}" / file)
+    write(run.path / "metrics/trainer.0.jsonl", '{"stage": "rl", "step": 3}\n')
+    write(run.path / "report/index.html")
+    write(run.path / "status.json", json.dumps({"attempt": 2}))
+    return run
+
+
+def begun(checkout, other, **fields) -> Run:
+    """A run of the same learning, not begun."""
+    manifest = changed(other.manifest, **({"name": "elsewhere"} | fields))
+    return Run(manifest, run_dir(checkout / "runs", manifest))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_run_stays(checkout, other):
+    before = files(other.path)
+    run = begun(
+        checkout, other, trainer__checkpoint={"interval_steps": 5, "keep": 3}, orchestrator__admission={"kind": "fixed", "max_in_flight": 7}
+    )
+    assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
+    assert set(files(run.path)) == {
+        "adopted.json", "checkpoints/step_3/COMPLETE", "checkpoints/step_3/trainer/rank_0", "manifest.json", "metrics/trainer.0.jsonl",
+        "stages/init/DONE", "stages/rl/health/trainer.0.json", "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
+    }  # fmt: skip
+    assert find(run.path.name).manifest == run.manifest and run.finished() == ["init", "sft"] and newest_checkpoint(run.path) == 3
+    assert set(files(other.path)) == {*before, ".lock"} and find("reverse_text") == other
+    assert os.path.samefile(run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors")
+    assert not os.path.samefile(run.path / "metrics/trainer.0.jsonl", other.path / "metrics/trainer.0.jsonl"), "rows are added there"
+    record(run.path, "rl", 3, "stopped", "", 0.0, 1.0, [], {}, None, checkout)
+    said = json.loads((run.path / "receipt.json").read_text())["run"]
+    assert said["name"] == "elsewhere"
+    assert said["adopted"] == {"run": other.path.name, "done": ["init", "sft"], "checkpoint": {"stage": "rl", "step": 3}}
+
+
+def test_files_are_copied_where_they_cannot_have_two_names(checkout, other, monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "Invalid cross-device link")))
+    run = begun(checkout, other)
+    adopt(run, other)
+    assert not os.path.samefile(run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seed", 9), ("trainer__max_grad_norm", 2.0), ("inference__max_model_len_tokens", 96), ("orchestrator__max_off_policy_steps", 1)],
+)
+def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, field, value):
+    run = begun(checkout, other, **{field: value})
+    with pytest.raises(OrreryError, match=rf"would learn something else than {other.path.name}: {field.replace('__', '.')}: .* → {value};"):
+        adopt(run, other)
+    assert not run.path.exists() and [path.name for path in (checkout / "runs").iterdir()] == [other.path.name]
+
+
+def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, other):
+    one, two = begun(checkout, other), begun(checkout, other, name="nowhere")
+    with pytest.raises(
+        OrreryError, match=rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start elsewhere by itself"
+    ):
+        adopt(one, two)
+    with pytest.raises(OrreryError, match=r"it has begun; only a run that has not can adopt another"):
+        adopt(other, one)
+
+
+def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(checkout, other, monkeypatch):
+    run = begun(checkout, other)
+    with lock.hold(other.path), pytest.raises(OrreryError, match="another launcher runs this run"):
+        adopt(run, other)
+    write(checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}")  # as one that was killed leaves it
+    assert [path.name for path in all_runs(find_workspace())] == [other.path.name]
+    monkeypatch.setattr(shutil, "copy2", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OrreryError, match=r"nothing is adopted: .*No space left on device"):
+        adopt(run, other)
+    assert [path.name for path in (checkout / "runs").iterdir()] == [other.path.name]
+
+
+def test_the_command_says_where_it_stands_and_what_to_type_next(checkout, other, capsys, monkeypatch):
+    """A checked-in run of the same learning: the seeds of the demo differ, so one is edited here to be the demo on another device."""
+    monkeypatch.setattr(sys, "argv", ["orrery", "adopt", "reverse_text_seed_2", "reverse_text"])
+    with pytest.raises(SystemExit) as leave:
+        cli.main()
+    assert leave.value.code == 2 and "would learn something else" in capsys.readouterr().err
+    manifest = changed(other.manifest, name="reverse_text_seed_2", trainer__checkpoint={"interval_steps": 5, "keep": 3})
+    (checkout / "manifests/reverse_text_seed_2.json").write_text(pretty_json(manifest))
+    with pytest.raises(SystemExit) as leave:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not leave.value.code
+    assert out.splitlines() == [
+        f"{run_dir('', manifest).name}: done: init, sft; rl goes on after step 3",
+        "go on with `snakemake --profile local reverse_text_seed_2`",
+    ]
