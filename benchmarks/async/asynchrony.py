@@ -16,7 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from shapes import SHAPES, numbers, run
+from shapes import SHAPES, numbers, ran_with, run
 
 from orrery.observe.report.data import RunData
 
@@ -75,6 +75,7 @@ def main() -> None:
         rows=[each.row(side) for side, each in measured.items()],
         details={
             "runs": {side: data.run_dir.name for side, data in sides.items()},
+            "versions": {side: ran_with(data) for side, data in sides.items()},
             "model": f"{sides['asynchronous'].manifest.model.family}",
         },
     )

@@ -5,6 +5,7 @@
   batch was cut, for the trainer takes what lies ready then while engines rest.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def run(name: str, runs: Path | None) -> RunData:
         if code := subprocess.run(argv, cwd=workspace, env=os.environ).returncode:
             raise SystemExit(f"error: {stage} of {name} ended with code {code}; its logs are in {workspace}/runs")
     return RunData.load(next((workspace / "runs").glob(f"{name}-????????????")))
+
+
+def ran_with(run: RunData) -> dict[str, Any]:
+    """Releases and driver, by its receipt: a run may have been elsewhere. Of its first stage where nobody was left to say it of RL."""
+    stages = json.loads((run.run_dir / "receipt.json").read_text())["stages"]
+    return (stages.get("rl") or stages["init"])["attempts"][-1]["versions"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from shapes import SHAPES, numbers, run
+from shapes import SHAPES, numbers, ran_with, run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import record
@@ -56,7 +56,7 @@ def main() -> None:
         goal=None,
         better="higher",
         rows=[measured.row(options.shape)],
-        details={"run": data.run_dir.name, "gate_tolerance": TOLERANCE[options.shape]},
+        details={"run": data.run_dir.name, "gate_tolerance": TOLERANCE[options.shape], "versions": ran_with(data)},
     )
 
 

@@ -1,0 +1,101 @@
+"""The whole loop's figures: which steps are measured, and the gate that holds a new run to the recorded one."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from orrery.manifest.identity import load
+from orrery.observe.report.data import RunData, Span
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "async"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """`shapes` and `whole_loop`, which import one another by name."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    found = []
+    for name in ("shapes", "whole_loop"):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        found.append(module)
+    return found
+
+
+def made_up(tmp_path, num_steps=8, tokens=1000, run_id="0" * 12):
+    """Steps end every 10 s from second 10 on; the last batch was cut at second 65, so steps 4, 5 and 6 are measured."""
+    folder = tmp_path / f"asynchrony_cpu-{run_id}"
+    folder.mkdir(parents=True)
+    (folder / "receipt.json").write_text(json.dumps({"stages": {"init": {"attempts": [{"versions": {"driver": "1"}}]}}}))
+    (folder / "manifest.json").write_bytes((ROOT / "manifests" / "asynchrony_cpu.json").read_bytes())
+    rl = [{"step": step, "time_s": 10.0 * step, "num_trained_tokens": tokens} for step in range(1, num_steps + 1)]
+    batches = [
+        {"step": step, "time_s": min(10.0 * step - 9, 65.0), "staleness_mean": step, "staleness_max": step, "completion_tokens_mean": step,
+         "dropped": {"stale": step}}
+        for step in range(1, num_steps + 1)
+    ]  # fmt: skip
+    updates = [{"version": step, "pause_s": 0.1 * step, "drain_s": 1.0} for step in range(num_steps + 1)]
+    lines = {"trainer.0": [("wait", 5, 33), ("wait", 58, 75), ("forward_backward", 33, 58)], "inference.0": [("generate", 0, 80)]}
+    spans = [Span(role, name, float(begin), float(end), 1) for role, each in lines.items() for name, begin, end in each]
+    empty = {field.name: [] for field in dataclasses.fields(RunData)}
+    return RunData(**empty | {
+        "run_dir": folder, "manifest": load(folder / "manifest.json"), "rl": rl, "batches": batches, "updates": updates, "spans": spans,
+    })  # fmt: skip
+
+
+def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(scripts, tmp_path):
+    found = scripts[0].numbers(made_up(tmp_path))
+    assert found.num_measured == 3 and found.num_steps == 8
+    assert found.tokens_per_s == 3 * 1000 / (60 - 30) and found.step_s == 10
+    assert found.trainer_waits == pytest.approx((3 + 2) / 30)  # seconds 30 to 33 and 58 to 60
+    assert (found.staleness_mean, found.staleness_max, found.median_tokens) == (5, 6, 5)
+    assert found.update_pause_s == pytest.approx(0.5) and found.update_s == pytest.approx(1.5)
+    assert found.dropped == {"stale": 8}
+    with pytest.raises(SystemExit, match=r"of 4 steps 3 warm up, and 0 more ended before the last batch was cut; 2 are needed"):
+        scripts[0].numbers(made_up(tmp_path / "short", num_steps=4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "run_id", "says"),
+    [
+        (1000, "0" * 12, None),
+        (510, "0" * 12, None),
+        (490, "0" * 12, r"49 tokens/s is below 50; find what became slower"),
+        (1000, "1" * 12, r"another manifest: their figures are not to be compared"),
+    ],
+    ids=["as recorded", "within the tolerance", "slower", "another manifest"],
+)
+def test_the_gate_lets_nothing_slower_pass_and_compares_no_other_manifest(scripts, tmp_path, monkeypatch, capsys, tokens, run_id, says):
+    _, whole_loop = scripts
+    monkeypatch.setattr(whole_loop, "HERE", tmp_path)
+    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "recorded"))
+    monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--out", str(tmp_path)])
+    monkeypatch.setenv("ORRERY_COMMIT", "0" * 40)
+    whole_loop.main()
+    written = (tmp_path / "whole_loop_cpu.json").read_bytes()
+    assert json.loads(written)["value"] == 100 and json.loads(written)["details"]["versions"] == {"driver": "1"}
+    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now", tokens=tokens, run_id=run_id))
+    monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--gate"])
+    if says is None:
+        whole_loop.main()
+    else:
+        with pytest.raises(SystemExit, match=says):
+            whole_loop.main()
+    assert (tmp_path / "whole_loop_cpu.json").read_bytes() == written, "the gate records nothing"
+
+
+def test_a_run_from_a_folder_has_trained_all_its_steps(scripts, tmp_path):
+    folder = made_up(tmp_path).run_dir
+    with pytest.raises(SystemExit, match=r"it holds 0 runs of asynchrony_cpu that trained all their steps"):
+        scripts[0].run("asynchrony_cpu", tmp_path)
+    (folder / "metrics").mkdir()
+    rows = [{"stage": "rl", "step": step, "attempt": 1, "time_s": step} for step in range(1, 17)]
+    (folder / "metrics" / "trainer.0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(scripts[0].run("asynchrony_cpu", tmp_path).rl) == 16
