@@ -360,14 +360,31 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
     assert err.startswith(f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit") and err.count("\n") == 1
 
 
-def test_check_notes_what_a_right_manifest_asks_for_in_vain(tmp_path, capsys):
-    path = tmp_path / "direct.json"
-    lora = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
-    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), lora))))
-    assert orrery("check", str(path)) == 0
-    first, note, *_ = capsys.readouterr().out.splitlines()
-    assert first == f"{path}: words is a manifest"
-    assert note.startswith("  note: it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024")
+RANK_1024 = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
+IN_VAIN = "it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024"
+
+
+def test_a_manifest_that_asks_for_something_in_vain_is_refused_by_its_path(tmp_path, capsys):
+    good, path = tmp_path / "good.json", tmp_path / "direct.json"
+    good.write_text(json.dumps(GOOD))
+    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), RANK_1024))))
+    assert orrery("check", str(good), str(path)) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{good}: words is a manifest\n"
+    assert err.startswith(f"error: {path}: {IN_VAIN}") and err.count("\n") == 1
+
+
+def test_a_run_that_asks_for_something_in_vain_is_refused_by_name_and_noted_among_all(checkout, capsys):
+    lora = "lora: { rank: 1024, alpha: 8.0, targets: ['attention'], seed: 1 }"
+    edited(checkout, "runs/sums.jsonnet", "trainer+: {", f"transport+: {{ weights: 'adapters' }}, trainer+: {{ {lora},")
+    assert orrery("render") == 0 and orrery("check", "words") == 0
+    capsys.readouterr()
+    assert orrery("check", "words", "sums") == 2
+    assert capsys.readouterr().err.startswith(f"error: sums: {IN_VAIN}")
+    assert orrery("check") == 0
+    listed = capsys.readouterr().out.splitlines()
+    notes = [number for number, line in enumerate(listed) if line.startswith("  note: ")]
+    assert len(notes) == 1 and listed[notes[0]].startswith(f"  note: {IN_VAIN}") and listed[notes[0] - 1].startswith("sums ")
 
 
 def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):
