@@ -1,12 +1,15 @@
 """What is built: each form of a run that cannot start is one sentence, which says what to set."""
 
+import re
+
 import pytest
 
-from orrery.manifest.built import FAMILIES, check_built
+from orrery.manifest.built import FAMILIES, check_built, refusal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import plan
+from orrery.manifest.release import LOCKED
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 
@@ -138,3 +141,35 @@ def test_adapters_of_all_kinds_reach_engines_merged(wire):
 
 def test_one_h200_node_of_a_built_network_is_built():
     check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))
+
+
+APART_BY_MOONCAKE = APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
+RELEASES = [
+    (
+        {"transport__routed_experts": True, "inference__kv_offload": TIERS},
+        "transport.routed_experts with inference.kv_offload.kind 'tiers': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
+        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
+    ),
+    (
+        {"transport__routed_experts": True, "inference__num_replicas": 2, **APART},
+        "transport.routed_experts with inference.kv_transfer.kind 'nixl': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
+        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
+    ),
+    (
+        {"inference__num_replicas": 2, **APART_BY_MOONCAKE},
+        "inference.max_restarts with inference.kv_transfer.kind 'mooncake': in vLLM 0.26 (locks/inference.cuda.txt) a request hangs whose "
+        "cache was lost with its engine; set inference.max_restarts to 0, inference.kv_transfer.kind to 'nixl', or install vLLM 0.32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), RELEASES, ids=[sentence[:60] for _, sentence in RELEASES])
+def test_what_the_locked_release_cannot_do_is_told_of_the_hardware_that_it_is_for(fields, sentence):
+    assert refusal(changed("reverse_text_moe", **fields)) is None
+    assert refusal(changed("reverse_text_moe", **fields, hardware=H200)) == f"it is planned and refuses to start: {sentence}"
+
+
+def test_the_locks_hold_the_releases_that_are_told_of():
+    for release in LOCKED.values():
+        version, lock = re.fullmatch(r"vLLM (\d+\.\d+) \((.*)\)", release.name).groups()
+        assert re.search(rf"^vllm(-cpu)?=={re.escape(version)}\.", (WORKSPACE.root / lock).read_text(), re.MULTILINE), release

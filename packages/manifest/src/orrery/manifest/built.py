@@ -4,6 +4,7 @@ Each table below names what runs today; whoever builds more adds it there and no
 """
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.release import LOCKED, check_release
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
@@ -55,9 +56,11 @@ def check_built(manifest: Manifest) -> None:
 
 
 def refusal(manifest: Manifest) -> str | None:
-    """What is to be told of a run that can be planned and not started yet, or None."""
+    """What is to be told of a run that can be planned and not started, with what the locks name; or None."""
+    locked = LOCKED[manifest.hardware.accelerator]
     try:
         check_built(manifest)
+        check_release(manifest, locked.name, locked.features.__contains__)
     except OrreryError as error:
         return f"it is planned and refuses to start: {error}"
     return None
