@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -97,6 +98,23 @@ SENTENCES = [
         "engines itself; set inference.router.kind to 'none', or",
     ),
     (
+        broken(("inference", "tensor_parallel"), 8),
+        "inference.tensor_parallel 8: 4 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 4]",
+    ),
+    (
+        broken(("inference", "tensor_parallel"), 3, broken(("model", "num_heads"), 6)),
+        "inference.tensor_parallel 3: 6 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 6]",
+    ),
+    (
+        broken(("inference", "max_num_sequences"), 257),
+        "inference.max_batched_tokens 256 cannot hold one token of each of inference.max_num_sequences 257; set it to at least that",
+    ),
+    (
+        broken(("inference", "kv_cache_bytes"), 10239),
+        "inference.kv_cache_bytes 10239 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 10240; set it to at "
+        "least that",
+    ),
+    (
         broken(("hardware", "num_nodes"), 2),
         "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of nodes; try 2",
     ),
@@ -163,6 +181,24 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
     data = broken(("trainer", "optimizer", "lr"), KeyError, broken(("trainer", "optimizer", "learning"), 1e-3))
     with pytest.raises(OrreryError, match=r"trainer\.optimizer\.learning .*\(and 1 more\)"):
         check(data, "here")
+
+
+def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
+    # keys and values of 2 heads of 8 float32, in blocks of 16 tokens, of which vLLM keeps one back: 64 tokens are 4 and 65 are 5
+    def least(tokens, devices=1):
+        data = broken(("trainer", "memory", "max_tokens_per_micro_batch"), 128, broken(("inference", "tensor_parallel"), devices))
+        data["inference"] |= {"kv_cache_bytes": 1, "max_model_len_tokens": tokens}
+        with pytest.raises(OrreryError) as caught:
+            check(data, "here")
+        needed = int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
+        data["inference"]["kv_cache_bytes"] = needed
+        assert check(data, "here")
+        return needed
+
+    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [5 * 2048, 6 * 2048, 6 * 1024, 6 * 1024]
+    edited(checkout, "hardware/two_cores.libsonnet", "1048576", "10239")
+    with pytest.raises(OrreryError, match=r"kv_cache_bytes: 10239 cannot hold one rollout of 64 tokens, which needs 10240"):
+        render(Workspace(checkout), "words")
 
 
 def test_not_a_number_is_refused():
