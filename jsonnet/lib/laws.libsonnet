@@ -53,7 +53,11 @@ local bytes = { float32: 4, bfloat16: 2 };
          "name: no run is called '%s', for the pipeline has a rule of that name; try 'my_%s'" % [run.name, run.name],
 
   assert run.layout.trainer_ranks % (mesh.dp_replicate * mesh.cp) == 0 :
-         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks' % [mesh.dp_replicate * mesh.cp, run.layout.trainer_ranks],
+         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks; choose dp_replicate·cp from %s' % [
+    mesh.dp_replicate * mesh.cp,
+    run.layout.trainer_ranks,
+    std.join(', ', ['%d' % n for n in std.range(1, run.layout.trainer_ranks) if run.layout.trainer_ranks % n == 0]),
+  ],
   assert (mesh.dp_shard * mesh.cp) % mesh.ep == 0 :
          'trainer.mesh.ep: %d does not divide dp_shard·cp = %d; choose ep from %s' % [
     mesh.ep,

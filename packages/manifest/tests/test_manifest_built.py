@@ -32,6 +32,7 @@ H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
 ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
+ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
@@ -47,6 +48,11 @@ REFUSED = [
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
         "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
         "'none', or inference.prefill_replicas to 0",
+    ),
+    (
+        changed("reverse_text", hardware=H200, inference__num_replicas=2, inference__data_parallel=2, **APART),
+        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank each so far; set inference.data_parallel "
+        "to 1, or inference.prefill_replicas to 0",
     ),
     (
         changed("reverse_text_moe", inference__kv_offload=STORE, transport__routed_experts=True),
@@ -113,6 +119,36 @@ def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, 
     with pytest.raises(OrreryError) as caught:
         changed(name, **{f"trainer__mesh__{axis}": size for axis, size in mesh.items()})
     assert sentence in str(caught.value)
+
+
+DEVICES = [
+    (
+        {"trainer__mesh__dp_shard": 4},
+        "trainer 4 + inference 1 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 3, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 2, "inference__num_replicas": 3, "inference__router": ROUTER},
+        "trainer 2 + inference 3 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 1, "
+        "or inference.num_replicas to at most 2, or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 3, "inference__num_replicas": 2, **APART},
+        "trainer 3 + inference 2 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 2, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"inference__tensor_parallel": 4},
+        "trainer 1 + inference 4 devices do not fit 4; set hardware.devices_per_node to 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), DEVICES)
+def test_devices_that_do_not_fit_a_node_are_refused_with_those_that_do(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("reverse_text", hardware=H200 | {"devices_per_node": 4}, **fields)
+    assert str(caught.value) == f"reverse_text: {sentence}"
 
 
 def test_keys_travel_where_heads_do_not_divide():

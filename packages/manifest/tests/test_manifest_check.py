@@ -253,7 +253,7 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { cp: 4 },",
-        "dp_replicate·cp = 4 does not divide 2 trainer ranks",
+        "dp_replicate·cp = 4 does not divide 2 trainer ranks; choose dp_replicate·cp from 1, 2",
     ),
     "a batch of broken groups": (
         "runs/words_wide.jsonnet",

@@ -787,10 +787,17 @@ class Manifest(Record):
     def mesh_fits_hardware(self) -> "Manifest":
         mesh, model = self.trainer.mesh, self.model
         if self.hardware.accelerator != "cpu" and self.hardware.num_nodes == 1:
-            devices = self.hardware.devices_per_node
-            used = mesh.world_size + self.inference.num_replicas * self.inference.devices_per_replica
+            devices, inference = self.hardware.devices_per_node, self.inference
+            used = mesh.world_size + inference.num_replicas * inference.devices_per_replica
             if used > devices:
-                raise ValueError(f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}")
+                ranks = devices - used + mesh.world_size
+                replicas = (devices - mesh.world_size) // inference.devices_per_replica
+                fits = [f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}"] if ranks > 0 else []
+                fits += [f"inference.num_replicas to at most {replicas}"] if replicas > inference.prefill_replicas else []
+                raise ValueError(
+                    f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}; "
+                    f"set {', or '.join([*fits, f'hardware.devices_per_node to {used}'])}"
+                )
         if self.inference.max_model_len_tokens > model.max_positions:
             raise ValueError(
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
