@@ -56,6 +56,12 @@ GOLDEN = {
         "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 orchestrator0/0", "1: inference1/1"],
         "report": ["all 0+1", "0: report0/0"],
     },
+    "qwen3_30b_a3b_16k_wide": {
+        "init": ["all 0+1", "0: trainer0/1"],
+        "rl": ["inference 0+1", "trainer 1+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0", f"1: {ranks(0)}"],
+        "evaluate": ["inference 0+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0"],
+        "report": ["all 0+1", "0: report0/0"],
+    },
 }
 
 
