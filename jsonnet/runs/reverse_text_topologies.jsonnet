@@ -17,6 +17,8 @@ local small = (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke { la
   },
   reverse_text_kv_store: small {
     layout+:: { engines: 2 },
+    // a question of more than one block of cache, for parts of a block stay where they are
+    problems:: [problem { args+: { instruction: 'write the letters of this word from last to first: ' } } for problem in super.problems],
     inference+: { kv_offload: { kind: 'mooncake', protocol: 'tcp', segment_bytes: 67108864 } },
   },
 })
