@@ -19,11 +19,13 @@ local bytes = { float32: 4, bfloat16: 2 };
     for n in std.range(1, run.model.num_heads)
     if run.model.num_heads % n == 0 && (run.model.num_kv_heads % n == 0 || n % run.model.num_kv_heads == 0)
   ],
-  // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of every head
+  // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of a device's heads
   local kv_layer_numbers =
-    if mla == null then 2 * run.model.num_kv_heads * run.model.head_dim
+    if mla == null then 2 * std.max(1, std.floor(run.model.num_kv_heads / run.inference.tensor_parallel)) * run.model.head_dim
     else mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim,
-  local kv_token_bytes = run.model.num_layers * kv_layer_numbers * bytes[run.inference.dtype],
+  local kv_block_bytes = run.inference.kv_block_tokens * run.model.num_layers * kv_layer_numbers * bytes[run.inference.dtype],
+  // whole blocks, and the one that vLLM keeps back
+  local kv_longest_bytes = (1 + std.ceil(run.inference.max_model_len_tokens / run.inference.kv_block_tokens)) * kv_block_bytes,
 
   local per_node = run.hardware.devices_per_node,
   local per_replica = run.inference.data_parallel * run.inference.tensor_parallel,
@@ -51,7 +53,11 @@ local bytes = { float32: 4, bfloat16: 2 };
          "name: no run is called '%s', for the pipeline has a rule of that name; try 'my_%s'" % [run.name, run.name],
 
   assert run.layout.trainer_ranks % (mesh.dp_replicate * mesh.cp) == 0 :
-         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks' % [mesh.dp_replicate * mesh.cp, run.layout.trainer_ranks],
+         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks; choose dp_replicate·cp from %s' % [
+    mesh.dp_replicate * mesh.cp,
+    run.layout.trainer_ranks,
+    std.join(', ', ['%d' % n for n in std.range(1, run.layout.trainer_ranks) if run.layout.trainer_ranks % n == 0]),
+  ],
   assert (mesh.dp_shard * mesh.cp) % mesh.ep == 0 :
          'trainer.mesh.ep: %d does not divide dp_shard·cp = %d; choose ep from %s' % [
     mesh.ep,
@@ -112,11 +118,11 @@ local bytes = { float32: 4, bfloat16: 2 };
     run.trainer.memory.max_tokens_per_micro_batch,
     run.inference.max_model_len_tokens,
   ],
-  assert run.inference.kv_cache_bytes >= kv_token_bytes * run.inference.max_model_len_tokens :
+  assert run.inference.kv_cache_bytes >= kv_longest_bytes :
          'inference.kv_cache_bytes: %d cannot hold one rollout of %d tokens, which needs %d' % [
     run.inference.kv_cache_bytes,
     run.inference.max_model_len_tokens,
-    kv_token_bytes * run.inference.max_model_len_tokens,
+    kv_longest_bytes,
   ],
   assert std.length(std.set([p.name for p in run.problems])) == std.length(run.problems) :
          'problems: the names %s are not all different' % std.join(', ', [p.name for p in run.problems]),

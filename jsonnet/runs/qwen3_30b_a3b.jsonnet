@@ -37,6 +37,13 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     layout+:: { engines: 16, prefill_engines: 8 },
     inference+: { router: { kind: 'none' } },
   },
+  // eight engines in FP8
+  qwen3_30b_a3b_16k_fp8: self.qwen3_30b_a3b_16k { inference+: { quantization: 'fp8' } },
+  // two engines of four devices each: attention over requests, whole experts over all four
+  qwen3_30b_a3b_16k_wide: self.qwen3_30b_a3b_16k {
+    layout+:: { engines: 2, devices_per_engine: 4 },
+    inference+: { data_parallel: 4 },
+  },
   qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
   qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora,
   qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,

@@ -17,6 +17,7 @@ from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
 
 
 @pytest.fixture
@@ -45,6 +46,16 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
     assert (said["--host"], said["--port"]) == ("10.1.2.3", "4567")
     assert "--enforce-eager" in said
     assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, "127.0.0.1", 1))
+
+
+def test_a_run_in_fp8_and_one_of_wide_engines_reach_the_command_line(tmp_path):
+    fp8, wide = (
+        flags(server_arguments(load(REPOSITORY / f"manifests/qwen3_30b_a3b_16k_{name}.json"), tmp_path, 0, "127.0.0.1", 1))
+        for name in ("fp8", "wide")
+    )
+    assert fp8["--quantization"] == "fp8_per_block" and fp8["--tensor-parallel-size"] == "1" and "--data-parallel-size" not in fp8
+    assert wide["--data-parallel-size"] == "4" and wide["--tensor-parallel-size"] == "1" and "--quantization" not in wide
+    assert "--enable-expert-parallel" in wide and "--enable-expert-parallel" not in fp8
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):

@@ -20,6 +20,8 @@ from orrery.inference import releases
 from orrery.inference.assemble import server_arguments
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.release import LOCKED
 from orrery.transport import engine as client
 
 INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
@@ -254,6 +256,16 @@ def test_restarts_beside_mooncake_are_refused_by_the_release_whose_readers_would
         is_refused = kv_transfer["kind"] == "mooncake" and not is_new(tree)
         with pytest.raises(OrreryError, match=r"max_restarts with inference.kv_transfer.kind 'mooncake'") if is_refused else nullcontext():
             releases.arguments(check(content, "test"))
+
+
+def test_the_law_about_releases_says_of_each_what_its_source_has(tree):
+    locked = LOCKED["cpu" if is_new(tree) else "h200"]
+    assert [feature for feature, place in releases.FEATURES.items() if releases._has(*place)] == list(locked.features)
+
+
+def test_a_run_that_every_release_can_serve_is_rendered_where_none_is_installed(monkeypatch):
+    monkeypatch.setattr(releases, "find_spec", lambda name: None)
+    assert releases.arguments(load(REPOSITORY / "manifests/reverse_text_moe_replay.json")) == {}
 
 
 def test_every_flag_is_there(tree):

@@ -1,12 +1,15 @@
 """What is built: each form of a run that cannot start is one sentence, which says what to set."""
 
+import re
+
 import pytest
 
-from orrery.manifest.built import FAMILIES, check_built
+from orrery.manifest.built import FAMILIES, check_built, refusal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import plan
+from orrery.manifest.release import LOCKED
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 
@@ -29,6 +32,7 @@ H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
 ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
+ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
@@ -44,6 +48,11 @@ REFUSED = [
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
         "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
         "'none', or inference.prefill_replicas to 0",
+    ),
+    (
+        changed("reverse_text", hardware=H200, inference__num_replicas=2, inference__data_parallel=2, **APART),
+        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank each so far; set inference.data_parallel "
+        "to 1, or inference.prefill_replicas to 0",
     ),
     (
         changed("reverse_text_moe", inference__kv_offload=STORE, transport__routed_experts=True),
@@ -112,6 +121,36 @@ def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, 
     assert sentence in str(caught.value)
 
 
+DEVICES = [
+    (
+        {"trainer__mesh__dp_shard": 4},
+        "trainer 4 + inference 1 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 3, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 2, "inference__num_replicas": 3, "inference__router": ROUTER},
+        "trainer 2 + inference 3 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 1, "
+        "or inference.num_replicas to at most 2, or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 3, "inference__num_replicas": 2, **APART},
+        "trainer 3 + inference 2 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 2, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"inference__tensor_parallel": 4},
+        "trainer 1 + inference 4 devices do not fit 4; set hardware.devices_per_node to 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), DEVICES)
+def test_devices_that_do_not_fit_a_node_are_refused_with_those_that_do(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("reverse_text", hardware=H200 | {"devices_per_node": 4}, **fields)
+    assert str(caught.value) == f"reverse_text: {sentence}"
+
+
 def test_keys_travel_where_heads_do_not_divide():
     assert changed("reverse_text", trainer__mesh__cp=3, trainer__mesh__cp_style="ring")
 
@@ -138,3 +177,35 @@ def test_adapters_of_all_kinds_reach_engines_merged(wire):
 
 def test_one_h200_node_of_a_built_network_is_built():
     check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))
+
+
+APART_BY_MOONCAKE = APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
+RELEASES = [
+    (
+        {"transport__routed_experts": True, "inference__kv_offload": TIERS},
+        "transport.routed_experts with inference.kv_offload.kind 'tiers': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
+        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
+    ),
+    (
+        {"transport__routed_experts": True, "inference__num_replicas": 2, **APART},
+        "transport.routed_experts with inference.kv_transfer.kind 'nixl': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
+        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
+    ),
+    (
+        {"inference__num_replicas": 2, **APART_BY_MOONCAKE},
+        "inference.max_restarts with inference.kv_transfer.kind 'mooncake': in vLLM 0.26 (locks/inference.cuda.txt) a request hangs whose "
+        "cache was lost with its engine; set inference.max_restarts to 0, inference.kv_transfer.kind to 'nixl', or install vLLM 0.32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), RELEASES, ids=[sentence[:60] for _, sentence in RELEASES])
+def test_what_the_locked_release_cannot_do_is_told_of_the_hardware_that_it_is_for(fields, sentence):
+    assert refusal(changed("reverse_text_moe", **fields)) is None
+    assert refusal(changed("reverse_text_moe", **fields, hardware=H200)) == f"it is planned and refuses to start: {sentence}"
+
+
+def test_the_locks_hold_the_releases_that_are_told_of():
+    for release in LOCKED.values():
+        version, lock = re.fullmatch(r"vLLM (\d+\.\d+) \((.*)\)", release.name).groups()
+        assert re.search(rf"^vllm(-cpu)?=={re.escape(version)}\.", (WORKSPACE.root / lock).read_text(), re.MULTILINE), release

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -97,6 +98,23 @@ SENTENCES = [
         "engines itself; set inference.router.kind to 'none', or",
     ),
     (
+        broken(("inference", "tensor_parallel"), 8),
+        "inference.tensor_parallel 8: 4 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 4]",
+    ),
+    (
+        broken(("inference", "tensor_parallel"), 3, broken(("model", "num_heads"), 6)),
+        "inference.tensor_parallel 3: 6 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 6]",
+    ),
+    (
+        broken(("inference", "max_num_sequences"), 257),
+        "inference.max_batched_tokens 256 cannot hold one token of each of inference.max_num_sequences 257; set it to at least that",
+    ),
+    (
+        broken(("inference", "kv_cache_bytes"), 10239),
+        "inference.kv_cache_bytes 10239 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 10240; set it to at "
+        "least that",
+    ),
+    (
         broken(("hardware", "num_nodes"), 2),
         "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of nodes; try 2",
     ),
@@ -165,6 +183,24 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
         check(data, "here")
 
 
+def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
+    # keys and values of 2 heads of 8 float32, in blocks of 16 tokens, of which vLLM keeps one back: 64 tokens are 4 and 65 are 5
+    def least(tokens, devices=1):
+        data = broken(("trainer", "memory", "max_tokens_per_micro_batch"), 128, broken(("inference", "tensor_parallel"), devices))
+        data["inference"] |= {"kv_cache_bytes": 1, "max_model_len_tokens": tokens}
+        with pytest.raises(OrreryError) as caught:
+            check(data, "here")
+        needed = int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
+        data["inference"]["kv_cache_bytes"] = needed
+        assert check(data, "here")
+        return needed
+
+    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [5 * 2048, 6 * 2048, 6 * 1024, 6 * 1024]
+    edited(checkout, "hardware/two_cores.libsonnet", "1048576", "10239")
+    with pytest.raises(OrreryError, match=r"kv_cache_bytes: 10239 cannot hold one rollout of 64 tokens, which needs 10240"):
+        render(Workspace(checkout), "words")
+
+
 def test_not_a_number_is_refused():
     with pytest.raises(OrreryError, match=r"trainer\.max_grad_norm"):
         check(broken(("trainer", "max_grad_norm"), float("nan")), "here")
@@ -217,7 +253,7 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { cp: 4 },",
-        "dp_replicate·cp = 4 does not divide 2 trainer ranks",
+        "dp_replicate·cp = 4 does not divide 2 trainer ranks; choose dp_replicate·cp from 1, 2",
     ),
     "a batch of broken groups": (
         "runs/words_wide.jsonnet",
@@ -360,14 +396,31 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
     assert err.startswith(f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit") and err.count("\n") == 1
 
 
-def test_check_notes_what_a_right_manifest_asks_for_in_vain(tmp_path, capsys):
-    path = tmp_path / "direct.json"
-    lora = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
-    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), lora))))
-    assert orrery("check", str(path)) == 0
-    first, note, *_ = capsys.readouterr().out.splitlines()
-    assert first == f"{path}: words is a manifest"
-    assert note.startswith("  note: it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024")
+RANK_1024 = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
+IN_VAIN = "it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024"
+
+
+def test_a_manifest_that_asks_for_something_in_vain_is_refused_by_its_path(tmp_path, capsys):
+    good, path = tmp_path / "good.json", tmp_path / "direct.json"
+    good.write_text(json.dumps(GOOD))
+    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), RANK_1024))))
+    assert orrery("check", str(good), str(path)) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{good}: words is a manifest\n"
+    assert err.startswith(f"error: {path}: {IN_VAIN}") and err.count("\n") == 1
+
+
+def test_a_run_that_asks_for_something_in_vain_is_refused_by_name_and_noted_among_all(checkout, capsys):
+    lora = "lora: { rank: 1024, alpha: 8.0, targets: ['attention'], seed: 1 }"
+    edited(checkout, "runs/sums.jsonnet", "trainer+: {", f"transport+: {{ weights: 'adapters' }}, trainer+: {{ {lora},")
+    assert orrery("render") == 0 and orrery("check", "words") == 0
+    capsys.readouterr()
+    assert orrery("check", "words", "sums") == 2
+    assert capsys.readouterr().err.startswith(f"error: sums: {IN_VAIN}")
+    assert orrery("check") == 0
+    listed = capsys.readouterr().out.splitlines()
+    notes = [number for number, line in enumerate(listed) if line.startswith("  note: ")]
+    assert len(notes) == 1 and listed[notes[0]].startswith(f"  note: {IN_VAIN}") and listed[notes[0] - 1].startswith("sums ")
 
 
 def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):

@@ -56,6 +56,12 @@ GOLDEN = {
         "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 orchestrator0/0", "1: inference1/1"],
         "report": ["all 0+1", "0: report0/0"],
     },
+    "qwen3_30b_a3b_16k_wide": {
+        "init": ["all 0+1", "0: trainer0/1"],
+        "rl": ["inference 0+1", "trainer 1+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0", f"1: {ranks(0)}"],
+        "evaluate": ["inference 0+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0"],
+        "report": ["all 0+1", "0: report0/0"],
+    },
 }
 
 
@@ -68,6 +74,27 @@ def test_a_run_of_one_node_has_one_group_in_every_stage():
     for one in plan(load(WORKSPACE.manifest_path("reverse_text_smoke"))):
         assert one.groups == ONE_NODE == (NodeGroup("all", 0, 1),) and one.num_nodes == 1
         assert {process.node for process in one.processes} == {0}
+
+
+def test_a_store_that_engines_share_is_planned_before_them_wherever_they_serve():
+    servers = "kv_store0/0 inference0/1 inference1/1 router0/0 orchestrator0/0"
+    manifest = load(WORKSPACE.manifest_path("reverse_text_kv_store"))
+    assert {one.name: shown(one) for one in plan(manifest)} == {
+        "init": ["all 0+1", "0: trainer0/1"],
+        "sft": ["all 0+1", "0: trainer0/1"],
+        "rl": ["all 0+1", f"0: {servers} trainer0/1"],
+        "evaluate": ["all 0+1", f"0: {servers}"],
+        "report": ["all 0+1", "0: report0/0"],
+    }
+    store = stage(manifest, "rl").processes[0]
+    assert (store.module, store.ends) == ("orrery.inference.kv_store", "with_stage")
+    data = shape(per_node=1, wide=1, prefill_nodes=0, other_nodes=2, trainer_nodes=1).model_dump(mode="json")
+    data["inference"]["kv_offload"] = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26}
+    assert shown(stage(check(data, "shape"), "evaluate")) == [
+        "inference 0+2",
+        "0: kv_store0/0 inference0/1 router0/0 orchestrator0/0",
+        "1: inference1/1",
+    ]
 
 
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}

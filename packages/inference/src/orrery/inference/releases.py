@@ -14,6 +14,7 @@
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
 - A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
+- What a manifest cannot ask of one of them is the law of `orrery.manifest.release`, which `orrery check` asks of the locked ones.
 - `test_inference_releases.py` holds the names and flags of this package against the installed release, and against the source of
   another where ORRERY_VLLM_SOURCE names its folder.
 """
@@ -25,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.release import Feature, check_release
 from orrery.manifest.schema import Manifest
 
 LAUNCHERS = "entrypoints/launchers/api_server/entry.py"
 AUX_OUTPUT = "distributed/aux_output_connector/worker.py"
 MOONCAKE = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+FEATURES: dict[Feature, tuple[str, ...]] = {"routes_leave_device": (AUX_OUTPUT,), "lost_caches_fail": (MOONCAKE, "_handle_failed_recv")}
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,7 @@ def api_server() -> ApiServer:
 
 def arguments(manifest: Manifest) -> dict[str, str]:
     """Flags that one release needs and the other does not. Raises OrreryError for what the installed one cannot do and another can."""
-    if manifest.transport.routed_experts and not _has(AUX_OUTPUT):
-        for field, kind in (("kv_offload", manifest.inference.kv_offload.kind), ("kv_transfer", manifest.inference.kv_transfer.kind)):
-            if kind != "none":
-                raise OrreryError(
-                    f"transport.routed_experts with inference.{field}.kind {kind!r}: this release of vLLM keeps routes by the place of "
-                    f"their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
-                )
-    if manifest.inference.max_restarts and manifest.inference.kv_transfer.kind == "mooncake" and not _has(MOONCAKE, "_handle_failed_recv"):
-        raise OrreryError(
-            "inference.max_restarts with inference.kv_transfer.kind 'mooncake': in this release of vLLM a request hangs whose cache was "
-            "lost with its engine; set inference.max_restarts to 0, inference.kv_transfer.kind to 'nixl', or install vLLM 0.32"
-        )
+    check_release(manifest, "this release of vLLM", lambda feature: _has(*FEATURES[feature]))
     if manifest.inference.data_parallel > 1 and not _has(LAUNCHERS):
         return {"--worker-cls": "orrery.inference.patches.vllm_0_26_worker.SeededWorker"}
     return {}

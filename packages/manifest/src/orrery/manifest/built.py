@@ -4,6 +4,7 @@ Each table below names what runs today; whoever builds more adds it there and no
 """
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.release import LOCKED, check_release
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
@@ -54,13 +55,20 @@ def check_built(manifest: Manifest) -> None:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
 
 
-def notes(manifest: Manifest) -> list[str]:
-    """What is to be told of a run that cannot start yet, where it is planned or checked: one line, or none."""
+def refusal(manifest: Manifest) -> str | None:
+    """What is to be told of a run that can be planned and not started, with what the locks name; or None."""
+    locked = LOCKED[manifest.hardware.accelerator]
     try:
         check_built(manifest)
+        check_release(manifest, locked.name, locked.features.__contains__)
     except OrreryError as error:
-        return [f"  note: it is planned and refuses to start: {error}"]
-    return []
+        return f"it is planned and refuses to start: {error}"
+    return None
+
+
+def notes(manifest: Manifest) -> list[str]:
+    """The refusal as a line below a run that is listed or planned; none where it starts."""
+    return [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
 
 
 def _check_adapters(manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from orrery.manifest import fields
-from orrery.manifest.built import notes
+from orrery.manifest.built import notes, refusal
 from orrery.manifest.check import nearest
 from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
@@ -95,6 +95,12 @@ def _spelled(run: Rendered) -> tuple[str, Manifest]:
     return f"{find_workspace().shown(run.file)}: {run.manifest.name}", run.manifest
 
 
+def _must_start(word: str, manifest: Manifest) -> None:
+    """Raises `OrreryError` where a run that somebody names cannot start; among all runs it may stand to be planned."""
+    if (told := refusal(manifest)) is not None:
+        raise OrreryError(f"{word}: {told}")
+
+
 @app.command()
 def render(names: Names = None) -> None:
     """Render runs to manifests/; nothing is written unless all of them are right."""
@@ -110,14 +116,15 @@ def render(names: Names = None) -> None:
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Check that runs are right and that manifests/ is what they render to; a path checks that manifest alone."""
+    """Check that runs are right and that manifests/ is what they render to; a path checks that one alone. Named, a run must start."""
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
     rest = [n for n in names or [] if not n.endswith(".json")]
     runs = _chosen(rest) if rest or not names else []
     check_tasks([*given, *map(_spelled, runs)])
     for word, manifest in given:
-        print(f"{word}: {manifest.name} is a manifest", *notes(manifest), sep="\n")
+        _must_start(word, manifest)
+        print(f"{word}: {manifest.name} is a manifest")
     for run in runs:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file():
@@ -126,6 +133,8 @@ def check(names: Names = None) -> None:
             changed = differences(load(path), run.manifest)
             what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "") if changed else "its layout was edited"
             raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it")
+        if names:
+            _must_start(name, run.manifest)
         print(f"{name} {id12(run.manifest)}", *notes(run.manifest), sep="\n")
     if not names:
         known = run_files(workspace)

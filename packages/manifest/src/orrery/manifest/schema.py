@@ -558,6 +558,17 @@ class Inference(Record):
         return self
 
 
+def _longest_cache_bytes(model: Model, inference: Inference) -> int:
+    """Cache of one sequence of `max_model_len_tokens` on one device: whole blocks, and the one that vLLM keeps back."""
+    if (mla := model.mla) is None:  # keys and values of the device's heads, else a latent, its turning part and the indexer's key
+        numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
+    else:
+        numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
+    token_bytes = model.num_layers * numbers * {"float32": 4, "bfloat16": 2}[inference.dtype]
+    num_blocks = 1 + -(-inference.max_model_len_tokens // inference.kv_block_tokens)
+    return num_blocks * inference.kv_block_tokens * token_bytes
+
+
 # Tasks and algorithms -----------------------------------------------------------------------------------------------
 
 
@@ -776,10 +787,17 @@ class Manifest(Record):
     def mesh_fits_hardware(self) -> "Manifest":
         mesh, model = self.trainer.mesh, self.model
         if self.hardware.accelerator != "cpu" and self.hardware.num_nodes == 1:
-            devices = self.hardware.devices_per_node
-            used = mesh.world_size + self.inference.num_replicas * self.inference.devices_per_replica
+            devices, inference = self.hardware.devices_per_node, self.inference
+            used = mesh.world_size + inference.num_replicas * inference.devices_per_replica
             if used > devices:
-                raise ValueError(f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}")
+                ranks = devices - used + mesh.world_size
+                replicas = (devices - mesh.world_size) // inference.devices_per_replica
+                fits = [f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}"] if ranks > 0 else []
+                fits += [f"inference.num_replicas to at most {replicas}"] if replicas > inference.prefill_replicas else []
+                raise ValueError(
+                    f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}; "
+                    f"set {', or '.join([*fits, f'hardware.devices_per_node to {used}'])}"
+                )
         if self.inference.max_model_len_tokens > model.max_positions:
             raise ValueError(
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
@@ -815,10 +833,20 @@ class Manifest(Record):
     @model_validator(mode="after")
     def engines_fit(self) -> "Manifest":
         inference, accelerator = self.inference, self.hardware.accelerator
-        if self.model.num_heads % inference.tensor_parallel:
+        if inference.tensor_parallel not in (fits := _heads_divide_among(self.model)):
             raise ValueError(
-                f"inference.tensor_parallel {inference.tensor_parallel} does not divide {self.model.num_heads} query heads; "
-                f"choose from {[n for n in range(1, inference.tensor_parallel) if self.model.num_heads % n == 0]}"
+                f"inference.tensor_parallel {inference.tensor_parallel}: {self.model.num_heads} query heads and {self.model.num_kv_heads} "
+                f"key heads do not divide among as many devices; choose from {fits}"
+            )
+        if inference.max_batched_tokens < inference.max_num_sequences:
+            raise ValueError(
+                f"inference.max_batched_tokens {inference.max_batched_tokens} cannot hold one token of each of "
+                f"inference.max_num_sequences {inference.max_num_sequences}; set it to at least that"
+            )
+        if inference.kv_cache_bytes < (needed := _longest_cache_bytes(self.model, inference)):
+            raise ValueError(
+                f"inference.kv_cache_bytes {inference.kv_cache_bytes} cannot hold one rollout of inference.max_model_len_tokens "
+                f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that"
             )
         if inference.quantization == "fp8" and (accelerator == "cpu" or inference.dtype != "bfloat16"):
             raise ValueError(
