@@ -13,10 +13,13 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from orrery.inference.assemble import PLUGIN, engine_environment, server_arguments, weights_dir
+from orrery.inference.kv_transfer import lease_s
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
+from orrery.transport.fleet import UPDATE_S, request_s
 
 
 @pytest.fixture
@@ -82,6 +85,17 @@ def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts
     assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
     with pytest.raises(OrreryError, match="has no router"):
         router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11)
+
+
+def test_a_request_that_is_held_by_an_update_ends_at_its_client_before_it_does_at_the_router(make_manifest, monkeypatch):
+    manifest = make_manifest()
+    for scale in ("1", "2.5"):
+        monkeypatch.setenv("ORRERY_DEADLINE_SCALE", scale)
+        said = flags(router_arguments(manifest, ["http://a"], "127.0.0.1", 10, 11))
+        client_s = request_s(manifest)
+        assert client_s >= 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
+        assert int(said["--request-timeout-secs"]) >= client_s + 60
+        assert lease_s(manifest) > client_s
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
