@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from command_lines import flags
@@ -13,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from orrery.inference.assemble import PLUGIN, engine_environment, server_arguments, weights_dir
-from orrery.inference.kv_transfer import lease_s
+from orrery.inference.kv_transfer import lease_s, refuse_open_interfaces
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
@@ -96,6 +98,38 @@ def test_a_request_that_is_held_by_an_update_ends_at_its_client_before_it_does_a
         assert client_s >= 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
         assert int(said["--request-timeout-secs"]) >= client_s + 60
         assert lease_s(manifest) > client_s
+
+
+INTERNET, LINK = SimpleNamespace(family=socket.AF_INET), SimpleNamespace(family=socket.AF_PACKET)
+
+
+@pytest.mark.parametrize(
+    ("others", "allowed", "refused"),
+    [
+        ({}, None, None),
+        ({"ib0": [INTERNET]}, None, None),
+        ({"dummy0": [LINK]}, None, None),
+        ({"eth1": [LINK, INTERNET], "docker0": [INTERNET]}, None, "docker0, eth1"),
+        ({"eth1": [SimpleNamespace(family=socket.AF_INET6)]}, "0", "eth1"),
+        ({"eth1": [INTERNET]}, "1", None),
+    ],
+)
+def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the_site_says_so(monkeypatch, others, allowed, refused):
+    monkeypatch.setenv("ORRERY_INTERFACE", "ib0")
+    monkeypatch.delenv("ORRERY_MOONCAKE_ON_ALL_INTERFACES", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("ORRERY_MOONCAKE_ON_ALL_INTERFACES", allowed)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [INTERNET]} | others)
+    if refused is None:
+        refuse_open_interfaces("the store")
+        return
+    with pytest.raises(OrreryError) as caught:
+        refuse_open_interfaces("the store")
+    assert str(caught.value) == (
+        f"the store: Mooncake's transfer engine listens on every interface, and this machine has {refused} beside the run's own; choose "
+        f"'nixl' or 'tiers', run in a network namespace, or set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file "
+        f"where a firewall keeps others out"
+    )
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():

@@ -5,8 +5,9 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
-from inference_servers import MIXTURE, await_published, engine, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, engine, family, make_run, start_role, stop
 from network_alone import alone_in_a_network
 
 from orrery.inference.kv_offload import disk_folder, prepare_disk
@@ -176,10 +177,12 @@ def test_two_engines_share_a_mooncake_store_in_a_network_of_their_own(tmp_path):
         processes = {key: start_role(module, run_dir, key[1]) for key, module in roles.items()}
         try:
             urls = {key: await_published(run_dir, *key, process) for key, process in processes.items()}
+            masters_sockets = [each for member in family(processes["kv_store", 0]) for each in member.net_connections("inet")]
             fresh, found, newer, again = asyncio.run(share([urls["inference", 0], urls["inference", 1]]))
         finally:
             for process in processes.values():
                 stop(process)
+    assert {each.laddr.ip for each in masters_sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     assert (fresh.cached_tokens, newer.cached_tokens) == (0, 0)
     assert found.cached_tokens == again.cached_tokens == BLOCKS
     for each in (found, newer, again):
