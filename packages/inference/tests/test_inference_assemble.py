@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from command_lines import flags
@@ -13,11 +15,14 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from orrery.inference.assemble import PLUGIN, engine_environment, server_arguments, weights_dir
+from orrery.inference.kv_transfer import lease_s, refuse_open_interfaces
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.observe.deadline import scaled
+from orrery.transport.fleet import UPDATE_S, request_s
 
 
 @pytest.fixture
@@ -93,6 +98,49 @@ def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts
     assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
     with pytest.raises(OrreryError, match="has no router"):
         router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11)
+
+
+def test_a_request_that_is_held_by_an_update_ends_at_its_client_before_it_does_at_the_router(make_manifest, monkeypatch):
+    manifest = make_manifest()
+    for scale in ("1", "2.5"):
+        monkeypatch.setenv("ORRERY_DEADLINE_SCALE", scale)
+        said = flags(router_arguments(manifest, ["http://a"], "127.0.0.1", 10, 11))
+        client_s = request_s(manifest)
+        assert client_s >= 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
+        assert int(said["--request-timeout-secs"]) >= client_s + 60
+        assert lease_s(manifest) > client_s
+
+
+INTERNET, LINK = SimpleNamespace(family=socket.AF_INET), SimpleNamespace(family=socket.AF_PACKET)
+
+
+@pytest.mark.parametrize(
+    ("others", "allowed", "refused"),
+    [
+        ({}, None, None),
+        ({"ib0": [INTERNET]}, None, None),
+        ({"dummy0": [LINK]}, None, None),
+        ({"eth1": [LINK, INTERNET], "docker0": [INTERNET]}, None, "docker0, eth1"),
+        ({"eth1": [SimpleNamespace(family=socket.AF_INET6)]}, "0", "eth1"),
+        ({"eth1": [INTERNET]}, "1", None),
+    ],
+)
+def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the_site_says_so(monkeypatch, others, allowed, refused):
+    monkeypatch.setenv("ORRERY_INTERFACE", "ib0")
+    monkeypatch.delenv("ORRERY_MOONCAKE_ON_ALL_INTERFACES", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("ORRERY_MOONCAKE_ON_ALL_INTERFACES", allowed)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [INTERNET]} | others)
+    if refused is None:
+        refuse_open_interfaces("the store")
+        return
+    with pytest.raises(OrreryError) as caught:
+        refuse_open_interfaces("the store")
+    assert str(caught.value) == (
+        f"the store: Mooncake's transfer engine listens on every interface, and this machine has {refused} beside the run's own; choose "
+        f"'nixl' or 'tiers', run in a network namespace, or set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file "
+        f"where a firewall keeps others out"
+    )
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():

@@ -44,7 +44,15 @@ def apart(transfer, **more):
 
 RUNS = {
     **{policy: routed(policy) for policy in POLICIES},
-    "wide": routed("cache_aware", tensor_parallel=2, data_parallel=2, num_replicas=1, expert_parallel=True, quantization="fp8"),
+    "wide": routed(
+        "cache_aware",
+        name="qwen3_30b_a3b_16k",
+        tensor_parallel=2,
+        data_parallel=2,
+        num_replicas=1,
+        expert_parallel=True,
+        quantization="fp8",
+    ),
     "tiers": routed("cache_aware", kv_offload=TIERS, routed_experts=True),
     "nixl": apart({"kind": "nixl"}, routed_experts=True),
     "mooncake": apart({"kind": "mooncake", "protocol": "rdma"}),

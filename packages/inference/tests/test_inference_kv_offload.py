@@ -5,11 +5,13 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
-from inference_servers import MIXTURE, await_published, make_run, start_role, stop
+from inference_servers import MIXTURE, await_published, engine, family, make_run, start_role, stop
 from network_alone import alone_in_a_network
 
-from orrery.inference.kv_offload import disk_folder
+from orrery.inference.kv_offload import disk_folder, prepare_disk
+from orrery.inference.kv_offload import forget as forget_disk
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
 from orrery.transport.engine import EngineClient
@@ -108,6 +110,37 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
         same(fresh, other)
 
 
+def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves_those_of_others(tmp_path):
+    run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}})
+    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
+    other = folder.with_name("1")
+    other.mkdir(parents=True)
+
+    async def fill(url):
+        async with EngineClient(url) as client:
+            await ask(client, "fresh", "3")
+            while not any(path.is_file() for path in folder.rglob("*")):
+                await asyncio.sleep(0.05)
+
+    try:
+        with engine(run_dir) as (_, url):
+            asyncio.run(fill(url))
+        assert not folder.exists()
+        assert other.is_dir()
+    finally:
+        shutil.rmtree(folder.parent.parent, ignore_errors=True)
+
+
+def test_folders_of_a_run_go_with_its_last_engines(tmp_path):
+    disks = [tmp_path / "orrery-kv-run" / "attempt_1" / index for index in "01"]
+    for disk in disks:
+        prepare_disk(disk)
+    forget_disk(disks[0])
+    assert not disks[0].exists() and disks[1].is_dir()
+    forget_disk(disks[1])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(tmp_path):
     on_device = {"kv_cache_bytes": DEVICE_BLOCKS << 14}  # a worker has half of the heads
     wide = TIERS | on_device | {"kv_offload": TIERS["kv_offload"] | {"disk": False}, "tensor_parallel": 2, "router": {"kind": "none"}}
@@ -144,10 +177,12 @@ def test_two_engines_share_a_mooncake_store_in_a_network_of_their_own(tmp_path):
         processes = {key: start_role(module, run_dir, key[1]) for key, module in roles.items()}
         try:
             urls = {key: await_published(run_dir, *key, process) for key, process in processes.items()}
+            masters_sockets = [each for member in family(processes["kv_store", 0]) for each in member.net_connections("inet")]
             fresh, found, newer, again = asyncio.run(share([urls["inference", 0], urls["inference", 1]]))
         finally:
             for process in processes.values():
                 stop(process)
+    assert {each.laddr.ip for each in masters_sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     assert (fresh.cached_tokens, newer.cached_tokens) == (0, 0)
     assert found.cached_tokens == again.cached_tokens == BLOCKS
     for each in (found, newer, again):

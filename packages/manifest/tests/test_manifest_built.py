@@ -209,3 +209,47 @@ def test_the_locks_hold_the_releases_that_are_told_of():
     for release in LOCKED.values():
         version, lock = re.fullmatch(r"vLLM (\d+\.\d+) \((.*)\)", release.name).groups()
         assert re.search(rf"^vllm(-cpu)?=={re.escape(version)}\.", (WORKSPACE.root / lock).read_text(), re.MULTILINE), release
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"inference__tensor_parallel": 4},
+            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
+            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
+            "to true",
+        ),
+        (
+            {"inference__tensor_parallel": 2, "inference__data_parallel": 2},
+            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
+            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
+            "to true",
+        ),
+        (
+            {"model__moe__expert_intermediate_size": 192},
+            "inference.quantization 'fp8' with model.moe.expert_intermediate_size 192: experts in FP8 are blocks of 128 × 128, and 192 is "
+            "no multiple of 128; set inference.quantization to 'none'",
+        ),
+        (
+            {"model__hidden_size": 2112},
+            "inference.quantization 'fp8' with model.hidden_size 2112: experts in FP8 are blocks of 128 × 128, and 2112 is no multiple of "
+            "128; set inference.quantization to 'none'",
+        ),
+    ],
+)
+def test_experts_in_fp8_that_an_engine_would_pad_are_refused(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields)
+    assert str(caught.value) == f"qwen3_30b_a3b_16k: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inference__num_replicas": 4, "inference__tensor_parallel": 2},
+        {"inference__num_replicas": 2, "inference__tensor_parallel": 4, "inference__expert_parallel": True},
+    ],
+)
+def test_experts_in_fp8_of_whole_blocks_are_built(fields):
+    check_built(changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields))

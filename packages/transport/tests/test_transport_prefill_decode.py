@@ -50,8 +50,8 @@ class StandIn:
         self.not_read.append(kv_engine_id)
 
 
-def ask(apart, name="r", **options):
-    return apart.generate([1, 2, 3], request_id=name, max_tokens=5, temperature=0.7, cache_salt="9", timeout_s=10, **options)
+def ask(apart, name="r", timeout_s=10.0, **options):
+    return apart.generate([1, 2, 3], request_id=name, max_tokens=5, temperature=0.7, cache_salt="9", timeout_s=timeout_s, **options)
 
 
 async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples():
@@ -95,6 +95,16 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
         [asked] = decode.asked
         assert (asked["request_id"], asked["max_tokens"], asked["kv_transfer"]["remote_request_id"]) == ("r-given-back", 1, "p-r")
         assert prefill.aborts == []
+
+
+async def test_a_request_whose_time_is_over_with_its_prompt_fails_and_its_blocks_are_given_back():
+    prefill, decode = StandIn("p", WHERE), StandIn("d")
+    apart = PrefillDecode([prefill, decode], [{}])
+    with pytest.raises(GenerationFailed, match=r"request 'r': p took all 0 s for the prompt; none are left to decode"):
+        await ask(apart, timeout_s=0.0)
+    await apart.close()
+    [asked] = decode.asked
+    assert (asked["request_id"], asked["max_tokens"]) == ("r-given-back", 1)
 
 
 async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():

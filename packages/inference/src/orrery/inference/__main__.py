@@ -4,7 +4,7 @@ import gc
 
 from orrery.inference.adapter_start import blank_adapter
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
-from orrery.inference.kv_offload import forget, offload
+from orrery.inference.kv_offload import offload
 from orrery.inference.releases import import_vllm
 from orrery.observe.process import role_process
 from orrery.transport.token import run_token
@@ -24,7 +24,6 @@ def main() -> None:
         from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)
-        forget(me)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,12 @@ def prepare_disk(disk: Path) -> None:
     disk.mkdir(parents=True, exist_ok=True)
 
 
-def forget(me: RoleProcess) -> None:
-    """Remove what this engine kept on disk, when its stage ends in order; one that is killed finds it at its next start."""
-    shutil.rmtree(disk_folder(me), ignore_errors=True)
+def forget(disk: Path) -> None:
+    """Remove what an engine kept there, and the folders above that are its run's and now empty."""
+    shutil.rmtree(disk, ignore_errors=True)
+    with suppress(OSError):
+        disk.parent.rmdir()
+        disk.parent.parent.rmdir()
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:

@@ -21,14 +21,15 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.network import LOOPBACK_INTERFACE, interface
+from orrery.transport.fleet import request_s
 
-UPDATE_MARGIN_S = 600.0  # beyond what a request may take: an update may hold it for so long
+LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
 def lease_s(manifest: Manifest) -> int:
-    """How long a prefill engine keeps blocks for their reader; a client gives one up after twice `rollout_timeout_s` and an update."""
-    return int(2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_MARGIN_S))
+    """How long a prefill engine keeps blocks for their reader: longer than any client waits (`request_s`)."""
+    return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
 def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import free_ports, without_proxy
 from orrery.observe.process import role_process
 from orrery.transport import rendezvous
+from orrery.transport.fleet import request_s
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
+CLIENT_FIRST_S = 60.0  # beyond what a client waits: the router's end of a request is an HTTP 500, the client's says which time is over
 STOP_S = 2.0
 
 
@@ -44,7 +47,7 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, 
         *("--host", host, "--port", str(port)),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),
-        *("--request-timeout-secs", str(int(manifest.orchestrator.rollout_timeout_s) + 60)),
+        *("--request-timeout-secs", str(math.ceil(request_s(manifest) + CLIENT_FIRST_S))),
         "--disable-retries",
         "--disable-circuit-breaker",
     ]

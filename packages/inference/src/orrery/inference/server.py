@@ -3,7 +3,8 @@
 - In: vLLM's own arguments. Out: the rendezvous endpoint, published once /health answers and the weight receiver is set up.
 - Engine cores (one a data-parallel rank) and their workers (one a further GPU) are processes below this one; they die with it (`plugin`),
   and it ends within WATCH_S of an engine core's death, with a sentence. A worker's death is its engine core's.
-- SIGTERM ends both; whatever is not gone after STOP_S is killed.
+- SIGTERM ends both; whatever is not gone after STOP_S is killed. What the engine kept on disk goes too; after a failure it stays, for its
+  next start.
 - Composed from the pieces of vLLM's `run_server`, to hold the engine client between "engine is up" and "serving".
 """
 
@@ -17,6 +18,8 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import psutil
 import uvloop
@@ -25,6 +28,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from orrery.inference import plugin, releases
+from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
 from orrery.manifest.errors import RunFailed
 from orrery.observe.deadline import scaled
@@ -44,15 +48,17 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     vllm = releases.api_server()
     args = vllm.make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     vllm.validate_parsed_serve_args(args)
-    signal.signal(signal.SIGTERM, _stop_early)
+    disk = disk_folder(me)  # before TMPDIR is another
+    signal.signal(signal.SIGTERM, partial(_stop_early, disk))
     scratch = _scratch_folder()
     try:
-        uvloop.run(_serve(me, vllm, args))
+        uvloop.run(_serve(me, vllm, args, disk))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting; its own log has the cause
         raise RunFailed(f"inference {me.index}: vLLM did not start ({error}); read logs/{me.name}.log") from error
     finally:
         _kill_children()
         shutil.rmtree(scratch, ignore_errors=True)
+    forget(disk)
 
 
 def _scratch_folder() -> str:
@@ -66,19 +72,20 @@ def _scratch_folder() -> str:
     return folder
 
 
-def _stop_early(_signal: int, _frame: object) -> None:
+def _stop_early(disk: Path, _signal: int, _frame: object) -> None:
     """SIGTERM before vLLM's own handler is in place: nothing is in flight, so nothing needs winding down."""
-    _exit_now()
+    _exit_now(disk)
 
 
-def _exit_now() -> None:
+def _exit_now(disk: Path) -> None:
     _kill_children()
+    forget(disk)
     if os.path.basename(tempfile.gettempdir()).startswith(f"orrery-inference-{os.getpid()}-"):
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> None:
+async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, disk: Path) -> None:
     address, socket = vllm.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
@@ -87,7 +94,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> 
     async with vllm.build_async_engine_client(args) as engine:
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
-        stopping = _announce_stop(engine)
+        stopping = _announce_stop(engine, disk)
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
@@ -107,7 +114,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace) -> 
         socket.close()
 
 
-def _announce_stop(engine: EngineClient) -> threading.Event:
+def _announce_stop(engine: EngineClient, disk: Path) -> threading.Event:
     """An event that is set when vLLM's SIGTERM handler begins to stop the engine: afterwards a dead engine core is no failure.
 
     From then on the end is also certain: a timer kills what hangs.
@@ -118,16 +125,16 @@ def _announce_stop(engine: EngineClient) -> threading.Event:
     def announced(*args: object, **kwargs: object) -> None:
         if not stopping.is_set():
             stopping.set()
-            threading.Thread(target=_end_by_force, name="end-by-force", daemon=True).start()
+            threading.Thread(target=_end_by_force, args=(disk,), name="end-by-force", daemon=True).start()
         shutdown(*args, **kwargs)
 
     engine.shutdown = announced  # type: ignore[method-assign]
     return stopping
 
 
-def _end_by_force() -> None:
+def _end_by_force(disk: Path) -> None:
     time.sleep(STOP_S)
-    _exit_now()
+    _exit_now(disk)
 
 
 def _kill_children() -> None:

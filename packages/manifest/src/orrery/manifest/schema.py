@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 SCHEMA_VERSION = 1
+FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -492,7 +493,7 @@ class Inference(Record):
 
     - With 0 prefill replicas every engine serves whole requests.
     - A replica is `data_parallel` · `tensor_parallel` devices: attention is spread over requests and over heads. With `expert_parallel`
-      whole experts are spread over all of them, else every expert over the tensor-parallel ones.
+      whole experts are spread over all of them, else every expert is cut over all of them.
     - `quantization` "fp8": engines hold weights of dense layers and experts in FP8, made from what the trainer publishes.
     - `max_restarts`: an engine that ends is started again, and updated before it serves, so often a stage; then the stage ends.
     """
@@ -852,6 +853,30 @@ class Manifest(Record):
             raise ValueError(
                 f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM makes FP8 weights from bfloat16, and "
                 f"multiplies them on GPUs alone; set inference.quantization to 'none'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def fp8_experts_are_whole_blocks(self) -> "Manifest":
+        """vLLM pads experts to whole blocks of FP8, and no update brings what is padding."""
+        moe, inference = self.model.moe, self.inference
+        if inference.quantization != "fp8" or moe is None:
+            return self
+        for field, size in (
+            ("model.hidden_size", self.model.hidden_size),
+            ("model.moe.expert_intermediate_size", moe.expert_intermediate_size),
+        ):
+            if size % FP8_BLOCK:
+                raise ValueError(
+                    f"inference.quantization 'fp8' with {field} {size}: experts in FP8 are blocks of {FP8_BLOCK} × {FP8_BLOCK}, and "
+                    f"{size} is no multiple of {FP8_BLOCK}; set inference.quantization to 'none'"
+                )
+        devices = 1 if inference.expert_parallel else inference.devices_per_replica
+        if moe.expert_intermediate_size % (FP8_BLOCK * devices):
+            raise ValueError(
+                f"inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size "
+                f"{moe.expert_intermediate_size} over data_parallel·tensor_parallel = {devices} devices is no multiple of {FP8_BLOCK}, the "
+                f"width of a block in FP8; set inference.expert_parallel to true"
             )
         return self
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from orrery.manifest.schema import Manifest, TaskUse
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.requests import ENGINE_GONE, Request
 from orrery.orchestrator.rollout import Engine, Rollout, RolloutFailed, play
-from orrery.transport.fleet import UPDATE_S
+from orrery.transport.fleet import request_s
 from orrery.transport.routed_experts import route_shape
 
 # A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.
@@ -94,8 +93,7 @@ class Stage:
             max_model_len_tokens=self.manifest.inference.max_model_len_tokens,
             cache_salt=str(request.version),
             name=request.name,
-            # The loop's own clock ends a rollout earlier, but for what an update takes; this is for a connection that forgets to end.
-            timeout_s=2 * settings.rollout_timeout_s + scaled(UPDATE_S),
+            timeout_s=request_s(self.manifest),
             seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
             routes=self._routes,
         )

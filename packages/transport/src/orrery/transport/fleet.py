@@ -43,6 +43,7 @@ from orrery.transport.weight_wire.claims import claim, claim_again, give_up, rel
 from orrery.transport.weight_wire.contract import ROUND_S
 
 if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
     from orrery.observe.process import RoleProcess
     from orrery.transport.weight_wire import Published
 
@@ -52,6 +53,14 @@ TEND_S = 0.25  # how often an engine that is away is looked for
 ALONG_S = ROUND_S + 30.0  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
 UPDATE_S = 300.0  # for the engines to load a version; scaled
 RETURN_S = 600.0  # for an engine to be started again and to load; scaled
+
+
+def request_s(manifest: "Manifest") -> float:
+    """How long a request is waited for, by its client and by whatever stands between it and the engine.
+
+    The orchestrator's own clock ends a rollout earlier, but leaves out what an update takes; this is for a connection that forgets to end.
+    """
+    return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 class EngineFleet:

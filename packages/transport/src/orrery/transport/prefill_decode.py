@@ -131,6 +131,11 @@ class PrefillDecode:
                 nothing = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
                 return Generation(request_id, *nothing, "abort", prefilled.cached_tokens)
             left_s = end - asyncio.get_running_loop().time()
+            if left_s <= 0:  # which a connection would take for no limit at all
+                self._give_back(producer, consumer, prefilling, token_ids, request_id, options["cache_salt"])
+                raise GenerationFailed(
+                    f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the prompt; none are left to decode"
+                )
             decoding = asyncio.create_task(
                 self._decode(
                     producer, consumer, where, token_ids, request_id=request_id, max_tokens=max_tokens, timeout_s=left_s,
