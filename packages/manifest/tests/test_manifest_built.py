@@ -2,7 +2,7 @@
 
 import pytest
 
-from orrery.manifest.built import FAMILIES, check_built
+from orrery.manifest.built import FAMILIES, check_built, notes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -138,3 +138,27 @@ def test_adapters_of_all_kinds_reach_engines_merged(wire):
 
 def test_one_h200_node_of_a_built_network_is_built():
     check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))
+
+
+EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "lost"),
+    [
+        (
+            "qwen3_30b_a3b_16k",
+            {"ep": 8},
+            "['attention', 'projections']: made again all the same, for with trainer.compile on cp 1 and ep 8",
+        ),
+        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections', 'experts']: made again"),
+        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
+        ("qwen3_30b_a3b_16k", {}, None),
+    ],
+)
+def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(name, mesh, lost):
+    fields = {f"trainer__mesh__{axis}": size for axis, size in mesh.items()}
+    run = changed(name, trainer__memory__activation_checkpointing=EVERY, **fields)
+    said = notes(run)
+    assert not said if lost is None else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
+    assert notes(changed(name, trainer__memory__activation_checkpointing=EVERY, trainer__compile=False, **fields)) == []

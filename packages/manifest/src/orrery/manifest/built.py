@@ -55,12 +55,20 @@ def check_built(manifest: Manifest) -> None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """What is to be told of a run that cannot start yet, where it is planned or checked: one line, or none."""
+    """What is to be told where a run is planned or checked: a line if it cannot start yet, a line if it keeps less than it says."""
+    said = []
     try:
         check_built(manifest)
     except OrreryError as error:
-        return [f"  note: it is planned and refuses to start: {error}"]
-    return []
+        said.append(f"  note: it is planned and refuses to start: {error}")
+    trainer, mesh = manifest.trainer, manifest.trainer.mesh
+    lost = [name for name in getattr(trainer.memory.activation_checkpointing, "keep", ()) if name in trainer.unseen]
+    if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
+        said.append(
+            f"  note: trainer.memory.activation_checkpointing.keep {lost}: made again all the same, for with trainer.compile on "
+            f"cp {mesh.cp} and ep {mesh.ep} nothing of that can be kept; set trainer.compile to false to keep it"
+        )
+    return said
 
 
 def _check_adapters(manifest: Manifest) -> None:
