@@ -1,7 +1,7 @@
-"""Trainer ranks as the launcher starts them, one of which may stop for ever inside a step; and a launcher over them, as a real process.
+"""Trainer ranks as the launcher starts them, one of which may stop for ever in a step or after it; and a launcher over them, a process.
 
 `python launcher_ranks.py RUN_DIR STAGE NUM_RANKS DEADLINE_SCALE` is the launcher; `python -m launcher_ranks --run-dir …` a rank.
-STUCK="1 3": rank 1 never gets out of step 3.
+STUCK="1 3": rank 1 never gets out of step 3; "1 3 copy": nor does it copy the checkpoint of step 3.
 """
 
 import os
@@ -18,16 +18,22 @@ from orrery.manifest.workspace import Workspace
 
 def be_a_rank() -> None:
     from orrery.trainer.__main__ import main
+    from orrery.trainer.checkpoint import Saver
     from orrery.trainer.learner import Learner
 
-    learn = Learner.learn
+    learn, copy = Learner.learn, Saver.copy
 
     def learn_or_stop(self: Learner, *args, **options):
         if os.environ.get("STUCK") == f"{self.world.rank} {self.step + 1}":
             time.sleep(3600)
         return learn(self, *args, **options)
 
-    Learner.learn = learn_or_stop
+    def copy_or_stop(self: Saver, learner: Learner, *args, **options):
+        if os.environ.get("STUCK") == f"{learner.world.rank} {learner.step} copy":
+            time.sleep(3600)
+        return copy(self, learner, *args, **options)
+
+    Learner.learn, Saver.copy = learn_or_stop, copy_or_stop
     main()
 
 

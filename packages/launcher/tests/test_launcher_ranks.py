@@ -125,6 +125,20 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     assert all(recorded(stopped, rank)["entries"] for rank in (0, 1))
 
 
+def test_a_rank_that_stands_still_between_steps_ends_all_by_its_name_too(run_dir):
+    path = run_dir / "manifest.json"
+    row = json.loads(path.read_text())
+    row["trainer"]["checkpoint"]["interval_steps"] = 4
+    path.write_bytes(canonical_json(Manifest.model_validate(row)))
+    launcher = launch(run_dir, stuck="1 4 copy")
+    at_step(run_dir, 4)
+    begin_s = time.monotonic()
+    said = end(launcher)
+    assert time.monotonic() - begin_s < 20
+    assert "sft: stall: trainer.1 made no progress for" in said, kept(run_dir, said)
+    assert "s while copying a checkpoint (step 4); trainer.0 waits in a collective" in said, kept(run_dir, said)
+
+
 def kept(run_dir: Path, said: str) -> str:
     """All that a failed run left, since it can be seen nowhere else once the test has ended."""
     logs = run_dir / "logs"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from orrery.manifest.built import FAMILIES, check_built, refusal
+from orrery.manifest.built import FAMILIES, check_built, notes, refusal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -253,3 +253,27 @@ def test_experts_in_fp8_that_an_engine_would_pad_are_refused(fields, sentence):
 )
 def test_experts_in_fp8_of_whole_blocks_are_built(fields):
     check_built(changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields))
+
+
+EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "lost"),
+    [
+        (
+            "qwen3_30b_a3b_16k",
+            {"ep": 8},
+            "['attention', 'projections']: made again all the same, for with trainer.compile on cp 1 and ep 8",
+        ),
+        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections', 'experts']: made again"),
+        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
+        ("qwen3_30b_a3b_16k", {}, None),
+    ],
+)
+def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(name, mesh, lost):
+    fields = {f"trainer__mesh__{axis}": size for axis, size in mesh.items()}
+    run = changed(name, trainer__memory__activation_checkpointing=EVERY, **fields)
+    said = notes(run)
+    assert not said if lost is None else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
+    assert notes(changed(name, trainer__memory__activation_checkpointing=EVERY, trainer__compile=False, **fields)) == []

@@ -11,6 +11,11 @@ def _manifest(name):
     return load(find_workspace().manifest_path(name))
 
 
+def _with(trainer, checkpointing, **fields):
+    row = trainer.model_dump() | fields
+    return type(trainer).model_validate(row | {"memory": row["memory"] | {"activation_checkpointing": checkpointing}})
+
+
 # GFLOP a token of this project's goals: products with the LM head; attention of one document of 16384 and 65536 tokens
 @pytest.mark.parametrize(("name", "length", "whole"), [("qwen3_30b_a3b_16k", 16384, 37.6), ("qwen3_30b_a3b_64k", 65536, 18.3 + 77.3)])
 def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, length, whole):
@@ -29,13 +34,35 @@ def test_short_documents_cost_less_attention_and_the_same_products():
 
 def test_only_what_is_computed_again_is_executed_more():
     manifest = _manifest("qwen3_30b_a3b_16k")
-    model, memory = manifest.model, manifest.trainer.memory
+    model, trainer = manifest.model, manifest.trainer
     true = true_work(model, [1024])
-    kept = executed_work(model, memory, [1024])
+    kept = executed_work(model, trainer, [1024])
     assert (kept.projections, kept.experts) == (true.projections, true.experts)
-    full = executed_work(model, memory.model_copy(update={"activation_checkpointing": type("Full", (), {"kind": "full"})()}), [1024])
+    full = executed_work(model, _with(trainer, {"kind": "full"}), [1024])
     assert full.projections == true.projections * 8 / 6 and full.experts == true.experts * 8 / 6
     assert full.attention == true.attention * 4.5 / 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "again"),
+    [
+        ({"ep": 8}, {"attention", "projections"}),
+        ({"cp": 8, "dp_shard": 1}, {"projections", "experts"}),
+        ({"cp": 8, "dp_shard": 1, "ep": 8}, {"projections"}),
+        ({}, set()),
+    ],
+)
+def test_what_compiled_parts_hide_between_exchanges_is_executed_again(mesh, again):
+    manifest = _manifest("qwen3_30b_a3b_16k")
+    every = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
+    assert manifest.trainer.compile
+    compiled = _with(manifest.trainer, every, mesh=manifest.trainer.mesh.model_dump() | mesh)
+    true, found = true_work(manifest.model, [1024]), executed_work(manifest.model, compiled, [1024])
+    assert found.projections / true.projections == pytest.approx(8 / 6 if "projections" in again else 1)
+    assert found.experts / true.experts == pytest.approx(8 / 6 if "experts" in again else 1)
+    assert found.attention / true.attention == pytest.approx((4.5 if "attention" in again else 3.5) / 3)
+    eager = executed_work(manifest.model, _with(compiled, every, compile=False), [1024])
+    assert eager.projections == true.projections and eager.experts == true.experts
 
 
 def test_frozen_weights_need_no_gradient():

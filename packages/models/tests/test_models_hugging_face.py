@@ -80,6 +80,30 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(content, make_n
         assert (parameter.grad - reference).abs().max() <= 1e-4 * reference.abs().max() + 1e-7, name
 
 
+@pytest.mark.parametrize("name", ["gemma2: soft caps, a window", "phi: a head with a bias"])
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_a_head_of_bfloat16_has_float32_logits(name, keep_logits, make_network):
+    model, module = make_network(ARCHITECTURES[name], torch.bfloat16)
+    head = filled(model, module).lm_head
+    assert not head.plain
+    generator = torch.Generator().manual_seed(3)
+    hidden = (20 * torch.randn(24, 32, generator=generator)).bfloat16().requires_grad_()
+    target, temperature = torch.arange(24), torch.linspace(0.5, 1.5, 24)
+    wide = [one.detach().float().requires_grad_() for one in (hidden, head._weight())]
+    expected = wide[0] @ wide[1].T
+    expected = 30 * torch.tanh(expected / 30) if head.bias is None else expected + head.bias.float()
+    assert (expected - expected.bfloat16()).abs().max() > 1e-2, "a rounding would show"
+    torch.testing.assert_close(head.logits(hidden), expected, rtol=0, atol=1e-4)
+    logprob, _ = head(hidden, target, temperature, 10, keep_logits)
+    reference = (expected / temperature[:, None]).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(logprob, reference, rtol=0, atol=1e-4)
+    logprob.sum().backward()
+    reference.sum().backward()
+    for found, of in zip((hidden.grad, head._weight().grad), wide, strict=True):
+        # Roundings to bfloat16: of the logits' gradient, of the result, and of the weight's sum over three chunks.
+        assert torch.linalg.vector_norm(found.float() - of.grad) < 2**-7 * torch.linalg.vector_norm(of.grad)
+
+
 def test_the_length_of_a_chunk_changes_no_log_prob_of_a_capped_head(make_network, make_pack):
     model, module = make_network(ARCHITECTURES["gemma2: soft caps, a window"])
     filled(model, module)

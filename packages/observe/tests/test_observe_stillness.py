@@ -73,6 +73,25 @@ def test_nobody_is_stuck_while_one_has_a_reason_to_take_its_time(other):
     assert watched(rank(0, 53, 50), other, for_s=300) is None
 
 
+@pytest.mark.parametrize(("doing", "limit_s"), [("publishing version 7", STILL_S), ("loading weights", 300.0)])
+@pytest.mark.parametrize("silent", [[], ["trainer.1"]], ids=["still", "silent"])
+def test_a_rank_that_is_stuck_between_steps_is_to_blame_after_the_time_that_its_deed_may_take(doing, limit_s, silent):
+    ranks = rank(0, 53, 50, doing=doing, still_s=limit_s), rank(1, doing=doing, still_s=limit_s)
+    assert watched(*ranks, silent=silent, for_s=limit_s) is None
+    stall = watched(*ranks, silent=silent, for_s=limit_s + 3)
+    assert stall.blamed == ("trainer.1",)
+    assert f"for {limit_s + 1:.0f} s while {doing} (step 7); trainer.0 waits in a collective" in stall.sentence
+
+
+def test_a_rank_between_steps_may_take_its_time_part_by_part():
+    def load(name, health, now_s):
+        parts = int(now_s // 299) if name == "trainer.1" else 0
+        return replace(health, pulse=replace(health.pulse, marks=health.pulse.marks + parts))
+
+    loading = rank(1, doing="loading weights", still_s=300.0)
+    assert watched(rank(0, 53, 50), loading, for_s=1500, change=load) is None
+
+
 @pytest.mark.parametrize("what", ["begun", "completed", "marks"])
 def test_a_slow_rank_is_not_stuck_as_long_as_it_moves(what):
     def move(name, health, now_s):

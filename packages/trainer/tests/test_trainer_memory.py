@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
+from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
 
-MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}}
+GEMMA = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": {**GEMMA2, "num_hidden_layers": 3}}
+MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}, "gemma": GEMMA}
 
 
 def steps_with(tmp_path, model, compile=False, **memory):

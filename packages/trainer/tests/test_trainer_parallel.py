@@ -31,7 +31,8 @@ DENSE = {**HEADS, "tie_embeddings": False}
 MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
 GLM = {**HEADS, "family": "glm4_moe", "num_layers": 3, "rotary_fraction": 0.5, "attention_bias": True, "tie_embeddings": False}
 GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 2.5}
-NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "replayed-glm": GLM, "adapted": MIXTURE}
+GEMMA = {**HEADS, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+NETWORKS = {"gemma": GEMMA, "dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "replayed-glm": GLM, "adapted": MIXTURE}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
@@ -59,6 +60,7 @@ CASES = {
     **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
     **{f"replayed_{name}": {"mesh": MESHES[name], "model": MIXTURE} for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")},
+    **{f"gemma_{name}": {"mesh": MESHES[name], "model": GEMMA} for name in ("fsdp2", "hsdp")},
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},

@@ -1,17 +1,23 @@
 """The pulse of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
 
+import logging
 import pickle
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.callback import callback_handler
+from trainer_cases import make_learner, manifest, write_start_weights
 
+from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.stillness import STILL_S
-from orrery.trainer import pulse
+from orrery.trainer import assemble, checkpoint, loop, pulse
+from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.transport import checkpoints
 
 CPU = torch.device("cpu")
 
@@ -20,6 +26,57 @@ def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_wa
     assert [pulse.still_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [STILL_S, pulse.ALONE_S, pulse.ALONE_S]
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "3")
     assert pulse.still_s(False, 2) == 3 * STILL_S
+
+
+def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
+    eager, compiled = (manifest(trainer={"compile": compile}).trainer for compile in (False, True))
+    cuda = torch.device("cuda")
+    assert [pulse.warms_up(*each) for each in ((eager, CPU), (compiled, CPU), (eager, cuda))] == [False, True, True]
+    assert [pulse.still_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [pulse.ALONE_S, STILL_S]
+
+
+def deeds():
+    """(me, what it said that it does, by how long that may stand still)."""
+    said = {}
+    health = SimpleNamespace(
+        doing=lambda what, step=None, still_s=None: said.update({what: still_s}), waiting=lambda *_, **__: nullcontext()
+    )
+    metrics = SimpleNamespace(span=lambda *_, **__: nullcontext())
+    return SimpleNamespace(health=health, metrics=metrics, manifest=manifest(), run_dir=Path("run"), log=logging.getLogger()), said
+
+
+@pytest.mark.parametrize(("kind", "num_nodes", "limit_s"), [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)])
+def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
+    me, said = deeds()
+    world, learner = SimpleNamespace(size=2, device=CPU), SimpleNamespace(step=7, world=SimpleNamespace(size=2, device=CPU))
+    spec = SimpleNamespace(transport=SimpleNamespace(weights=kind))
+    may_stand_s = assemble._publish_still_s(spec, world, num_nodes)
+    publisher = SimpleNamespace(publish=lambda version: None)
+    loop._publish(SimpleNamespace(learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s), me)
+    saving = StageCheckpoints(me, learner, "rl")
+    saving._saver = SimpleNamespace(copy=lambda *_: 0.0)
+    saving.copy()
+    assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
+
+
+def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch):
+    def parts(work):
+        before = pulse._MARKS.count()
+        work()
+        return pulse._MARKS.count() - before
+
+    spec = manifest()
+    start = write_start_weights(spec, tmp_path / "start")
+    learner = make_learner(spec, start)
+    num_weights = len(list(learner.policy.named_parameters()))
+    assert parts(lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)) == len(hf_tensors(learner.policy.network))
+    folder = checkpoints.checkpoint_dir(tmp_path, 0)
+    assert parts(lambda: checkpoint.save(learner, folder / "trainer")) > num_weights
+    assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
+    checkpoints.complete(folder, [f"trainer/{checkpoint.note(0)}"])
+    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1000)
+    num_bytes = (folder / "trainer" / "rank_0.safetensors").stat().st_size
+    assert parts(lambda: checkpoints.verify(folder, each=pulse.moved)) >= num_bytes / 1000
 
 
 def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it_gets_there():

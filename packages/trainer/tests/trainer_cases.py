@@ -40,6 +40,19 @@ MOE = {
     "score": "softmax",
     "routed_scale": 1.0,
 }
+GEMMA2 = {  # a network of transformers: soft caps, a window, norms behind as well as before
+    "model_type": "gemma2",
+    "vocab_size": 8 + len(ALPHABET),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
 HERE = Path(__file__).resolve().parent
 
 

@@ -102,7 +102,7 @@ def test_what_its_writer_has_hashed_is_not_read_again_and_is_verified_like_the_r
     folder, notes = noted(tmp_path, 1)
     hashed = []
     sha256 = checkpoints._sha256
-    monkeypatch.setattr(checkpoints, "_sha256", lambda path: hashed.append(path.relative_to(folder).as_posix()) or sha256(path))
+    monkeypatch.setattr(checkpoints, "_sha256", lambda path, *_: hashed.append(path.relative_to(folder).as_posix()) or sha256(path))
     checkpoints.complete(folder, notes)
     assert sorted(hashed) == ["orchestrator.json", *notes]
     assert json.loads((folder / "files.json").read_text()) == {
@@ -141,7 +141,7 @@ def test_shares_of_a_verification_are_all_of_it_and_deal_big_files_evenly(tmp_pa
     checkpoints.complete(folder, notes)
     sha256, hashed = checkpoints._sha256, [set(), set()]
     for share in (0, 1):
-        monkeypatch.setattr(checkpoints, "_sha256", lambda path, seen=hashed[share]: seen.add(path) or sha256(path))
+        monkeypatch.setattr(checkpoints, "_sha256", lambda path, *_, seen=hashed[share]: seen.add(path) or sha256(path))
         checkpoints.verify(folder, share=(share, 2))
     assert not hashed[0] & hashed[1] and len(hashed[0] | hashed[1]) == 9
     assert [sum(path.suffix == ".safetensors" for path in seen) for seen in hashed] == [2, 2]

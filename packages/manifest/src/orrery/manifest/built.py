@@ -67,8 +67,16 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """The refusal as a line below a run that is listed or planned; none where it starts."""
-    return [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
+    """Lines below a run that is listed or planned: one if it cannot start, one if it keeps less than it says."""
+    said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
+    trainer, mesh = manifest.trainer, manifest.trainer.mesh
+    lost = [name for name in getattr(trainer.memory.activation_checkpointing, "keep", ()) if name in trainer.unseen]
+    if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
+        said.append(
+            f"  note: trainer.memory.activation_checkpointing.keep {lost}: made again all the same, for with trainer.compile on "
+            f"cp {mesh.cp} and ep {mesh.ep} nothing of that can be kept; set trainer.compile to false to keep it"
+        )
+    return said
 
 
 def _check_adapters(manifest: Manifest) -> None:

@@ -388,6 +388,23 @@ class Trainer(Record):
     loss: DppoLoss
     checkpoint: Checkpoint
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What stays of a block, beside its input, of what selective checkpointing is to keep."""
+        return tuple(name for name in getattr(self.memory.activation_checkpointing, "keep", ()) if name not in self.unseen)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What checkpointing cannot name, and so makes again whatever `keep` says.
+
+        Where ranks exchange inside a block, what stands around the exchange is compiled, and results within have no names: attention has
+        one with cp alone, experts with ep alone.
+        """
+        if not self.compile or self.mesh.cp == self.mesh.ep == 1:
+            return ()
+        named = {"attention": self.mesh.cp > 1, "projections": False, "experts": self.mesh.ep > 1}
+        return tuple(name for name, is_named in named.items() if not is_named)
+
 
 def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:
     """Raises `ValueError` where the network cannot be divided as `trainer.mesh` says, naming what can."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Memory, Model
+from orrery.manifest.schema import Model, Trainer
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,13 @@ def true_work(model: Model, lengths: Sequence[int], frozen: bool = False) -> Wor
     )
 
 
-def executed_work(model: Model, memory: Memory, lengths: Sequence[int], frozen: bool = False) -> Work:
-    """The same with what is computed again under `memory`."""
-    true, active, tokens = true_work(model, lengths, frozen), active_parameters(model), sum(lengths)
-    checkpointing = memory.activation_checkpointing
-    again = {"none": (), "full": ("projections", "experts", "attention")}.get(checkpointing.kind)
-    if checkpointing.kind == "selective":
-        again = tuple(name for name in ("projections", "experts", "attention") if name not in checkpointing.keep)
-    assert again is not None
+def executed_work(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Work:
+    """The same with what `trainer` computes again; weights beside adapters are frozen."""
+    true, active, tokens = true_work(model, lengths, trainer.lora is not None), active_parameters(model), sum(lengths)
+    memory = trainer.memory
+    again: set[str] = set()
+    if memory.activation_checkpointing.kind != "none":
+        again = {"projections", "experts", "attention"} - set(trainer.kept)
     core = _core(model, lengths)
     return Work(
         true.projections + ("projections" in again) * 2 * active.projections * tokens,

@@ -119,8 +119,10 @@ def _give_storage(module: CausalLm) -> None:
 
 
 @torch.no_grad()
-def load(module: CausalLm, directory: Path | str) -> None:
+def load(module: CausalLm, directory: Path | str, each: Callable[[], object] = lambda: None) -> None:
     """Fill the module with a Hugging Face folder's weights, in the module's dtype; nothing is changed if anything does not fit.
+
+    `each` is called after every tensor.
 
     Raises OrreryError that names the tensor: missing, unexpected, of another shape, or in a file that cannot be read.
     """
@@ -128,6 +130,7 @@ def load(module: CausalLm, directory: Path | str) -> None:
         _give_storage(module)
         for hf, box, local in named_hf_slices(module):
             local.copy_(hf_folder.read(found, hf, box))
+            each()
 
 
 def _opened(module: CausalLm, directory: Path) -> Any:

@@ -29,6 +29,7 @@ def run_sft(me: RoleProcess) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
     from orrery.trainer.memory_plan.out_of_memory import explained
     from orrery.trainer.publish import export
+    from orrery.trainer.pulse import parts_s
     from orrery.trainer.sft import sft
     from orrery.trainer.sft_data import load_examples
     from orrery.trainer.stage_checkpoints import resume
@@ -44,7 +45,7 @@ def run_sft(me: RoleProcess) -> None:
         me.health.doing("reading chats")
         examples = load_examples(me.manifest, start, share=(world.rank, world.size))
         sft(learner, examples, load_validation(me.manifest, start, examples.chats, world), me)
-        me.health.doing("exporting weights")
+        me.health.doing("exporting weights", still_s=parts_s(world.size))
         export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")
 
 

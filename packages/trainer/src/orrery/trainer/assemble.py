@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.plan import stage
-from orrery.manifest.schema import Model, Optimizer, Trainer
+from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -19,7 +19,7 @@ from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Adapters, Direct, Publisher
-from orrery.trainer.pulse import pulse
+from orrery.trainer.pulse import moved, parts_s, pulse, still_s
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
 from orrery.transport.weight_wire import DIRECT_KINDS, make_publisher, make_source
@@ -38,6 +38,7 @@ class Rig:
     receiver: RolloutReceiver
     start_weights: Path  # the folder that the stage started from; its tokenizer files go along with the policy
     batch_deadline_s: float
+    publish_still_s: float  # for which publishing, but for the first time, may show no progress
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
     nobody would learn what has failed.
     """
     trainer = me.manifest.trainer
-    me.health.doing("joining the other ranks")
+    me.health.doing("joining the other ranks", still_s=parts_s(trainer.mesh.world_size))
     device = device_for(me.manifest.hardware.accelerator, me.index)
     torch.manual_seed(me.manifest.seed + me.index)
     store = meet(me, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
@@ -64,7 +65,7 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
 
 def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float) -> Learner:
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
-    me.health.doing("loading weights")
+    me.health.doing("loading weights", still_s=parts_s(world.size))
     policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
     return Learner(policy, world, me.manifest.trainer, optimizer, max_grad_norm)
 
@@ -72,7 +73,7 @@ def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Opti
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
     """The policy with the weights of the folder `start`, and fresh adapters where the manifest has some."""
     policy = build_policy(model, trainer, world)
-    weights.load(policy.network, start)
+    weights.load(policy.network, start, each=moved)
     if trainer.lora is not None:
         lora.initialize(policy.network, trainer.lora.seed)
     return policy
@@ -84,7 +85,8 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     manifest = me.manifest
     start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
     learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
-    publisher = _publisher(me, learner.policy, world, stage(manifest, me.stage).num_nodes)
+    num_nodes = stage(manifest, me.stage).num_nodes
+    publisher = _publisher(me, learner.policy, world, num_nodes)
     learner.before_step = publisher.settle
     resumed = stage_checkpoints.resume(me, learner, "rl")
     if resumed is not None and world.is_first:
@@ -92,10 +94,20 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     orchestrator = await_endpoints(me, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
     receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
     try:
-        yield Rig(world, learner, publisher, receiver, start, scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s)
+        deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
+        yield Rig(world, learner, publisher, receiver, start, deadline_s, _publish_still_s(manifest, world, num_nodes))
     finally:
         receiver.close()
         publisher.close()
+
+
+def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
+    """On one node versions are gathered, collective by collective, into shared memory; on several one tensor may fill a file.
+
+    On a direct wire ranks meet in a store, where rank 0 says by name who does not come (`weight_wire.meeting.MEET_S`): that comes first.
+    """
+    is_gathered_here = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
+    return still_s(False, world.size) if is_gathered_here else parts_s(world.size)
 
 
 def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) -> Publisher:

@@ -47,6 +47,7 @@ from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
 from orrery.trainer.parallel.world import World
+from orrery.trainer.pulse import moved
 from orrery.trainer.safetensors_file import Stopped, write
 from orrery.trainer.stored import FORMAT, Stored
 from orrery.transport import checkpoints
@@ -87,6 +88,7 @@ def load(learner: Learner, folder: Path) -> None:
     with torch.no_grad():
         for name, held in mine.items():
             stored.read(name, held.box, held.local)
+            moved()
     if stored.world_size == learner.world.size:
         _restore_rng(stored.file(learner.world.rank), learner.world.device)
     learner.step = stored.step
@@ -180,7 +182,7 @@ class Saver:
         mine = [held.local for held in state_of(learner).values() if held.writes] + list(_rng_state(self._world.device).values())
         num_bytes = sum(tensor.nbytes for tensor in mine)
         self._host.check_room(num_bytes, self._world)
-        self._work = _Work(lambda stop: self._host.reserve(num_bytes), f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints")
+        self._work = _Work(lambda stop: self._host.reserve(num_bytes), _host_memory(num_bytes))
 
     def copy(self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None) -> float:
         """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
@@ -197,7 +199,12 @@ class Saver:
         replicas.compare(learner.weights.values(), self._world, learner.step)
         self._world.barrier()
         mine = {name: held for name, held in state_of(learner).items() if held.writes and held.local.numel()}
-        self._host.fill({name: held.local for name, held in mine.items()} | _rng_state(self._world.device))
+        pieces = {name: held.local for name, held in mine.items()} | _rng_state(self._world.device)
+        num_bytes = sum(piece.nbytes for piece in pieces.values())
+        if not self._host.has_room(num_bytes):
+            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S)):
+                self._host.reserve(num_bytes)
+        self._host.fill(pieces)
         index = {
             name: {"shape": held.shape, "dtype": str(held.local.dtype).removeprefix("torch."), "box": held.box}
             for name, held in mine.items()
@@ -305,6 +312,10 @@ class _Work:
         self._thread.join(ABANDON_S)
         if not self.is_done:
             log.warning("%s: left unfinished", self.what)
+
+
+def _host_memory(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints"
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ import torch
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.parallel.world import World
+from orrery.trainer.pulse import moved
 from orrery.trainer.safetensors_file import Layout, content, layout
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,12 @@ class HostCopy:
                 f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
             )
 
+    def has_room(self, num_bytes: int) -> bool:
+        return self._buffer.numel() >= num_bytes
+
     def reserve(self, num_bytes: int) -> None:
         """Make room. Raises RunFailed where there is none."""
-        if self._buffer.numel() >= num_bytes:
+        if self.has_room(num_bytes):
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
         available = available_bytes()
@@ -67,6 +71,7 @@ class HostCopy:
         for name, (start, stop) in self._layout.spans.items():
             piece = pieces[name].detach()
             self._buffer[start:stop].view(piece.dtype).view(piece.shape).copy_(piece, non_blocking=True)
+            moved()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -26,7 +26,7 @@ from orrery.trainer.assemble import Rig
 from orrery.trainer.learner import Outcome
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.publish import export
-from orrery.trainer.pulse import still_s
+from orrery.trainer.pulse import parts_s, still_s, warms_up
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
@@ -39,7 +39,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
     """Train all batches that are left, then write `weights/rl`."""
     learner = rig.learner
     first_step, num_steps = learner.step, me.manifest.stages.rl.num_steps
-    _publish(rig, me)
+    _publish(rig, me, is_first=True)
     with StageCheckpoints(me, learner, "rl", beside="orchestrator") as saving:
         for step in range(learner.step + 1, num_steps + 1):
             saving.check()
@@ -48,7 +48,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
             if batch.info.get("wind_down"):
                 _wind_down(rig, saving, has_checkpoint=learner.step == first_step or checkpoints.is_due(learner.step, me.manifest))
             arrived_s = time.time()
-            me.health.doing("training", step=step, still_s=still_s(step == first_step + 1, rig.world.size))
+            me.health.doing("training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1))
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
             _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
             publish_s = _publish(rig, me)
@@ -59,8 +59,12 @@ def rl(rig: Rig, me: RoleProcess) -> None:
             if is_due:
                 saving.write()
         _compare(rig, me)
-        me.health.doing("exporting weights", step=num_steps)
+        me.health.doing("exporting weights", step=num_steps, still_s=parts_s(rig.world.size))
         export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
+
+
+def _still_s(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
+    return still_s(is_first, rig.world.size, warms_up(me.manifest.trainer, rig.world.device))
 
 
 def _await_batch(rig: Rig, me: RoleProcess, step: int) -> ReceivedBatch:
@@ -78,10 +82,11 @@ def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> Outcome:
     return rig.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
 
 
-def _publish(rig: Rig, me: RoleProcess) -> float:
+def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
     """Put out the weights that the learner holds; seconds taken."""
     version, begin_s = rig.learner.step, time.time()
-    me.health.doing(f"publishing version {version}", step=version)
+    limit_s = max(rig.publish_still_s, _still_s(rig, me, is_first))
+    me.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
     published = rig.publisher.publish(version)
     end_s = time.time()
     if published is not None:
@@ -103,7 +108,7 @@ def _compare(rig: Rig, me: RoleProcess) -> None:
     """The last version in trainer and engines, on rollouts of its own."""
     version = rig.learner.step
     batch = _await_batch(rig, me, version + 1)
-    me.health.doing("comparing log-probs with the engines", step=version)
+    me.health.doing("comparing log-probs with the engines", step=version, still_s=_still_s(rig, me))
     found, num_tokens = rig.learner.compare(batch)
     if found is None or not batch.info.get("compare"):
         raise RunFailed(f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log")

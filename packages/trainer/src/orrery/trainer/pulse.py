@@ -2,7 +2,8 @@
 
 - In: a launched rank, before its process group is formed. Out: every PERIOD_S, in its health: how many collectives this rank has begun and
   completed, over all groups, as torch's flight recorder counts them (nccl: completed on the device), and its marks.
-- A mark is a micro-batch that was begun: on the device that has got so far, since the host runs ahead of it.
+- A mark is a micro-batch that was begun: on the device that has got so far, since the host runs ahead of it. Where a rank loads, copies or
+  reads files, a part of that which the host is done with.
 - Asked by the launcher (SIGUSR1), the rank keeps its flight recorder's dump, `logs/flight_recorder/rank_<i>`, which `torchfrtrace` reads;
   nccl's own watchdog leaves its dumps there too.
 - The counts come from torch's private API, looked for at start; where it is missing, every rank counts as being in no collective.
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 import torch
 
 from orrery.manifest.publish import write_atomic
+from orrery.manifest.schema import Trainer
 from orrery.observe.asked import call_on_signal
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -26,15 +28,26 @@ from orrery.observe.stillness import STILL_S
 
 PERIOD_S = 3.0
 ALONE_S = 600.0  # of a first step, which compiles, tunes kernels and connects ranks; of a single rank, which has no collectives to count
+PARTS_S = 300.0  # of a part, a tensor or a file, of what is read or written where many ranks may ask one file system at once
 
 
-def still_s(is_first: bool, num_ranks: int) -> float:
-    """How long a step may show no progress: no collective and no micro-batch begun or completed."""
-    return scaled(ALONE_S if is_first or num_ranks == 1 else STILL_S)
+def still_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
+    """How long a step, or what stands between two, may show no progress: no collective and no mark begun or completed."""
+    return scaled(ALONE_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
+
+
+def parts_s(num_ranks: int) -> float:
+    """The same of what goes through files, part by part."""
+    return scaled(ALONE_S if num_ranks == 1 else PARTS_S)
+
+
+def warms_up(trainer: Trainer, device: torch.device) -> bool:
+    """Whether a first step does more than the others; on GPUs a library may compile something of its own."""
+    return trainer.compile or device.type == "cuda"
 
 
 class _Marks:
-    """Micro-batches that the device has got to; one queue, since a process has one device.
+    """Micro-batches that the device has got to, and parts that the host is done with; one queue, since a process has one device.
 
     A thread of its own waits for each. The pulse never asks the device itself: `Event.query` keeps Python's lock while it may have to wait
     for another thread's call into CUDA, one that waits for a collective, and then nobody here says anything more.
@@ -69,11 +82,17 @@ class _Marks:
 
 
 _MARKS = _Marks()
+_HOST = torch.device("cpu")
 
 
 def mark(device: torch.device) -> None:
     """A micro-batch begins."""
     _MARKS.add(device)
+
+
+def moved() -> None:
+    """A part of something on the host is done."""
+    _MARKS.add(_HOST)
 
 
 @contextmanager
@@ -89,7 +108,7 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
     call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{me.index}", device))
-    if me.manifest.trainer.compile or device.type == "cuda":  # on GPUs a library may compile something of its own
+    if warms_up(me.manifest.trainer, device):
         _say_when_compiling(me)
     if device.type == "cuda":
         _MARKS.follow(device)

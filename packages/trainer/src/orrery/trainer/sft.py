@@ -12,7 +12,7 @@ import time
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.pulse import still_s
+from orrery.trainer.pulse import still_s, warms_up
 from orrery.trainer.schedule import factor
 from orrery.trainer.sft_data import Examples, ahead, batches
 from orrery.trainer.stage_checkpoints import StageCheckpoints
@@ -27,7 +27,7 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
     """Train what is left of `stages.sft.num_steps` on `examples`."""
     manifest, spec, world = me.manifest, me.manifest.stages.sft, learner.world
     limit, quadratic = manifest.trainer.memory.max_tokens_per_micro_batch, quadratic_cost(manifest.model)
-    first_step = learner.step + 1
+    first_step, has_warm_up = learner.step + 1, warms_up(manifest.trainer, world.device)
     with StageCheckpoints(me, learner, "sft") as saving, ahead(batches(examples, manifest, learner.step)) as take:
         for step in range(first_step, spec.num_steps + 1):
             saving.check()
@@ -37,7 +37,7 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
             with me.health.waiting(f"batch {step} to be tokenised", deadline_s=scaled(TOKENISE_DEADLINE_S)):
                 batch = take()
             wait_s = time.time() - begin_s
-            me.health.doing("sft", step=step, still_s=still_s(step == first_step, world.size))
+            me.health.doing("sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up))
             plan = pack(batch.lengths, world.num_data_ranks, limit, quadratic)
             mine = [batch.select(samples) for samples in plan[world.data_rank]]
             outcome = learner.learn(mine, len(mine), count_totals(mine, world), factor(spec.schedule, step, spec.num_steps))
@@ -57,7 +57,8 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
 
 def _validate(validation: Validation, learner: Learner, me: RoleProcess, is_first: bool) -> None:
     step, begin_s = learner.step, time.time()
-    me.health.doing("validating", step=step, still_s=still_s(is_first, learner.world.size))
+    limit_s = still_s(is_first, learner.world.size, warms_up(me.manifest.trainer, learner.world.device))
+    me.health.doing("validating", step=step, still_s=limit_s)
     with me.metrics.span("validation", step=step):
         loss, num_tokens = validation.loss(learner)
     if learner.world.is_first:

@@ -16,6 +16,7 @@ from orrery.observe.process import RoleProcess
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import Saver
 from orrery.trainer.learner import Learner
+from orrery.trainer.pulse import moved, parts_s, still_s
 from orrery.transport import checkpoints, visible
 
 
@@ -46,7 +47,7 @@ class StageCheckpoints:
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
         """Copy the state of the last step, with `files`: seconds that training was blocked for. A collective."""
         step = self._learner.step
-        self._me.health.doing("copying a checkpoint", step=step)
+        self._me.health.doing("copying a checkpoint", step=step, still_s=still_s(False, self._learner.world.size))
         with self._me.metrics.span("checkpoint", step=step):
             return self._saver.copy(self._learner, self._folder / "trainer", files)
 
@@ -82,10 +83,10 @@ def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
     step = world.each(checkpoints.latest(me.run_dir, stage) or 0)[0]  # of the first rank: another node may see a new folder later
     if not step:
         return None
-    me.health.doing(f"resuming from step {step}", step=step)
+    me.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
     folder = checkpoints.checkpoint_dir(me.run_dir, step, stage)
     visible.appears(folder / checkpoints.MARKER)
-    checkpoints.verify(folder, share=(world.rank, world.size))
+    checkpoints.verify(folder, share=(world.rank, world.size), each=moved)
     world.barrier()  # nobody goes on before every share is known to be sound
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -29,6 +29,7 @@ from orrery.transport import visible
 MARKER = "COMPLETE"
 FILES = "files.json"
 LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
+CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # begins the names of folders in `checkpoints/` that are on their way out
 
 
@@ -108,10 +109,11 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     sync(folder.parent)
 
 
-def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0, 1)) -> None:
+def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0, 1), each: Callable[[], object] = lambda: None) -> None:
     """Raises `OrreryError` naming a file that is missing, damaged, or not of the checkpoint, and saying `remedy`.
 
     `share` (i, n): read only the i-th of n shares of the files; each of n processes takes one, and all is well where it is for all.
+    `each` is called, by several threads, whenever CHUNK_BYTES are read.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -130,7 +132,7 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
     index, count = share
     mine = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]  # by suffix, so that big files are dealt evenly
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        for name, digest in zip(mine, pool.map(lambda name: _sha256(folder / name), mine), strict=True):
+        for name, digest in zip(mine, pool.map(lambda name: _sha256(folder / name, each), mine), strict=True):
             if digest != expected[name]:
                 raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
 
@@ -208,6 +210,10 @@ def _size(path: Path) -> int:
         return file.seek(0, 2)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, each: Callable[[], object] = lambda: None) -> str:
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
+            each()
+    return digest.hexdigest()

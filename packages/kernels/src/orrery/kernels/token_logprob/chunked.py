@@ -98,7 +98,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with float32 accumulation and result (float64 for float64)."""
     out = _wide(a)
     if a.dtype == out:
@@ -115,7 +115,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += _matmul(a, b)
+        total += wide_matmul(a, b)
 
 
 def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -123,7 +123,7 @@ def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda or a.dtype == _wide(a):
         torch.mm(a, b, out=out)
     else:
-        out.copy_(_matmul(a, b))
+        out.copy_(wide_matmul(a, b))
 
 
 class _ChunkedTokenLogprob(torch.autograd.Function):
@@ -142,7 +142,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         ctx.logits = []
         state_4T = logits.nothing_seen(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
-            logits_CB = _matmul(hidden_TD[tokens], weight_VD[words].T)
+            logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
             if keep_logits:
                 ctx.logits.append(logits_CB.clone() if form == "plain" else logits_CB)  # the plain passes write over what they read
             absorb(state_4T[:, tokens], logits_CB, target_T[tokens], temperature_T[tokens], words.start)
@@ -168,7 +168,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         for tokens, words in every:
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
             rows_C = (row[tokens] for row in rows)
-            logits_CB = ctx.logits.pop(0) if ctx.logits else _matmul(hidden_CD, weight_BD.T)
+            logits_CB = ctx.logits.pop(0) if ctx.logits else wide_matmul(hidden_CD, weight_BD.T)
             grad_logits_CB = gradient(logits_CB, *rows_C, words.start, hidden_TD.dtype)
             del logits_CB
             if grad_hidden_TD is not None:

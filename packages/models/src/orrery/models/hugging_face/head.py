@@ -1,5 +1,7 @@
 """The LM head of a network of transformers, with whatever that network does to its logits (soft caps, scales, biases).
 
+Logits are float32 whatever the compute dtype is, before anything is done to them, as in `orrery.kernels.token_logprob`.
+
 T tokens · D hidden · V vocabulary
 """
 
@@ -7,13 +9,13 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from orrery.kernels.token_logprob import token_logprob
-from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens
+from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens, wide_matmul
 
 
 class _Output:
@@ -72,7 +74,8 @@ class Head(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] float32."""
-        return self._finished(F.linear(hidden_TD, self._weight(), self.bias)).float()
+        logits_TV = _Products.apply(hidden_TD, self._weight())
+        return self._finished(logits_TV if self.bias is None else logits_TV + self.bias).float()
 
     def _chunk(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
         logprob_TV = (self.logits(hidden_TD) / temperature_T[:, None]).log_softmax(dim=-1)
@@ -84,3 +87,19 @@ class Head(nn.Module):
     def _weight(self) -> Tensor:
         embedding = self._embedding[0]
         return self.weight if embedding is None else embedding.weight
+
+
+class _Products(torch.autograd.Function):
+    """hidden · weightᵀ in float32 (float64 for float64); its gradient is rounded to the inputs' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_TD, weight_VD)
+        return wide_matmul(hidden_TD, weight_VD.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logits_TV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_TD, weight_VD = ctx.saved_tensors
+        grad_TV, (wants_hidden, wants_weight) = grad_logits_TV.to(hidden_TD.dtype), ctx.needs_input_grad
+        return grad_TV @ weight_VD if wants_hidden else None, grad_TV.T @ hidden_TD if wants_weight else None

@@ -41,7 +41,7 @@ def expected(request: Request, lengths: Sequence[int]) -> dict[str, float] | Non
     if rates is None:
         return None
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    work = executed_work(model, trainer.memory, lengths, trainer.lora is not None)
+    work = executed_work(model, trainer, lengths)
     tokens = sum(lengths) / mesh.cp
     blocks, rest = _parameters(request)
     shards = mesh.dp_shard * mesh.cp

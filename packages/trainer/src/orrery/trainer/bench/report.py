@@ -37,7 +37,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
     groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
     every = [[length for group in groups for length in group["steps"][n]["lengths"]] for n in range(request.steps)]
     true = statistics.mean(true_work(model, lengths, frozen).total for lengths in every)
-    executed = statistics.mean(executed_work(model, trainer.memory, lengths, frozen).total for lengths in every)
+    executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
     # The profiled step has documents of its own; with fixed lengths they are the same.
     predicted = expected(request, answers[0]["steps"][-1]["lengths"])
     rates = RATES.get(request.accelerator)

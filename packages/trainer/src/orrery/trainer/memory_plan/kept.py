@@ -13,8 +13,8 @@ E experts · K experts a token · I expert intermediate · r rank of adapters
 - `none` keeps all of it where a block is one graph: the compiler makes nothing again that a product of the backward pass reads. Without
   the compiler silu's output stays too.
 - `selective` keeps the input and what it names; `full` the input. The rest is made again, a block at a time.
-- Where ranks exchange inside a block (cp, ep), results inside its compiled parts cannot be named: there `attention` is seen with cp
-  alone, `experts` with ep alone, and those that are seen stay even where nobody asks for them.
+- Where ranks exchange inside a block (cp, ep), results inside its compiled parts cannot be named (`Trainer.unseen`), and those that can
+  stay even where nobody asks for them.
 - A frozen product (LoRA) needs no input for its weight's gradient, but its adapter does. A named result of an adapted product stays twice:
   the projection's and the adapter's.
 - Passing through: of a mixture the gradients of a layer's rows (c·K·D) and of what is between its products (c·3·K·I); of a dense
@@ -46,10 +46,9 @@ def block(model: Model, trainer: Trainer, layer: int) -> Block:
     if checkpointing.kind == "none":
         kept = every
     else:
-        seen = [name for name in getattr(checkpointing, "keep", ()) if _is_seen(name, trainer)]
-        kept = entry + sum(named[name] for name in seen)
+        kept = entry + sum(named[name] for name in trainer.kept)
         if not _is_one_graph(trainer):
-            kept += sum(unasked[name] for name in seen)
+            kept += sum(unasked[name] for name in trainer.kept)
     return Block(kept, max(0, every - kept), _passing(model, trainer, layer))
 
 
@@ -119,10 +118,3 @@ def _passing(model: Model, trainer: Trainer, layer: int) -> int:
 
 def _is_one_graph(trainer: Trainer) -> bool:
     return trainer.compile and is_whole(trainer.mesh)
-
-
-def _is_seen(name: str, trainer: Trainer) -> bool:
-    mesh = trainer.mesh
-    if not trainer.compile or _is_one_graph(trainer):
-        return True
-    return {"attention": mesh.cp > 1, "experts": mesh.ep > 1, "projections": False}[name]
