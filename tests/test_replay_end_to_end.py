@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,8 @@ def manifest(inference: dict, mesh: dict, **fields) -> Manifest:
         "max_batches_ahead": 0,
     }  # so both sides have the same weights
     content["orchestrator"]["evaluation"] |= {"interval_steps": 3, "num_problems": 4}
+    for task in [*content["tasks"]["train"], *content["tasks"]["evaluation"]]:  # a question of more than one block of cache
+        task["args"]["instruction"] = "write the letters of this word from last to first: "
     content["stages"] |= {"sft": None}
     content["stages"]["rl"] |= {"num_steps": 3}
     return Manifest.model_validate(content)
@@ -50,10 +54,16 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     folder = run_dir(tmp_path / "runs", spec)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
+    on_disk: set[str] = set()
     for stage in ("init", "rl"):
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-        done = subprocess.run(["orrery", "run", folder.name, stage], cwd=tmp_path, env=env, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        command = ["orrery", "run", folder.name, stage]
+        with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            while process.poll() is None:
+                on_disk |= {path.name for path in Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*/**/*.bin")}
+                time.sleep(0.5)
+            assert process.returncode == 0, process.stdout.read()
+    assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     steps = [row for row in read(folder / "metrics" / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)
