@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from orrery.launcher import cli, lock
+from orrery.launcher import status as statuses
 from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
 from orrery.launcher.stage import done_path, newest_checkpoint
+from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -63,8 +65,13 @@ def other(checkout):
         for file in files:
             write(run.path / "checkpoints" / f"step_{step}" / file)
     write(run.path / "metrics/trainer.0.jsonl", '{"stage": "rl", "step": 3}\n')
+    for file in ("samples.jsonl", "step_3.safetensors"):
+        write(run.path / "rollouts" / file, "{}\n")
     write(run.path / "report/index.html")
-    write(run.path / "status.json", json.dumps({"attempt": 2}))
+    role = RoleStatus("trainer.0", "node1", 7, 0, None, "ended", "exit code 75")
+    Status("rl", 2, "stopped", "rl: stopped; type `snakemake --profile local reverse_text`", 7, "node1", "31", 1.0, 2.0, [role]).write(
+        run.path
+    )
     return run
 
 
@@ -85,17 +92,45 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
     )
     assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
     assert set(files(run.path)) == {
-        "adopted.json", "checkpoints/step_3/COMPLETE", "checkpoints/step_3/trainer/rank_0", "manifest.json", "metrics/trainer.0.jsonl",
-        "stages/init/DONE", "stages/rl/health/trainer.0.json", "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
+        ".lock", "adopted.json", "checkpoints/step_3/COMPLETE", "checkpoints/step_3/trainer/rank_0", "manifest.json",
+        "metrics/trainer.0.jsonl", "rollouts/samples.jsonl", "rollouts/step_3.safetensors", "stages/init/DONE",
+        "stages/rl/health/trainer.0.json",
+        "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
     }  # fmt: skip
     assert find(run.path.name).manifest == run.manifest and run.finished() == ["init", "sft"] and newest_checkpoint(run.path) == 3
     assert set(files(other.path)) == {*before, ".lock"} and find("reverse_text") == other
     assert os.path.samefile(run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors")
-    assert not os.path.samefile(run.path / "metrics/trainer.0.jsonl", other.path / "metrics/trainer.0.jsonl"), "rows are added there"
+    assert os.path.samefile(run.path / "rollouts/step_3.safetensors", other.path / "rollouts/step_3.safetensors")
+    for grows in ("metrics/trainer.0.jsonl", "rollouts/samples.jsonl"):
+        assert not os.path.samefile(run.path / grows, other.path / grows), "lines are added there"
+    status = statuses.read(run.path)
+    assert (status.stage, status.attempt, status.state, status.slurm_job, status.roles) == ("rl", 2, "stopped", None, [])
+    where = "done: init, sft; rl goes on after step 3"
+    assert status.message == f"adopted from {other.path.name}: {where}; type `orrery run {run.path.name} rl` to go on"
     record(run.path, "rl", 3, "stopped", "", 0.0, 1.0, [], {}, None, checkout)
     said = json.loads((run.path / "receipt.json").read_text())["run"]
     assert said["name"] == "elsewhere"
     assert said["adopted"] == {"run": other.path.name, "done": ["init", "sft"], "checkpoint": {"stage": "rl", "step": 3}}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda path: shutil.rmtree(path / "checkpoints/step_3"), "done: init, sft; rl begins"),
+        (lambda path: done_path(path, "sft").unlink(), "done: init; sft goes on after step 2"),
+        (
+            lambda path: [write(done_path(path, stage)) for stage in ("rl", "evaluate", "report")],
+            "done: init, sft, rl, evaluate; report begins",
+        ),
+    ],
+    ids=["no checkpoint yet", "in SFT", "finished"],
+)
+def test_where_it_stands_is_what_its_next_stage_finds(checkout, other, change, where):
+    write(other.path / "checkpoints/sft/step_2/COMPLETE")
+    change(other.path)
+    run = begun(checkout, other)
+    assert adopt(run, other) == where
+    assert json.loads((run.path / "adopted.json").read_text())["done"] == run.finished()
 
 
 def test_files_are_copied_where_they_cannot_have_two_names(checkout, other, monkeypatch):

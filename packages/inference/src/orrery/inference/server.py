@@ -79,9 +79,9 @@ def _stop_early(disk: Path, _signal: int, _frame: object) -> None:
 
 def _exit_now(disk: Path) -> None:
     _kill_children()
-    forget(disk)
     if os.path.basename(tempfile.gettempdir()).startswith(f"orrery-inference-{os.getpid()}-"):
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    forget(disk)  # last: it may be large, and the launcher waits for seconds only
     os._exit(128 + signal.SIGTERM)
 
 

@@ -4,21 +4,24 @@
   not in what is learnt.
 - Out: the run's folder with all that the other has of finished stages and whole checkpoints, and `adopted.json`; its next stage resumes
   there. The other run stays as it is.
-- Weights, checkpoints and rollouts are never written over, so both folders name the same files where the file system allows it.
+- Weights, checkpoints and batches are never written over, so both folders name the same files where the file system allows it.
 - The folder appears whole or not at all.
 """
 
 import json
 import os
 import shutil
+import socket
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from orrery.launcher import lock
+from orrery.launcher import status as statuses
 from orrery.launcher.receipt import ADOPTED
-from orrery.launcher.runs import Run
-from orrery.launcher.stage import newest_checkpoint
+from orrery.launcher.runs import Run, resume_command
+from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
@@ -27,7 +30,8 @@ from orrery.manifest.publish import write_atomic
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
         "inference", "orchestrator.admission")  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-LEFT = ("manifest.json", ".lock", "report", "stages/report", "weights/wire")
+LOCK = ".lock"
+LEFT = ("manifest.json", "status.json", LOCK, "report", "stages/report", "weights/wire")  # the other's own, or made anew
 
 
 def adopt(run: Run, other: Run) -> str:
@@ -36,8 +40,7 @@ def adopt(run: Run, other: Run) -> str:
         raise OrreryError(
             f"{run.path.name}: it has begun; only a run that has not can adopt another (remove runs/{run.path.name} to drop it)"
         )
-    done = other.finished()
-    if not done:
+    if not other.finished():
         raise OrreryError(f"{other.path.name}: no stage of it is done, so there is nothing to adopt; start {run.manifest.name} by itself")
     if changed := [one for one in diff(other.manifest, run.manifest) if not _is_free(one.field)]:
         raise OrreryError(
@@ -46,21 +49,40 @@ def adopt(run: Run, other: Run) -> str:
             f"(without {', '.join(BOUND)}): type `orrery diff {other.path.name} {run.manifest.name}` for all of them"
         )
     made = run.path.with_name(f".{run.path.name}.partial")
-    with lock.hold(other.path):
-        shutil.rmtree(made, ignore_errors=True)
+    with lock.hold(other.path), lock.hold(made):
+        for left in made.iterdir():  # by one that was killed
+            if left.name != LOCK:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
-            shutil.copytree(other.path, made, ignore=partial(_left, other.path), copy_function=partial(_same, other.path))
+            shutil.copytree(
+                other.path, made, ignore=partial(_left, other.path), copy_function=partial(_same, other.path), dirs_exist_ok=True
+            )
             write_atomic(made / "manifest.json", pretty_json(run.manifest).encode())
-            at = next(((stage, step) for stage in ("rl", "sft") if (step := newest_checkpoint(made, stage)) is not None), None)
-            where = None if at is None else {"stage": at[0], "step": at[1]}
-            write_atomic(made / ADOPTED, (json.dumps({"run": other.path.name, "done": done, "checkpoint": where}) + "\n").encode())
+            where = _stand(made, run, other)
             made.rename(run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
             if isinstance(error, shutil.Error):  # of copytree: what failed of each file
                 raise OrreryError(f"{run.path.name}: nothing is adopted: {error.args[0][0][2]}") from error
             raise
-    return f"done: {', '.join(done)}" + ("" if at is None else f"; {at[0]} goes on after step {at[1]}")
+    return where
+
+
+def _stand(made: Path, run: Run, other: Run) -> str:
+    """Write down in the new folder where it stands, and say it."""
+    done = [stage for stage in run.stages if done_path(made, stage).exists()]
+    next_stage = next(stage for stage in run.stages if stage not in done)
+    step = newest_checkpoint(made, next_stage)
+    where = f"done: {', '.join(done)}; {next_stage} {'begins' if step is None else f'goes on after step {step}'}"
+    checkpoint = None if step is None else {"stage": next_stage, "step": step}
+    write_atomic(made / ADOPTED, (json.dumps({"run": other.path.name, "done": done, "checkpoint": checkpoint}) + "\n").encode())
+    if (last := statuses.read(other.path)) is not None:  # attempts are counted on; nothing else of it is this run's
+        message = f"adopted from {other.path.name}: {where}; type `{resume_command(run, next_stage)}` to go on"
+        replace(
+            last, stage=next_stage, state="stopped", message=message, launcher_pid=os.getpid(),
+            host=socket.gethostname(), slurm_job=None, roles=[],
+        ).write(made)  # fmt: skip
+    return where
 
 
 def _is_free(field: str) -> bool:
@@ -71,7 +93,7 @@ def _is_free(field: str) -> bool:
 
 
 def _left(root: Path, folder: str, names: list[str]) -> list[str]:
-    """What stays behind: what is the other's own or will be made anew, and checkpoints that are not whole."""
+    """What stays behind: `LEFT`, and checkpoints that are not whole."""
     inside = Path(folder).relative_to(root)
     found = [name for name in names if (inside / name).as_posix() in LEFT]
     if inside.as_posix() in ("checkpoints", "checkpoints/sft"):
@@ -81,7 +103,8 @@ def _left(root: Path, folder: str, names: list[str]) -> list[str]:
 
 def _same(root: Path, source: str, target: str) -> None:
     """The same file under another name where it is never written again and both names may stand for one file; else a copy of it."""
-    if Path(source).relative_to(root).parts[0] in ("weights", "checkpoints", "rollouts"):
+    inside = Path(source).relative_to(root)
+    if inside.parts[0] in ("weights", "checkpoints") or (inside.parts[0] == "rollouts" and inside.suffix == ".safetensors"):
         with suppress(OSError):
             os.link(source, target)
             return

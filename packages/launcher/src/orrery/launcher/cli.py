@@ -55,8 +55,8 @@ def adopt(
 
     run = find(word)
     where = adopt(run, find(other))
-    rest = [stage for stage in run.stages if stage not in run.finished()]
-    print(f"{run.path.name}: {where}\ngo on with `{resume_command(run, rest[0])}`")
+    rest = next(stage for stage in run.stages if stage not in run.finished())
+    print(f"{run.path.name}: {where}\ngo on with `{resume_command(run, rest)}`")
 
 
 @app.command()

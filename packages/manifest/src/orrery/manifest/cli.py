@@ -124,7 +124,7 @@ def check(names: Names = None) -> None:
     check_tasks([*given, *map(_spelled, runs)])
     for word, manifest in given:
         _must_start(word, manifest)
-        print(f"{word}: {manifest.name} is a manifest")
+        print(f"{word}: {manifest.name} is a manifest", *notes(manifest), sep="\n")
     for run in runs:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file():

@@ -16,7 +16,7 @@ from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
 from orrery.trainer.parallel import build_policy, fsdp
-from orrery.trainer.parallel.world import World, device_for, dissolve, form, meet
+from orrery.trainer.parallel.world import COLLECTIVE_DEADLINE_S, World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Adapters, Direct, Publisher
 from orrery.trainer.pulse import moved, parts_s, pulse, still_s
@@ -49,12 +49,13 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
     nobody would learn what has failed.
     """
     trainer = me.manifest.trainer
-    me.health.doing("joining the other ranks", still_s=parts_s(trainer.mesh.world_size))
+    me.health.doing("joining the other ranks")
     device = device_for(me.manifest.hardware.accelerator, me.index)
     torch.manual_seed(me.manifest.seed + me.index)
     store = meet(me, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
     with pulse(me, device):
-        world = form(trainer.mesh, me.index, device, store)
+        with me.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
+            world = form(trainer.mesh, me.index, device, store)
         try:
             yield world
         except WoundDown:  # all ranks agreed on it
