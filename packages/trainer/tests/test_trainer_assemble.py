@@ -19,7 +19,9 @@ def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     monkeypatch.setattr(assemble, "pulse", lambda me, device: nullcontext())
     monkeypatch.setattr(assemble, "form", lambda mesh, rank, device, store: World(rank, 1, torch.device("cpu"), None))
     monkeypatch.setattr(assemble, "dissolve", dissolved.append)
-    me = SimpleNamespace(manifest=manifest(), index=0, health=SimpleNamespace(doing=lambda what: None))
+    me = SimpleNamespace(
+        manifest=manifest(), index=0, health=SimpleNamespace(doing=lambda what: None, waiting=lambda *_, **__: nullcontext())
+    )
     with pytest.raises(type(error)) if error is not None else nullcontext(), assemble.assemble_world(me):
         if error is not None:
             raise error
