@@ -1,6 +1,7 @@
-"""Lets the tests of this room import the fakes that they share, and gives each a run directory of which nothing may be left."""
+"""Lets the tests of this room import the fakes that they share; run directories of which nothing may be left, and checkouts."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from launcher_stages import alive
 
 from orrery.observe import shared_memory
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def run_dir(tmp_path):
@@ -21,3 +24,13 @@ def run_dir(tmp_path):
     for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
         assert not alive(int(pid)), f"{pid} outlived the launcher"
     assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(path)}*"))
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """The specs and manifests, to be changed at will, as the working directory."""
+    for name in ("manifests", "jsonnet", "locks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ORRERY_RESUME", raising=False)
+    return tmp_path

@@ -20,7 +20,6 @@ from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -40,15 +39,6 @@ def write(path: Path, text: str = "x") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    for name in ("manifests", "jsonnet", "locks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ORRERY_RESUME", raising=False)
-    return tmp_path
 
 
 @pytest.fixture

@@ -22,19 +22,9 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe.health import HealthFile
 from orrery.observe.metrics import MetricsFile
 
-ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 HOST = socket.gethostname()
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    for name in ("manifests", "jsonnet", "locks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ORRERY_RESUME", raising=False)
-    return tmp_path
 
 
 def orrery(capsys, *words: str) -> tuple[int, str, str]:

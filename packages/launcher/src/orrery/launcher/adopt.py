@@ -21,7 +21,7 @@ from orrery.launcher import lock
 from orrery.launcher import status as statuses
 from orrery.launcher.receipt import ADOPTED
 from orrery.launcher.runs import Run, resume_command
-from orrery.launcher.stage import done_path, newest_checkpoint
+from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
@@ -30,8 +30,7 @@ from orrery.manifest.publish import write_atomic
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
         "inference", "orchestrator.admission")  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-LOCK = ".lock"
-LEFT = ("manifest.json", "status.json", LOCK, "report", "stages/report", "weights/wire")  # the other's own, or made anew
+LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")  # the other's own, or made anew
 
 
 def adopt(run: Run, other: Run) -> str:
@@ -51,7 +50,7 @@ def adopt(run: Run, other: Run) -> str:
     made = run.path.with_name(f".{run.path.name}.partial")
     with lock.hold(other.path), lock.hold(made):
         for left in made.iterdir():  # by one that was killed
-            if left.name != LOCK:
+            if left.name != lock.NAME:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             shutil.copytree(
@@ -70,7 +69,7 @@ def adopt(run: Run, other: Run) -> str:
 
 def _stand(made: Path, run: Run, other: Run) -> str:
     """Write down in the new folder where it stands, and say it."""
-    done = [stage for stage in run.stages if done_path(made, stage).exists()]
+    done = Run(run.manifest, made).finished()
     next_stage = next(stage for stage in run.stages if stage not in done)
     step = newest_checkpoint(made, next_stage)
     where = f"done: {', '.join(done)}; {next_stage} {'begins' if step is None else f'goes on after step {step}'}"

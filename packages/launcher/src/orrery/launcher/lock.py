@@ -16,11 +16,12 @@ import psutil
 
 from orrery.manifest.errors import OrreryError
 
+NAME = ".lock"
 LOOKED_AT_S = 1.0  # whoever asks for the holder locks for a moment too
 
 
 def _path(run_dir: Path) -> Path:
-    return run_dir / ".lock"
+    return run_dir / NAME
 
 
 @dataclass(frozen=True)
