@@ -231,6 +231,8 @@ def main() -> None:
     if arguments.check:
         for one in every:
             print(f"{one.name:58}{one.planned_bytes / GIB:8.1f} GiB planned  {' '.join(words(one.options))}")
+        if arguments.record:
+            record_plans(arguments.shape, every, arguments.out)
         return
     first = every[0].asked
     settings = {"devices": first.num_devices, "layers": first.model.num_layers, "micro_batches": first.micro_batches}
@@ -258,6 +260,20 @@ def main() -> None:
     print(f"\n{len(missing)} levers are left for the next call: {', '.join(missing)}" if missing else "\nevery lever is measured")
 
 
+def record_plans(shape: str, every: list[Lever], out: Path) -> None:
+    """What `memory_plan` has for each lever, where nothing is measured."""
+    record(
+        out / f"levers_{shape}_planned.json",
+        figure=f"trainer: peak of a device that is planned for {shape}, and with each lever",
+        value=every[0].planned_bytes / GIB,
+        unit="GiB",
+        goal=None,
+        better="lower",
+        rows=[{"variant": one.name, "value": one.planned_bytes / GIB, "unit": "GiB", "better": "lower", "goal": None} for one in every],
+        details={"devices": every[0].asked.num_devices, "layers": every[0].asked.model.num_layers},
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     one.add_argument("shape", choices=list(SHAPES))
@@ -266,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--limit-s", type=float, default=float("inf"), help="begin no row that would end later")
     one.add_argument("--again", action="append", default=[], metavar="LEVER", help="measure this row anew")
     one.add_argument("--check", action="store_true", help="measure nothing: say what would be, and the memory that is planned")
+    one.add_argument("--record", action="store_true", help="with --check: write the plans to OUT/levers_SHAPE_planned.json")
     one.add_argument("--traces", type=Path, metavar="FOLDER", help="keep the traces of the rows whose names say offload")
     one.add_argument("--out", type=Path, default=HERE)
     return one
