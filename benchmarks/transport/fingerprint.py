@@ -21,6 +21,7 @@ from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from record import record
 
 BYTES_A_S = 4.2e12  # copying on an H200
+GOAL = 0.6  # of the bytes' bound
 REPEATS = 7
 # Tensor, and how many parts of it, along which dimension, are slices.
 VARIANTS = {
@@ -79,15 +80,16 @@ def main() -> None:
         gb_per_s = buffer.numel() / seconds / 1e9
         row = {"variant": name, "value": gb_per_s, "bytes": buffer.numel(), "slices": len(where), "seconds": seconds}
         if is_gpu:
-            row |= {"bound_s": buffer.numel() / BYTES_A_S, "share_of_bound": buffer.numel() / BYTES_A_S / seconds}
+            bound_s = buffer.numel() / BYTES_A_S
+            row |= {"value": bound_s / seconds, "gb_per_s": gb_per_s, "bound_s": bound_s, "goal": None if rows else GOAL}
         rows.append(row)
         print(f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms for {buffer.numel() / 2**20:.0f} MiB")
     record(
         options.out / f"fingerprint_{'gpu' if is_gpu else 'cpu'}.json",
         figure="fingerprints of whole experts, " + ("share of the bytes' bound" if is_gpu else "one thread"),
-        value=rows[0]["share_of_bound" if is_gpu else "value"],
+        value=rows[0]["value"],
         unit="share" if is_gpu else "GB/s",
-        goal=0.6 if is_gpu else None,
+        goal=GOAL if is_gpu else None,
         better="higher",
         rows=rows,
     )
