@@ -168,6 +168,13 @@ def test_the_table_of_benchmarks_holds_values_against_goals(checkout, capsys):
     assert held == {("pipeline/dry_run", ""): True, ("pipeline/both", "a"): False, ("pipeline/both", "b"): True}
     code, out, _ = orrery(capsys, "bench", "--table")
     assert code == 0 and "≤ 5" in out and "1.25" in out
+    parts = [{"variant": "one side", "value": 9, "unit": "tokens/s"}, {"variant": "the other", "value": 1, "unit": "tokens/s"}]
+    (folder / "both.json").write_text(json.dumps({**record, "value": 7, "rows": parts}))  # what has the goal is none of its rows
+    held = {(one.name, one.variant): one.holds for one in bench.figures(checkout / "benchmarks")}
+    assert held == {
+        ("pipeline/dry_run", ""): True, ("pipeline/both", ""): False,
+        ("pipeline/both", "one side"): None, ("pipeline/both", "the other"): None,
+    }  # fmt: skip
     (folder / "bad.json").write_text("{}")
     assert "bad.json: not a benchmark's record" in orrery(capsys, "bench", "--table")[2]
 

@@ -42,7 +42,10 @@ def figures(root: Path) -> list[Figure]:
     for path in sorted(root.glob("**/*.json")):
         try:
             record = json.loads(path.read_text())
-            for row in record.get("rows") or [record]:
+            rows = record.get("rows") or []
+            if all(row.get("unit", record["unit"]) != record["unit"] for row in rows):
+                rows = [{}, *rows]  # what the record itself says stands in none of them
+            for row in rows:
                 if row.get("unit", record["unit"]) != record["unit"]:
                     row = {"goal": None, **row}  # a record's goal is for what its own unit measures
                 row = {**record, **row}
