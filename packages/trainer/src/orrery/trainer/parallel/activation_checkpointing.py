@@ -17,25 +17,34 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orrery.kernels import attention, grouped_matmul, wide_linear  # noqa: F401  (they register the operators that are named below)
-from orrery.manifest.schema import Trainer
+from orrery.manifest.schema import Model, Trainer
 from orrery.trainer.parallel import compiled, recomputation
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    spec = trainer.memory.activation_checkpointing
-    if spec.kind == "none":
+    if trainer.memory.activation_checkpointing.kind == "none":
         return
-    kept = frozenset(operation for name in getattr(spec, "keep", ()) for operation in _operations(name))
-    if trainer.mesh.ep > 1:  # the block is a graph of autograd alone, with the hooks of its experts' FSDP unit inside
-        options = {"context_fn": partial(recomputation.contexts, kept)}
-    else:
-        options = {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))} if kept else {}
+    options = contexts(trainer, policy.network.config)
     for block in policy.network.layers:
         run = partial(_on_no_views, block.forward) if trainer.compile and not compiled.is_whole(trainer.mesh) else block.forward
         # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
+
+
+def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
+    """What torch's `checkpoint` is to be told of the operations whose results stay.
+
+    Of a block that is compiled as one graph, also that none do: left to itself the partitioner of torch 2.11 keeps rows of experts.
+    """
+    spec = trainer.memory.activation_checkpointing
+    kept = frozenset(operation for name in getattr(spec, "keep", ()) for operation in _operations(name))
+    if trainer.mesh.ep > 1:  # the block is a graph of autograd alone, with the hooks of its experts' FSDP unit inside
+        return {"context_fn": partial(recomputation.contexts, kept)}
+    if kept or compiled.is_one_graph(trainer, model):
+        return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
+    return {}
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:

@@ -9,7 +9,7 @@
 
 import torch
 
-from orrery.manifest.schema import Mesh, Trainer
+from orrery.manifest.schema import Mesh, Model, Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -21,11 +21,16 @@ def is_whole(mesh: Mesh) -> bool:
     return mesh.cp == mesh.ep == 1
 
 
+def is_one_graph(trainer: Trainer, model: Model) -> bool:
+    """Whether a block is compiled whole: it is our own code besides."""
+    return trainer.compile and is_whole(trainer.mesh) and model.family != "hugging_face"
+
+
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if trainer.compile:
         from torch._dynamo import config  # here: to import it takes a while, and runs on CPUs hardly ever need it
 
         config.recompile_limit = max(config.recompile_limit, GRAPHS)
-        whole = is_whole(trainer.mesh) and policy.network.config.family != "hugging_face"
+        whole = is_one_graph(trainer, policy.network.config)
         for block in policy.network.layers:
             block.forward = torch.compile(block.forward, fullgraph=whole)
