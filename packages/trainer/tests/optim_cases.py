@@ -100,13 +100,13 @@ def sharded(toy: Toy, mesh: DeviceMesh, placements: list[Placement], experts: tu
     return toy
 
 
-def fully_sharded(mesh: DeviceMesh, expert_mesh: DeviceMesh) -> Toy:
-    """As the trainer does it: experts cut by expert parallel, then FSDP over what is left; all else FSDP over all ranks."""
+def fully_sharded(mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_fsdp_mesh: DeviceMesh) -> Toy:
+    """As the trainer does it: experts cut by expert parallel, then FSDP over what is left; all else FSDP over all ranks of a replica."""
     toy = Toy()
     experts = toy.get_submodule("layers.0.mlp.experts")
     for name, weight in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(weight.detach(), expert_mesh["ep"], [Shard(0)])))
-    fully_shard(experts, mesh=expert_mesh["expert_fsdp"])
+        setattr(experts, name, nn.Parameter(distribute_tensor(weight.detach(), ep_mesh, [Shard(0)])))
+    fully_shard(experts, mesh=expert_fsdp_mesh)
     fully_shard(toy, mesh=mesh)
     return toy
 
@@ -116,6 +116,7 @@ def layouts() -> dict[str, Toy | None]:
     four, two = DeviceMesh("cpu", list(range(4))), DeviceMesh("cpu", [0, 1])
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     expert_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_fsdp", "ep"))
+    repeated_experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "expert_fsdp", "ep"))
     halves = sharded(Toy(), two, [Shard(0)]) if dist.get_rank() < 2 else None
     lora = sharded(Toy(), four, [Shard(0)])
     for name, weight in lora.named_parameters():
@@ -126,7 +127,10 @@ def layouts() -> dict[str, Toy | None]:
         "dp_shard 4": sharded(Toy(), four, [Shard(0)]),
         "dp_replicate 2, dp_shard 2": sharded(Toy(), replicated, [Replicate(), Shard(0)]),
         "columns": sharded(Toy(), four, [Shard(0)], (expert_mesh, [Shard(1), Shard(0)])),
-        "fully_shard over ep": fully_sharded(four, expert_mesh),
+        "fully_shard over ep": fully_sharded(four, expert_mesh["ep"], expert_mesh["expert_fsdp"]),
+        "fully_shard over ep, dp_replicate 2": fully_sharded(
+            replicated, repeated_experts["ep"], repeated_experts["dp_replicate", "expert_fsdp"]
+        ),
         "adapters only": lora,
     }
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from optim_cases import MUON
 from safetensors.torch import load_file, save_file
-from trainer_cases import MEMORY, make_learner, manifest, run_ranks, whole_weights, write_start_weights
+from trainer_cases import HOSTED, MOE, OFFLOADED, make_learner, manifest, run_ranks, whole_weights, write_start_weights
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.errors import RunFailed
@@ -35,6 +36,11 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_a_run_that_began_on_cpus_goes_on_on_gpus_though_they_had_no_state_of_chance():
+    state = torch.get_rng_state()
+    checkpoint._restore_rng(SimpleNamespace(keys=lambda: ["rng/cpu"], get_tensor={"rng/cpu": state}.__getitem__), torch.device("cuda", 0))
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_path):
@@ -112,35 +118,66 @@ def test_a_fingerprint_tells_bits_and_places():
     assert replicas.fingerprint([]) == replicas.fingerprint([torch.empty(0)]) == 0
 
 
-def test_every_mesh_reads_what_every_other_wrote(tmp_path):
-    """One rank's state goes from mesh to mesh of four ranks and back to one, to the bit."""
-    moe = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 20, "normalize_top_k": True}
-    moe |= {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}
-    model = {"family": "qwen3_moe", "moe": moe}
-    offload = {"memory": {**MEMORY, "optimizer_offload": True}}
-    alone = make_learner(manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "start"))
-    train(alone, [1, 2])
-    checkpoint.save(alone, tmp_path / "alone")
-    meshes = {
-        "shards": {"mesh": {"dp_shard": 4}},
-        "replicas_of_experts": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}},
-        "context": {"mesh": {"dp_shard": 2, "cp": 2, "ep": 4}},
-        "experts": {"mesh": {"dp_shard": 4, "ep": 2}, "trainer": offload},
-        "replicas": {"mesh": {"dp_replicate": 4}},
-    }
-    jobs, before = [], "alone"
-    for name, fields in meshes.items():
-        jobs.append(
-            {"name": name, "manifest": {"model": model, **fields}, "resume": tmp_path / before, "steps": [], "save": tmp_path / name}
-        )
-        before = name
-    run_ranks(4, tmp_path, jobs)
-    for name in meshes:
-        again = make_learner(manifest(model=model), tmp_path / "start")
-        checkpoint.load(again, tmp_path / name)
-        assert_same(state_of(again), state_of(alone))
-        stored = sum((tmp_path / name / f"rank_{rank}.safetensors").stat().st_size for rank in range(4))
-        assert stored < 1.3 * (tmp_path / "alone" / "rank_0.safetensors").stat().st_size, "nothing is there twice, headers aside"
+MIXTURE = {"family": "qwen3_moe", "moe": {**MOE, "expert_intermediate_size": 20}}
+MESHES = {
+    "shards": {"dp_shard": 4},
+    "replicas_of_experts": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "context": {"dp_shard": 2, "cp": 2, "ep": 4},
+    "experts": {"dp_shard": 4, "ep": 2},
+    "replicas": {"dp_replicate": 4},
+}
+ADAPTERS = {"rank": 6, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}
+HERE: dict = {}
+ROUTES = {  # what is trained, and where its state lies on each of the meshes
+    "adamw": ({}, (HERE, HERE, HERE, OFFLOADED, HERE)),
+    "adamw_away": ({}, (HOSTED, OFFLOADED, HOSTED, HOSTED, OFFLOADED)),
+    "muon": ({"optimizer": MUON}, (HERE, HERE, HERE, HERE, HERE)),
+    "muon_away": ({"optimizer": MUON}, (OFFLOADED, HOSTED, OFFLOADED, HOSTED, HOSTED)),
+    "adapters": ({"optimizer": MUON, "lora": ADAPTERS}, (HOSTED, OFFLOADED, HERE, HOSTED, HERE)),
+}
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory):
+    """A folder in which one rank's state of each route went from mesh to mesh and on, and {route: (that state, a step later)}."""
+    folder, states, jobs = tmp_path_factory.mktemp("travelled"), {}, []
+    write_start_weights(manifest(model=MIXTURE), folder / "start")
+    for route, (trainer, places) in ROUTES.items():
+        alone = make_learner(manifest(model=MIXTURE, trainer=trainer), folder / "start")
+        train(alone, [1, 2])
+        checkpoint.save(alone, before := folder / route)
+        for (mesh, axes), place in zip(MESHES.items(), places, strict=True):
+            job = {"name": f"{route}_{mesh}", "manifest": {"model": MIXTURE, "mesh": axes, "trainer": {**trainer, **place}}}
+            jobs.append({**job, "resume": before, "steps": [], "save": (before := folder / job["name"])})
+        fields = {"model": MIXTURE, "mesh": MESHES["experts"], "trainer": {**trainer, **places[-2]}}
+        jobs.append({"name": f"{route}_onwards", "manifest": fields, "resume": before, "steps": [3]})
+        here = state_of(alone)
+        train(alone, [3])
+        states[route] = here, state_of(alone)
+    run_ranks(4, folder, jobs)
+    return folder, states
+
+
+def stored_bytes(folder: Path) -> int:
+    """All that the files of a checkpoint hold, but for random-number state."""
+    tensors = [item for path in folder.glob("rank_*.safetensors") for item in load_file(path).items()]
+    return sum(tensor.nbytes for name, tensor in tensors if not name.startswith("rng/"))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_mesh_reads_what_every_other_wrote(travelled, route):
+    """One rank's state goes from mesh to mesh of four ranks and back to one, to the bit; whoever has it can go on."""
+    folder, states = travelled
+    expected, onwards = states[route]
+    for mesh in MESHES:
+        again = make_learner(manifest(model=MIXTURE, trainer=ROUTES[route][0]), folder / "start")
+        checkpoint.load(again, folder / f"{route}_{mesh}")
+        assert_same(state_of(again), expected)
+        train(again, [3])
+        assert_same(state_of(again), onwards)
+        assert stored_bytes(folder / f"{route}_{mesh}") == stored_bytes(folder / route), "nothing is there twice"
+    for name, weight in load_file(folder / f"{route}_onwards.safetensors").items():
+        torch.testing.assert_close(weight, onwards[f"weight/{name}"], rtol=0, atol=2e-5)  # test_trainer_learner.py says why
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):

@@ -1,12 +1,27 @@
 """One optimizer step: on one rank, split into micro-batches, on several ranks, and when numbers go wrong."""
 
 import itertools
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from optim_cases import MUON
 from safetensors.torch import load_file
-from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, run_ranks, share, whole_weights, write_start_weights
+from trainer_cases import (
+    HOSTED,
+    MEMORY,
+    MOE,
+    OFFLOADED,
+    batch_columns,
+    make_learner,
+    manifest,
+    run_ranks,
+    share,
+    whole_weights,
+    write_start_weights,
+)
 from trainer_rank import train
 
 from orrery.manifest.errors import RunFailed
@@ -114,7 +129,11 @@ ON_TWO_RANKS = {
     "replicas_untied": {"manifest": {"mesh": REPLICAS, "model": UNTIED}, "steps": [1, 2, 3], "batch": FEW},
     "mixture": {"manifest": {"mesh": SHARDS, "model": {"family": "qwen3_moe", "moe": MOE}}, "steps": [1, 2, 3], "batch": {}},
     "recomputed": {"manifest": {"mesh": SHARDS, "trainer": {"memory": RECOMPUTE}}, "steps": [1, 2], "batch": {}},
+}
+BAD_ON_TWO_RANKS = {
     "poisoned": {"manifest": {"mesh": SHARDS}, "steps": [1], "batch": {"poison": 1}},
+    "broken_shards": {"manifest": {"mesh": SHARDS}, "steps": [1], "broken_on": 1},
+    "broken_replicas": {"manifest": {"mesh": REPLICAS}, "steps": [1], "broken_on": 1},
 }
 
 
@@ -122,12 +141,11 @@ ON_TWO_RANKS = {
 def two_ranks(tmp_path_factory):
     """(folder, each rank's answers) of all jobs above."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    return folder, run_ranks(
-        2, folder, [{"name": name, "export": folder / f"exported_{name}", **job} for name, job in ON_TWO_RANKS.items()]
-    )
+    jobs = ON_TWO_RANKS | BAD_ON_TWO_RANKS
+    return folder, run_ranks(2, folder, [{"name": name, "export": folder / f"exported_{name}", **job} for name, job in jobs.items()])
 
 
-@pytest.mark.parametrize("name", [name for name in ON_TWO_RANKS if name != "poisoned"])
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_make_the_step_of_one(two_ranks, name):
     folder, answers = two_ranks
     job = ON_TWO_RANKS[name]
@@ -142,6 +160,52 @@ def test_two_ranks_make_the_step_of_one(two_ranks, name):
         torch.testing.assert_close(found[weight_name], weight, **SUMMATION)
     exported = load_file(folder / f"exported_{name}" / "model.safetensors")
     assert torch.equal(exported["model.embed_tokens.weight"], found["network.embed_tokens.weight"])
+
+
+MIXTURE = {"family": "qwen3_moe", "moe": MOE}
+EXPERTS, REPLICAS_OF_EXPERTS = {"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}
+MUON_TRAINER = {"optimizer": MUON}
+# Norms of the made-up gradients are 2 to 7, so weights would move by twenty times as much if nobody clipped. SGD magnifies no rounding:
+# measured are differences of 1.2e-7, where weights move by 1e-2.
+CLIPPED = {"optimizer": {"kind": "sgd", "lr": 2.0, "momentum": 0.0, "weight_decay": 0.0}, "max_grad_norm": 0.1}
+CLIPPED_SUMMATION = {"rtol": 0, "atol": 1e-6}
+ON_FOUR_RANKS = {
+    "muon": (REPLICAS_OF_EXPERTS, MUON_TRAINER, {}),
+    "muon_offloaded": (REPLICAS_OF_EXPERTS, MUON_TRAINER, OFFLOADED),
+    "clipped_context": ({"dp_shard": 2, "cp": 2, "cp_style": "ring"}, CLIPPED, {}),
+    "clipped_experts": (EXPERTS, CLIPPED, {}),
+    "clipped_replicas_of_experts": (REPLICAS_OF_EXPERTS, CLIPPED, {}),
+    "clipped_hosted": (EXPERTS, CLIPPED, HOSTED),
+}
+POISONED = {"poisoned_experts": (EXPERTS, 3), "poisoned_replicas": ({"dp_replicate": 2, "dp_shard": 2}, 2)}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """(folder, each rank's answers) of all jobs above, of a mixture."""
+    folder, jobs = tmp_path_factory.mktemp("four_ranks"), []
+    for name, (mesh, trainer, place) in ON_FOUR_RANKS.items():
+        fields = {"model": MIXTURE, "mesh": mesh, "trainer": {**trainer, **place}}
+        jobs.append({"name": name, "manifest": fields, "steps": [1, 2, 3]})
+    for name, (mesh, rank) in POISONED.items():
+        jobs.append({"name": name, "manifest": {"model": MIXTURE, "mesh": mesh}, "steps": [1, 2], "batch": {"poison": rank}})
+    return folder, run_ranks(4, folder, jobs)
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_four_ranks_make_the_step_of_one(four_ranks, name):
+    folder, answers = four_ranks
+    trainer = ON_FOUR_RANKS[name][1]
+    alone = make_learner(manifest(model=MIXTURE, trainer=trainer), folder / f"start_{name}")
+    expected = train(alone, [1, 2, 3])
+    assert all(answer[name] == answers[0][name] for answer in answers)
+    for row, reference in zip(answers[0][name]["rows"], expected, strict=True):
+        assert trainer is not CLIPPED or row["grad_norm"] > 10 * trainer["max_grad_norm"]
+        for metric, value in reference.items():
+            assert row[metric] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)), metric
+    found = load_file(folder / f"{name}.safetensors")
+    for weight_name, weight in whole_weights(alone).items():
+        torch.testing.assert_close(found[weight_name], weight, **(CLIPPED_SUMMATION if trainer is CLIPPED else SUMMATION))
 
 
 def test_activation_checkpointing_leaves_the_step_what_it_was(start):
@@ -223,6 +287,50 @@ def test_not_finite_data_ends_the_run_by_step_component_and_rank_and_leaves_the_
     before = whole_weights(make_learner(manifest(), folder / "start_poisoned"))
     for name, weight in load_file(folder / "poisoned.safetensors").items():
         assert torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize("name", ["broken_shards", "broken_replicas"])
+def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_sums_over_ranks(two_ranks, name):
+    folder, answers = two_ranks
+    assert answers[0][name] == answers[1][name]
+    # Of what stands before the break, the last: in the order of the network, the norms of attention's heads or its projections.
+    said = r"step 1: the gradient of network.layers.0.self_attn.\w+.weight is not finite on rank 1; weights stay as before the step"
+    assert re.fullmatch(said, answers[0][name]["error"])
+    before = whole_weights(make_learner(manifest(), folder / f"start_{name}"))
+    assert all(torch.equal(weight, before[other]) for other, weight in load_file(folder / f"{name}.safetensors").items())
+
+
+def test_where_nobody_could_watch_the_shards_rank_is_told(start):
+    """As with a frozen embedding: the other rank holds what is not finite, and no backward pass is known to have broken."""
+    learner = make_learner(manifest(), start)
+    position = list(learner.weights).index("network.layers.0.self_attn.q_proj.weight")
+    answers = iter([[-1, position], [0, 0]])
+    learner.world = SimpleNamespace(size=2, each=lambda value: next(answers))
+    with pytest.raises(RunFailed, match=r"q_proj.weight is not finite in the shard of rank 1; weights stay"):
+        learner._name_gradient(1)
+
+
+def test_weights_that_the_last_update_broke_are_told_where_nothing_is_trained_after_it(start):
+    learner = make_learner(manifest(), start)
+    learner.check_weights()
+    with torch.no_grad():
+        learner.weights["network.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    with pytest.raises(RunFailed, match=r"version 0: \w+ is nan on rank 0 \(weight network.layers.1.mlp.up_proj.weight is not finite\)"):
+        learner.compare([batch_columns(1)])
+    with pytest.raises(RunFailed, match=r"step 0: after its update the weight network.layers.1.mlp.up_proj.weight is not finite"):
+        learner.check_weights()
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_not_finite_data_of_one_of_four_ranks_ends_the_run_by_step_and_rank_and_leaves_the_weights(four_ranks, name):
+    folder, answers = four_ranks
+    error = f"step 2: loss_rl is nan on rank {POISONED[name][1]}; all weights are finite"
+    assert [answer[name] for answer in answers] == [{"error": error}] * 4
+    alone = make_learner(manifest(model=MIXTURE), folder / f"start_{name}")
+    train(alone, [1])
+    found = load_file(folder / f"{name}.safetensors")
+    for weight_name, weight in whole_weights(alone).items():
+        torch.testing.assert_close(found[weight_name], weight, **SUMMATION)
 
 
 def test_a_weight_that_is_not_finite_is_named(start):

@@ -30,6 +30,8 @@ MEMORY = {
     "lm_head_keeps_logits": False,
     "max_tokens_per_micro_batch": 64,
 }
+OFFLOADED = {"memory": {**MEMORY, "optimizer_offload": True}}  # fields of `trainer`, as those of the next line
+HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
 MOE = {
     "num_experts": 4,
     "num_experts_per_token": 2,
@@ -124,7 +126,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "max_restarts": 0,
                 "dtype": "float32",
                 "max_model_len_tokens": 64,
-                "kv_block_tokens": 16,
+                "kv_block_tokens": 32,
                 "kv_cache_bytes": 1 << 20,
                 "max_num_sequences": 4,
                 "max_batched_tokens": 64,

@@ -2,8 +2,9 @@
 
 A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
 (the first batch, after the steps), "resume" and "save" (checkpoint folders), "bit_flipped_on" (the rank whose first weight is another
-before it is saved), "export" (a Hugging Face folder), "held" (what the rank would send over a direct wire, against whole tensors). Its
-weights go to FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
+before it is saved), "broken_on" (the rank in whose backward passes the first block's attention meets a NaN), "export" (a Hugging Face
+folder), "held" (what the rank would send over a direct wire, against whole tensors). Its weights go to FOLDER/<name>.safetensors; what
+the steps said is the last line of stdout.
 """
 
 import json
@@ -29,12 +30,12 @@ from orrery.transport.fingerprint import digest, tensor_fingerprint
 
 
 def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: int = 64, poison: int | None = None) -> list[dict]:
-    """Steps on the made-up batches; with `poison`, that rank's first advantages are NaN."""
+    """Steps on the made-up batches; with `poison`, that rank's first advantages of the last step are NaN."""
     rows = []
     for step in steps:
-        mine = share(batch_columns(step, num_samples), learner.world.size, learner.world.rank, max_tokens)
+        mine = share(batch_columns(step, num_samples), learner.world.num_data_ranks, learner.world.data_rank, max_tokens)
         totals = count_totals(mine, learner.world)
-        if poison == learner.world.rank:
+        if poison == learner.world.rank and step == steps[-1]:
             mine[0].token["advantage"][:] = float("nan")
         rows.append(learner.learn(mine, len(mine), totals, 1.0).metrics)
     return rows
@@ -98,6 +99,10 @@ def held_by_this_rank(learner: Learner) -> dict:
     return {"difference": difference, "num_elements": num_elements, "num_whole": num_whole, "bits": bits}
 
 
+def break_backward(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: gradient * float("nan"))
+
+
 def do(job: dict, folder: Path, world: World) -> dict:
     spec = manifest(**job["manifest"])
     start = folder / f"start_{job['name']}"
@@ -108,6 +113,8 @@ def do(job: dict, folder: Path, world: World) -> dict:
     if "resume" in job:
         checkpoint.load(learner, Path(job["resume"]))
     answer = {}
+    if world.rank == job.get("broken_on"):
+        learner.policy.network.layers[0].self_attn.register_forward_hook(break_backward)
     try:
         answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
         if world.rank == job.get("bit_flipped_on"):

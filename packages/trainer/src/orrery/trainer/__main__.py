@@ -46,6 +46,7 @@ def run_sft(me: RoleProcess) -> None:
         examples = load_examples(me.manifest, start, share=(world.rank, world.size))
         sft(learner, examples, load_validation(me.manifest, start, examples.chats, world), me)
         me.health.doing("exporting weights", still_s=parts_s(world.size))
+        learner.check_weights()
         export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")
 
 

@@ -147,7 +147,7 @@ def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_rng(file: Any, device: torch.device) -> None:
     torch.set_rng_state(file.get_tensor("rng/cpu"))
-    if device.type == "cuda":
+    if device.type == "cuda" and "rng/cuda" in file.keys():  # a run that began on CPUs has none  # noqa: SIM118
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
 

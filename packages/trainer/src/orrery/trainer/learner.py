@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Optimizer, Trainer
 from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
-from orrery.trainer.optim import clip, first_not_finite, gradient_norm, make_optimizer
+from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.parallel import context_parallel
 from orrery.trainer.parallel.fsdp import release, synchronize_gradients
 from orrery.trainer.parallel.world import World
@@ -50,6 +51,10 @@ class Learner:
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
         self.step = 0
+        self._reached: list[torch.Tensor] = []  # of this step's micro-batches, this rank's largest gradient at the embedding's output
+        embedding = next((module for module in policy.modules() if isinstance(module, nn.Embedding)), None)
+        if embedding is not None:
+            embedding.register_forward_hook(self._watch)
         self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
@@ -86,13 +91,20 @@ class Learner:
             logprob, entropy = self.policy(batch)
             tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
         release(self.policy)
-        self.world.sum(tally.sums)
-        self.world.max(tally.peaks)
+        sums = self._add_up(f"version {self.step}", tally)
         peak = float(tally.peaks)
-        return peak if peak >= 0 else None, int(tally.values()["scored"])
+        return peak if peak >= 0 else None, int(sums["scored"])
+
+    def check_weights(self) -> None:
+        """Before they leave the run: the last update is followed by no loss that would tell. A collective. Raises RunFailed."""
+        if blame := self._not_finite():
+            raise RunFailed(
+                f"step {self.step}: after its update the weight {blame} is not finite; lower the optimizer's lr or max_grad_norm"
+            )
 
     def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
+        self._reached.clear()
         for index, columns in enumerate(arrivals):
             mark(self.world.device)
             batch = micro_batch(columns, step, self.world.device, self.cut, self.routes)
@@ -112,6 +124,17 @@ class Learner:
 
     def _agree(self, step: int, tally: Tally, totals: dict[str, int]) -> dict[str, float | int | None]:
         """The step's metrics over all ranks, once every rank knows that loss and counts are sound."""
+        sums = self._add_up(f"step {step}", tally)
+        for name in COMPONENTS:
+            if sums[f"members_{name}"] != totals[name]:
+                raise RunFailed(
+                    f"step {step}: the batch announces {totals[name]} {name} tokens, {sums[f'members_{name}']:.0f} arrived; "
+                    f"its normalisation would be wrong"
+                )
+        return metrics_of(sums, float(tally.peaks))
+
+    def _add_up(self, what: str, tally: Tally) -> dict[str, float]:
+        """The sums over all ranks, all of them finite."""
         mine = tally.sums.clone()
         self.world.sum(tally.sums)
         self.world.max(tally.peaks)
@@ -121,26 +144,37 @@ class Learner:
                 ranks = [rank for rank, bad in enumerate(self.world.each(int(not torch.isfinite(mine[position])))) if bad]
                 # The sum may overflow where no part does: then no single rank is to blame.
                 where = ranks[0] if ranks else "none alone"
-                raise RunFailed(f"step {step}: {name} is {sums[name]} on rank {where}{self._weights_to_blame()}")
-        for name in COMPONENTS:
-            if sums[f"members_{name}"] != totals[name]:
-                raise RunFailed(
-                    f"step {step}: the batch announces {totals[name]} {name} tokens, {sums[f'members_{name}']:.0f} arrived; "
-                    f"its normalisation would be wrong"
-                )
-        return metrics_of(sums, float(tally.peaks))
+                raise RunFailed(f"{what}: {name} is {sums[name]} on rank {where}{self.weights_to_blame()}")
+        return sums
 
-    def _weights_to_blame(self) -> str:
-        worst = max(self.world.each(first_not_finite(self.weights.values())))
-        return f" (weight {list(self.weights)[worst]} is not finite)" if worst >= 0 else "; all weights are finite"
+    def weights_to_blame(self) -> str:
+        """For the end of a sentence about numbers that are not finite. A collective."""
+        blame = self._not_finite()
+        return f" (weight {blame} is not finite)" if blame else "; all weights are finite"
+
+    def _not_finite(self) -> str:
+        worst = max(self.world.each(last_not_finite(self.weights.values())))
+        return list(self.weights)[worst] if worst >= 0 else ""
+
+    def _watch(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._reached.append(torch.linalg.vector_norm(gradient, math.inf)))
 
     def _name_gradient(self, step: int) -> None:
-        found = self.world.each(first_not_finite(weight.grad for weight in self.weights.values()))
-        for rank, position in enumerate(found):
-            if position >= 0:
-                name = list(self.weights)[position]
-                raise RunFailed(f"step {step}: the gradient of {name} is not finite on rank {rank}; weights stay as before the step")
-        raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower trainer.optimizer.lr")
+        """A gradient flows from the loss to the embedding, so what is not finite spoils all that stands before it: the last one is named.
+
+        Its ranks are those whose own backward passes broke. When gradients are looked at they are sums over ranks, so where none of the
+        passes did (or nobody could watch, the embedding being frozen) it is only known who holds the shard.
+        """
+        found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
+        broke = self.world.each(int(any(not math.isfinite(float(one)) for one in self._reached)))
+        if max(found) < 0:
+            raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower trainer.optimizer.lr")
+        name, ranks = list(self.weights)[max(found)], [rank for rank, bad in enumerate(broke) if bad]
+        if self.world.size == 1:
+            ranks = [0]
+        where = f"on rank {', '.join(map(str, ranks))}" if ranks else f"in the shard of rank {found.index(max(found))}"
+        raise RunFailed(f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step")
 
 
 class Arrivals:

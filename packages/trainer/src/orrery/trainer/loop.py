@@ -60,6 +60,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
                 saving.write()
         _compare(rig, me)
         me.health.doing("exporting weights", step=num_steps, still_s=parts_s(rig.world.size))
+        learner.check_weights()  # all of them: not every expert was asked
         export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
 
 

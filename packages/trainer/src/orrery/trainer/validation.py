@@ -7,12 +7,13 @@
 """
 
 import hashlib
+import math
 from pathlib import Path
 
 import msgspec
 import torch
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.trainer.chats import Chat, Chats
 from orrery.trainer.learner import Learner
@@ -22,7 +23,7 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.pulse import mark
 from orrery.trainer.sft_data import open_examples
 from orrery.transport.columns import Columns
-from orrery.transport.packing import pack, quadratic_cost
+from orrery.transport.packing import pack_for
 
 FIELD = "stages.sft.validation"
 
@@ -31,14 +32,11 @@ class Validation:
     """Ready to be run again and again: this rank's micro-batches stay in memory."""
 
     def __init__(self, manifest: Manifest, examples: Columns, world: World):
-        plan = pack(
-            examples.lengths, world.num_data_ranks, manifest.trainer.memory.max_tokens_per_micro_batch, quadratic_cost(manifest.model)
-        )
-        self.micro_batches = [examples.select(samples) for samples in plan[world.data_rank]]
+        self.micro_batches = [examples.select(samples) for samples in pack_for(manifest, examples.lengths)[world.data_rank]]
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """(cross-entropy in nats a token, tokens) of the weights as they stand now. A collective."""
+        """(cross-entropy in nats a token, tokens) of the weights as they stand now. A collective. Raises RunFailed."""
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:
@@ -49,6 +47,8 @@ class Validation:
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         release(learner.policy)
         nats, num_tokens = world.sum(total).tolist()
+        if not math.isfinite(nats):
+            raise RunFailed(f"validation after step {learner.step}: cross-entropy is {nats}{learner.weights_to_blame()}")
         return nats / num_tokens, int(num_tokens)
 
 

@@ -72,6 +72,7 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
-def first_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Position of the first tensor with a NaN or an infinity in this rank's part, or −1."""
-    return next((i for i, tensor in enumerate(tensors) if tensor is not None and not torch.isfinite(local(tensor)).all()), -1)
+def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
+    """Position of the last tensor with a NaN or an infinity in this rank's part, or −1."""
+    bad = [i for i, tensor in enumerate(tensors) if tensor is not None and not torch.isfinite(local(tensor)).all()]
+    return bad[-1] if bad else -1
