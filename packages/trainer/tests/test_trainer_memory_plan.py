@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trainer_cases
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from trainer_cases import MEMORY, manifest
 
 import orrery.models.mixture as mixture
@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 H200_BYTES = 150_109_880_320
 GIB = 2**30
 FREED = '{"activation_checkpointing": {"kind": "full"}, "lm_head_chunk_tokens": 2048}'
+KEPT_LOGITS, UNSHARED = '{"lm_head_keeps_logits": true}', '{"reshard_after_forward": false, "reduce_gradients": "step"}'
 NOT_KEPT, RESHARD, WHOLE = '{"lm_head_keeps_logits": false}', '{"reshard_after_forward": true}', '{"reshard_after_forward": false}'
 FOUR = {"devices": 4}
 
@@ -56,7 +57,7 @@ MEASURED = [
     ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 108.63, 22.88, "qwen3_8b_8k"),
     ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": WHOLE}, 122.37, 22.88, None),
     ("qwen3_4b_16k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 80.57, 11.24, None),
-    ("qwen3_4b_16k", FOUR, 91.78, 11.24, "qwen3_4b_16k"),
+    ("qwen3_4b_16k", {"devices": 2}, 103.02, 22.48, "qwen3_4b_16k"),
     ("qwen3_30b_a3b_lora_16k", FOUR, 92.00, 16.01, "qwen3_30b_a3b_lora_16k"),
     ("qwen3_30b_a3b_131k", {**FOUR, "layers": 12}, 46.07, 22.63, "qwen3_30b_a3b_131k"),
 ]
@@ -90,6 +91,18 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
 
 
+LEVERS = [
+    row for row in json.loads((ROOT / "benchmarks" / "trainer" / "levers_qwen3_30b_a3b_16k.json").read_text())["rows"] if row["value"]
+]
+
+
+@pytest.mark.parametrize("row", LEVERS, ids=lambda row: row["variant"])
+def test_the_plan_of_each_lever_is_within_a_tenth_of_what_was_measured(row):
+    # Errors when written: below 0.1 % for fifteen; −7 and −8 % where ranks share a micro-batch, whose reductions fall behind the compute.
+    found = plan(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
+    assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=0.1)
+
+
 T = 64
 MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 4, "expert_intermediate_size": 40}
 SHAPE = {"hidden_size": 96, "num_heads": 8, "num_kv_heads": 2, "intermediate_size": 320, "num_layers": 1}
@@ -111,6 +124,7 @@ def selective(*keep):
         ("moe", NONE, None),
         ("moe", selective("attention", "projections", "experts"), None),
         ("moe", selective("attention"), None),
+        ("moe", FULL, None),
         ("moe", selective("attention", "projections", "experts"), ADAPTED),
     ],
 )
@@ -126,11 +140,9 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
     for weight in block.parameters():
         weight.data = torch.randn(weight.shape).bfloat16() * 0.02  # as FSDP hands it to the block
 
-    keep = frozenset(operation for name in checkpointing.get("keep", ()) for operation in activation_checkpointing._operations(name))
     forward = block.forward
     if checkpointing["kind"] != "none":
-        context = partial(create_selective_checkpoint_contexts, activation_checkpointing.keeping(keep))
-        forward = partial(checkpoint, forward, use_reentrant=False, **({"context_fn": context} if keep else {}))
+        forward = partial(checkpoint, forward, use_reentrant=False, **activation_checkpointing.contexts(spec.trainer, spec.model))
     torch._dynamo.reset()
     forward = torch.compile(forward, fullgraph=True, backend="aot_eager_decomp_partition")
 
@@ -218,10 +230,12 @@ def test_adapters_alone_have_gradients_and_state():
 
 def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     spec = load_manifest(ROOT / "manifests" / "qwen3_30b_a3b_lora_16k.json")
-    direct = spec.model_copy(update={"transport": spec.transport.model_copy(update={"weights": "nccl"})})
+    by_wire = {
+        wire: spec.model_copy(update={"transport": spec.transport.model_copy(update={"weights": wire})}) for wire in ("files", "nccl")
+    }
     counted = sizes(spec.model, spec.trainer.lora)
     rest = {}
-    for name, one in (("files", spec), ("nccl", direct)):
+    for name, one in by_wire.items():
         trainer, load = of_stage(one, "rl")
         rest[name] = plan(one.model, trainer, load, H200_BYTES, counted).moments["optimizer"]["weights"]
         rest["shards"] = trainer.mesh.dp_shard * trainer.mesh.cp
@@ -229,7 +243,7 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     blocks = sum(layer.frozen for layer in counted.layers)
     assert 0.99 * blocks < adapted < blocks, "all but norms and routers"
     assert rest["nccl"] - rest["files"] == pytest.approx(2 * adapted / rest["shards"], abs=1)
-    assert of_stage(direct, "sft")[1].merged_width == 0
+    assert of_stage(by_wire["nccl"], "sft")[1].merged_width == 0
 
 
 TORCH_SAYS = (
@@ -367,6 +381,16 @@ def test_a_rank_of_a_real_stage_that_runs_out_ends_with_the_sentence_while_other
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_levers_come_in_the_order_of_the_docs():
+    table = (ROOT / "docs" / "trainer.md").read_text().split("| field | frees |")[1].split("\n\n")[0]
+    told = re.findall(r"^\| `(?:\w+\.)?(\w+)", table, re.MULTILINE)
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=2, layers=12, micro_batches=2, memory=KEPT_LOGITS, fsdp=UNSHARED)
+    found = [lever.field.rsplit(".", 1)[1] for lever in levers(model, trainer, load, plan(model, trainer, load, H200_BYTES))]
+    found = [field for field in dict.fromkeys(found) if field in told]
+    assert found == [field for field in told if field != "lora"]
+    assert len(found) == 7
 
 
 def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():

@@ -80,16 +80,14 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         yield in_section("fsdp", "reduce_gradients", "micro_batch", "gradients travel after every micro-batch")
     if not spec.reshard_after_forward:
         yield in_section("fsdp", "reshard_after_forward", True, "weights are gathered again for the backward pass")
-    again = [in_section("memory", "activation_checkpointing", kind, cost) for kind, cost in _checkpointing(model, trainer)]
-    mild = [lever for lever in again if lever.value.kind == "selective" and len(lever.value.keep) > 1]
-    yield from mild
-    if not memory.optimizer_offload and not spec.cpu_offload:
-        cost = f"states cross to the host and back{transfers('optimizer state', 2)}, beside the step"
-        yield in_section("memory", "optimizer_offload", True, cost)
-    yield from again[len(mild) :]
+    for kind, cost in _checkpointing(model, trainer):
+        yield in_section("memory", "activation_checkpointing", kind, cost)
     if not memory.activation_offload and model.num_layers > 2:
         cost = f"activations cross to the host and back{transfers('activations', 2)} for each micro-batch, beside the blocks"
         yield in_section("memory", "activation_offload", True, cost)
+    if not memory.optimizer_offload and not spec.cpu_offload:
+        cost = f"states cross to the host and back{transfers('optimizer state', 1)} once a step, both ways at once, after the backward pass"
+        yield in_section("memory", "optimizer_offload", True, cost)
     if mesh.dp_shard % 2 == 0 and _can_share(model, trainer, 2 * mesh.cp):
         cost = "attention's tokens travel between ranks, and half as many documents are trained at a time"
         one = in_section("mesh", "cp", 2 * mesh.cp, cost)
