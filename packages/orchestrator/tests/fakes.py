@@ -63,7 +63,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         "inference": {
             "num_replicas": 1, "prefill_replicas": 0, "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
             "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
-            "max_model_len_tokens": max_model_len, "kv_block_tokens": 16,
+            "max_model_len_tokens": max_model_len, "kv_block_tokens": 32,
             "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256, "enforce_eager": True, "router": {"kind": "none"},
         },
         "orchestrator": {

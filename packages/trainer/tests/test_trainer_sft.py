@@ -7,10 +7,12 @@ of one user's word and its reversal, and a column `length` beside `messages`.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,8 @@ from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
 from orrery.observe.metrics import read
 from orrery.observe.process import parse_role
-from orrery.tasks import Message, ToolCall
-from orrery.tasks.chat import Renderer, write_tokenizer
+from orrery.tasks import Message, Tool, ToolCall
+from orrery.tasks.chat import CHARACTER_TEMPLATE, Renderer, write_tokenizer
 from orrery.trainer import __main__ as trainer_main
 from orrery.trainer import sft, sft_data
 from orrery.trainer.chats import open_chats
@@ -60,16 +62,16 @@ def opened(**fields):
     return open_chats(sft_spec(data=fields).stages.sft.data, "stages.sft.data")
 
 
-def write_chats(path: Path, chats: list[list[dict]]) -> dict:
-    content = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()
+def write_chats(path: Path, chats: list[list[dict]], **beside) -> dict:
+    content = "".join(json.dumps({"messages": chat, **beside}) + "\n" for chat in chats).encode()
     path.write_bytes(content)
     return {"kind": "chat_file", "path": str(path), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def write_arrow(folder: Path, chats: list, rows_a_batch: int = 2) -> dict:
-    """A dataset of one file in the form of `save_to_disk`."""
+def write_arrow(folder: Path, chats: list, rows_a_batch: int = 2, **beside: list) -> dict:
+    """A dataset of one file in the form of `save_to_disk`; `beside` are more columns."""
     folder.mkdir()
-    table = pa.table({"messages": chats})
+    table = pa.table({"messages": chats, **beside})
     with pa.OSFile(str(folder / "data.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=rows_a_batch)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "f00d"}))
@@ -104,10 +106,17 @@ def start_run(folder: Path, spec, start: Path) -> Path:
     return folder
 
 
+def sft_stage(run_dir: Path, *more: str) -> None:
+    """In this process, which closes the role's files as a role's own end does."""
+    me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", *more])
+    with closing(me.metrics):
+        trainer_main.run_sft(me)
+
+
 def run_here(folder: Path, spec, start: Path) -> tuple[list[dict], bytes]:
     """(the trainer's rows, the exported weights) of the SFT stage, done in this process."""
     run_dir = start_run(folder, spec, start)
-    trainer_main.run_sft(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft"]))
+    sft_stage(run_dir)
     return read(run_dir / "metrics" / "trainer.0.jsonl"), (run_dir / "weights" / "sft" / "model.safetensors").read_bytes()
 
 
@@ -140,6 +149,114 @@ def test_calls_and_missing_fields_of_arrow_are_messages(tmp_path):
     ]
 
 
+FUNCTION = {
+    "name": "calculator",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"input": {"type": "string", "default": "1"}, "unused": None}},
+}
+WITHOUT_NULL = FUNCTION | {"parameters": {"type": "object", "properties": {"input": {"type": "string", "default": "1"}}}}
+USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"id": f"c{n}", "type": "function", "function": {"name": "calculator", "arguments": {"input": str(n)}}} for n in (1, 2)],
+}
+
+
+def result(call_id: str) -> dict:
+    return {"role": "tool", "content": "3", "tool_call_id": call_id}
+
+
+@pytest.mark.parametrize(
+    ("tools", "of_file"),
+    [
+        ([{"type": "function", "function": FUNCTION}], FUNCTION),
+        ([FUNCTION], FUNCTION),
+        (json.dumps([WITHOUT_NULL]), WITHOUT_NULL),
+        ([json.dumps(WITHOUT_NULL)], WITHOUT_NULL),
+    ],
+    ids=["as templates have it", "bare", "text", "list of texts"],
+)
+def test_tools_are_read_in_every_form_and_notes_are_not(tmp_path, tools, of_file):
+    notes = {"id": 7, "source": "here", "metadata": {"a": 1}, "prompt": "ab"}
+    columns = {name: [value, value] for name, value in notes.items()} | {"tools": [None, tools]}
+    of_dataset = opened(**write_arrow(tmp_path / "tools", [[USER, ANSWER]] * 2, **columns))
+    assert of_dataset[0].tools == ()
+    assert of_dataset[1].tools == (Tool(**WITHOUT_NULL),), "null is absent in Arrow"
+    chat = opened(**write_chats(tmp_path / "tools.jsonl", [[USER, ANSWER]], tools=tools, **notes))[0]
+    assert chat.messages == of_dataset[1].messages == [Message("user", "ab"), Message("assistant", "ba")]
+    assert chat.tools == (Tool(**of_file),)
+
+
+def test_results_name_the_calls_that_they_answer(tmp_path):
+    chat = opened(**write_chats(tmp_path / "calls.jsonl", [[USER, CALLS, result("c1"), result("c2"), ANSWER]]))[0]
+    assert chat.messages[1:3] == [
+        Message("assistant", "", (ToolCall("calculator", {"input": "1"}), ToolCall("calculator", {"input": "2"}))),
+        Message("tool", "3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chat", "beside", "sentence"),
+    [
+        (
+            [USER, ANSWER | {"reasoning_content": "hm"}],
+            {},
+            r"message 1 \(assistant\) has 'reasoning_content', which is not read; leave",
+        ),
+        ([USER, {"role": "assistant", "value": "ba"}], {}, r"message 1 \(assistant\) has 'value', which is not read"),
+        ([USER, {"role": "assistant"}], {}, r"message 1 \(assistant\) has no content or tool_calls; add it"),
+        ([USER | {"tool_calls": CALLS["tool_calls"]}, ANSWER], {}, r"message 0 \(user\) has 'tool_calls', which is not read"),
+        (
+            [USER, CALLS, result("c2"), result("c1"), ANSWER],
+            {},
+            r"message 2 \(tool\) has the tool_call_id 'c2' where the next call is",
+        ),
+        (
+            [USER, CALLS, result("c1"), result("c2"), result("c3"), ANSWER],
+            {},
+            r"message 4 \(tool\) has the tool_call_id 'c3' and no call before it waits for a result",
+        ),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": FUNCTION}]}], {}, "a call of message 1 has 'description', which is not"),
+        ([USER, ANSWER], {"functions": [FUNCTION]}, "'functions' changes the chat and is not read; say it in messages and tools"),
+        ([USER, ANSWER], {"chat_template_kwargs": {"thinking": True}}, "'chat_template_kwargs' changes the chat"),
+        ([USER, ANSWER], {"tools": [FUNCTION | {"strict": True}]}, "tool 0 has 'strict', which is not read; leave it out"),
+        (
+            [USER, ANSWER],
+            {"tools": [{"name": "calculator"}]},
+            "tool 0: .*missing.*`description`; give it name",
+        ),
+        ([USER, ANSWER], {"tools": 3}, "not a chat of the form"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_its_name(tmp_path, chat, beside, sentence):
+    with pytest.raises(OrreryError, match=r"lost\.jsonl:1: " + sentence):
+        opened(**write_chats(tmp_path / "lost.jsonl", [chat], **beside))[0]
+    if beside.get("tools") != 3:
+        with pytest.raises(OrreryError, match="lost: row 0: " + sentence):
+            opened(**write_arrow(tmp_path / "lost", [chat], **{name: [value] for name, value in beside.items()}))[0]
+
+
+def test_null_and_empty_keys_of_a_message_are_no_obstacle(tmp_path):
+    empty = {"reasoning_content": None, "tool_calls": [], "refusal": None}
+    chats = opened(**write_chats(tmp_path / "empty.jsonl", [[USER | empty, ANSWER | empty]], tools=None, functions=[]))
+    assert chats[0].messages == [Message("user", "ab"), Message("assistant", "ba")]
+    assert chats[0].tools == ()
+
+
+def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
+    function = WITHOUT_NULL | {"name": "cab"}
+    data = write_chats(tmp_path / "tools.jsonl", [[USER, ANSWER]], tools=[{"type": "function", "function": function}])
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHARACTER_TEMPLATE
+    announcing = tmp_path / "announcing"
+    shutil.copytree(tokenizer, announcing)
+    (announcing / "chat_template.jinja").write_text(template)
+    renderer = Renderer(announcing)
+    columns = Examples(opened(**data), renderer, ("assistant",), 64).columns([0])
+    prompt = renderer.prompt([Message("user", "ab")], [Tool(**function)])
+    assert columns.token["token_id"].tolist() == prompt + renderer.completion(Message("assistant", "ba"))
+    assert renderer.decode(prompt).startswith("cab<|user|>")
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -165,6 +282,11 @@ def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer,
     [
         ({"role": "human", "content": "ab"}, "row 1: not a chat .* role 'human' is none of system, user, assistant, tool"),
         ({"role": "user", "content": "a" * 80}, "row 1: 86 tokens do not fit trainer.memory.max_tokens_per_micro_batch 64; raise it"),
+        (
+            {"role": "user", "thinking": "ab"},
+            r"row 1: message 0 \(user\) has 'thinking', which is not read; leave it out, or say it in",
+        ),
+        ({"role": "user", "content": None}, r"row 1: message 0 \(user\) has no content; add it"),
     ],
 )
 def test_a_row_that_cannot_be_trained_on_is_named(tmp_path, tokenizer, message, sentence):
@@ -295,6 +417,10 @@ def test_the_validation_loss_is_the_mean_over_tokens_however_they_are_packed(sta
     assert found[1] == expected[1]
     assert found[0] == pytest.approx(expected[0], rel=1e-6)  # float32 log-probs, summed in float64: an ulp is 6e-8
     assert all(weight.grad is None for weight in learner.weights.values())
+    with torch.no_grad():
+        learner.weights["network.norm.weight"][0] = float("nan")
+    with pytest.raises(RunFailed, match=r"validation after step 0: cross-entropy is nan \(weight network.norm.weight is not finite\)"):
+        validation.loss(learner)
 
 
 def test_a_run_is_the_same_to_the_bit_with_and_without_validation(tmp_path, start):
@@ -327,9 +453,9 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
 
     monkeypatch.setattr(sft, "factor", die)
     with pytest.raises(RunFailed, match="killed"):
-        trainer_main.run_sft(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft"]))
+        sft_stage(run_dir)
     monkeypatch.setattr(sft, "factor", right)
-    trainer_main.run_sft(parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", "--attempt", "2"]))
+    sft_stage(run_dir, "--attempt", "2")
     assert (run_dir / "weights" / "sft" / "model.safetensors").read_bytes() == expected
 
     def validation_of(rows):

@@ -32,6 +32,15 @@ def test_every_sample_is_packed_once_within_the_limit_and_in_lock_step(lengths, 
             assert list(bin) == sorted(bin)
 
 
+@given(st.lists(st.integers(1, MAX), max_size=60), st.integers(1, 5))
+def test_rows_of_the_longest_stay_within_the_limit_where_a_model_pads(lengths, num_ranks):
+    plan = pack(np.array(lengths), num_ranks, MAX, padded=True)
+    assert len({len(steps) for steps in plan}) == 1
+    packs = [[lengths[index] for index in samples] for steps in plan for samples in steps]
+    assert all(not each or len(each) * max(each) <= MAX for each in packs)
+    assert sorted(index for steps in plan for samples in steps for index in samples) == list(range(len(lengths)))
+
+
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=60), st.integers(1, 5))
 def test_the_number_of_micro_steps_is_near_the_least(lengths, num_ranks):
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX)

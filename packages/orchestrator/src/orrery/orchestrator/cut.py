@@ -12,7 +12,7 @@ from orrery.manifest.schema import Manifest
 from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.state import Cut
 from orrery.transport.columns import Columns
-from orrery.transport.packing import micro_batches, pack, quadratic_cost
+from orrery.transport.packing import micro_batches, pack_for
 from orrery.transport.rollout_wire import Batch
 from orrery.transport.routed_experts import COLUMN
 
@@ -53,8 +53,7 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
     The ranks of a context-parallel group get the same micro-batches, of which each takes its part itself.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
-    mesh, limit = manifest.trainer.mesh, manifest.trainer.memory.max_tokens_per_micro_batch
-    shares = micro_batches(documents, pack(lengths, mesh.num_data_ranks, limit, quadratic_cost(manifest.model)))
+    mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
     num_trained = int(sum(np.count_nonzero(each.token["trained"]) for each in documents))
     totals: dict[str, int | float] = {
         "rl": num_trained,

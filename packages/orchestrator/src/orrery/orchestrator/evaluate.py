@@ -1,6 +1,6 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
-- Both policies go into the engines over the weight wire, attested as every update is: the wire that trained is the wire that is judged.
+- Both policies go into the engines as files, whichever wire the RL stage has, and are attested as every update is.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 - The same seeds for both policies, so that they differ by their weights alone.
 """

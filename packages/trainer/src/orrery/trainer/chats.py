@@ -2,18 +2,20 @@
 
 - Held in memory is only where a chat begins: lines of a file by their offsets, rows of Arrow files that are mapped, not read.
 - What is not the file or the dataset that the manifest names (sha256, fingerprint) is refused before a chat of it is read.
-- A chat that is none is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`.
+- A chat that is none is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`. So is one that would lose words without
+  a word: what a message, a call or a tool says is read or refused. Beside the messages and the tools, notes may stand, which are not read.
 """
 
 import hashlib
 import json
 import mmap
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
@@ -21,7 +23,14 @@ from orrery.manifest.schema import ChatDataset, ChatFile, Demonstrations, SftDat
 from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.task import Role
 
-MESSAGES = '[{"role", "content"}]'
+FORM = '{"messages": [{"role", "content"}]}'
+NOT_READ = ("functions", "chat_template_kwargs")  # beside messages; a chat is another without them
+MESSAGE: dict[Role, tuple[str, ...]] = {
+    "system": ("role", "content", "name"),
+    "user": ("role", "content", "name"),
+    "assistant": ("role", "content", "name", "tool_calls"),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class DemonstratedChats:
 
 
 class FileChats:
-    """JSONL: one `{"messages": [...]}` a line."""
+    """JSONL: one `{"messages": [...]}` a line, with `tools` or without."""
 
     def __init__(self, data: ChatFile, field: str):
         self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
@@ -91,11 +100,13 @@ class FileChats:
         where, begin = f"{self._path}:{self._numbers[index]}", self._begins[index]
         end = self._content.find(b"\n", begin)
         line = self._content[begin : len(self._content) if end < 0 else end]
-        return Chat(where, _messages(where, lambda: json.loads(line.decode())["messages"], f'{{"messages": {MESSAGES}}}'))
+        return _chat(where, lambda: json.loads(line.decode()))
 
 
 class DatasetChats:
-    """A column of a Hugging Face dataset that `save_to_disk` wrote: Arrow streams, and `state.json`, which says their names.
+    """Columns of a Hugging Face dataset that `save_to_disk` wrote: the messages, and `tools` where there is one.
+
+    It is Arrow streams, and `state.json`, which says their names.
 
     Its files are read as they are; the library that wrote them is not needed.
     """
@@ -108,7 +119,7 @@ class DatasetChats:
                 f"{field}.kind: datasets are read with pyarrow, which is not installed here; type `make setup`, "
                 f"or `pip install pyarrow` where the environment is not of this checkout"
             ) from error
-        self._folder = _split_folder(data, field)
+        self._folder, self._column = _split_folder(data, field), data.column
         state = {"_data_files": [], "_fingerprint": None, **_json(self._folder / "state.json", field)}
         if (found := state["_fingerprint"]) != data.fingerprint:
             raise OrreryError(f"{field}.fingerprint: {self._folder} has {found}, the manifest says {data.fingerprint}")
@@ -120,7 +131,8 @@ class DatasetChats:
                 raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
             if data.column not in table.column_names:
                 raise OrreryError(f"{field}.column: {path} has no {data.column!r}; choose from {', '.join(sorted(table.column_names))}")
-            self._parts += table.column(data.column).chunks
+            beside = [name for name in ("tools", *NOT_READ) if name in table.column_names and name != data.column]
+            self._parts += table.select([data.column, *beside]).to_batches()
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -129,8 +141,13 @@ class DatasetChats:
     def __getitem__(self, index: int) -> Chat:
         where = f"{self._folder}: row {index}"
         part = int(np.searchsorted(self._ends, index, side="right"))
-        row = self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
-        return Chat(where, _messages(where, row.as_py, MESSAGES))
+        at = index - (int(self._ends[part - 1]) if part else 0)
+
+        def read() -> dict[str, Any]:
+            row = {name: _present(self._parts[part].column(name)[at].as_py()) for name in self._parts[part].schema.names}
+            return {"messages": row.pop(self._column), **row}
+
+        return _chat(where, read)
 
 
 def _split_folder(data: ChatDataset, field: str) -> Path:
@@ -153,27 +170,87 @@ def _json(path: Path, field: str) -> dict[str, Any]:
         raise OrreryError(f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote") from error
 
 
-def _messages(where: str, read: Callable[[], list[dict[str, Any]]], form: str) -> list[Message]:
+def _present(value: Any) -> Any:
+    """In Arrow a field that any row has stands in all, so null means absent."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
+
+
+def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
     try:
-        return [_message(entry) for entry in read()]
+        line = read()
+        messages = [_message(number, entry) for number, entry in enumerate(line["messages"])]
+        _refuse_other_order(line["messages"])
+        for name in NOT_READ:
+            if line.get(name):
+                raise OrreryError(f"{name!r} changes the chat and is not read; say it in messages and tools, or leave it out")
+        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(_parsed(line.get("tools")) or ())))
+    except OrreryError as error:
+        raise OrreryError(f"{where}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OrreryError(f"{where}: not a chat of the form {form} ({type(error).__name__}: {error})") from error
+        raise OrreryError(f"{where}: not a chat of the form {FORM} ({type(error).__name__}: {error})") from error
 
 
-def _message(entry: dict[str, Any]) -> Message:
-    """In Arrow a field that any message has stands in all, so null means absent."""
-    role, content = entry["role"], entry.get("content")
+def _message(number: int, entry: dict[str, Any]) -> Message:
+    role, content, calls = entry["role"], entry.get("content"), entry.get("tool_calls") or ()
     if role not in get_args(Role):
         raise ValueError(f"role {role!r} is none of {', '.join(get_args(Role))}")
+    _refuse_others(f"message {number} ({role})", entry, MESSAGE[role])
+    if content is None and not calls:
+        needed = "content or tool_calls" if role == "assistant" else "content"
+        raise OrreryError(f'message {number} ({role}) has no {needed}; add it (what is empty is "content": ""), or leave the message out')
     if not isinstance(content, str | None):
         raise TypeError(f"the content of a message is text, not {type(content).__name__}")
-    return Message(role, content or "", tuple(_call(call["function"]) for call in entry.get("tool_calls") or ()), entry.get("name"))
+    return Message(role, content or "", tuple(_call(f"a call of message {number}", call) for call in calls), entry.get("name"))
 
 
-def _call(function: dict[str, Any]) -> ToolCall:
-    given = function["arguments"]
-    arguments = json.loads(given) if isinstance(given, str) else {name: value for name, value in given.items() if value is not None}
-    return ToolCall(function["name"], arguments)
+def _call(what: str, call: dict[str, Any]) -> ToolCall:
+    function = call["function"]
+    _refuse_others(what, call, ("id", "type", "function"))
+    _refuse_others(what, function, ("name", "arguments"))
+    return msgspec.convert({"name": function["name"], "arguments": _parsed(function["arguments"])}, ToolCall)
+
+
+def _refuse_other_order(entries: list[dict[str, Any]]) -> None:
+    """Results answer calls by their order: a `tool_call_id` is read to see that it says the same."""
+    waiting: list[Any] = []
+    for number, entry in enumerate(entries):
+        if entry["role"] == "assistant":
+            waiting = [call.get("id") for call in entry.get("tool_calls") or ()]
+        elif entry["role"] == "tool":
+            given, has_call = entry.get("tool_call_id"), bool(waiting)
+            expected = waiting.pop(0) if has_call else None
+            if given is not None and not has_call:
+                raise OrreryError(f"message {number} (tool) has the tool_call_id {given!r} and no call before it waits for a result")
+            if None not in (given, expected) and given != expected:
+                raise OrreryError(
+                    f"message {number} (tool) has the tool_call_id {given!r} where the next call is {expected!r}; "
+                    f"put results in the order of their calls"
+                )
+
+
+def _tool(what: str, given: Any) -> Tool:
+    """As templates have it, `{"type": "function", "function": {…}}`, or that function alone."""
+    tool = _parsed(given)
+    function = tool.get("function", tool)
+    if function is not tool:
+        _refuse_others(what, tool, ("type", "function"))
+    _refuse_others(what, function, Tool.__struct_fields__)
+    try:
+        return msgspec.convert(function, Tool)
+    except msgspec.ValidationError as error:
+        raise OrreryError(f"{what}: {error}; give it {', '.join(Tool.__struct_fields__)}") from error
+
+
+def _refuse_others(what: str, given: dict[str, Any], read: Collection[str]) -> None:
+    for name, value in given.items():
+        if name not in read and value not in (None, []):
+            raise OrreryError(f"{what} has {name!r}, which is not read; leave it out, or say it in one of {', '.join(read)}")
+
+
+def _parsed(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
 
 
 KINDS: dict[str, Callable[[Any, str], Chats]] = {"demonstrations": DemonstratedChats, "chat_file": FileChats, "dataset": DatasetChats}

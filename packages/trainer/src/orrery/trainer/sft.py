@@ -18,7 +18,7 @@ from orrery.trainer.sft_data import Examples, ahead, batches
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.trainer.validation import Validation
 from orrery.transport import checkpoints
-from orrery.transport.packing import pack, quadratic_cost
+from orrery.transport.packing import pack_for
 
 TOKENISE_DEADLINE_S = 600.0
 
@@ -26,7 +26,6 @@ TOKENISE_DEADLINE_S = 600.0
 def sft(learner: Learner, examples: Examples, validation: Validation | None, me: RoleProcess) -> None:
     """Train what is left of `stages.sft.num_steps` on `examples`."""
     manifest, spec, world = me.manifest, me.manifest.stages.sft, learner.world
-    limit, quadratic = manifest.trainer.memory.max_tokens_per_micro_batch, quadratic_cost(manifest.model)
     first_step, has_warm_up = learner.step + 1, warms_up(manifest.trainer, world.device)
     with StageCheckpoints(me, learner, "sft") as saving, ahead(batches(examples, manifest, learner.step)) as take:
         for step in range(first_step, spec.num_steps + 1):
@@ -38,8 +37,7 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
                 batch = take()
             wait_s = time.time() - begin_s
             me.health.doing("sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up))
-            plan = pack(batch.lengths, world.num_data_ranks, limit, quadratic)
-            mine = [batch.select(samples) for samples in plan[world.data_rank]]
+            mine = [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
             outcome = learner.learn(mine, len(mine), count_totals(mine, world), factor(spec.schedule, step, spec.num_steps))
             is_due = checkpoints.is_due(step, manifest, "sft")
             blocked_s = saving.copy() if is_due else 0.0

@@ -2,8 +2,9 @@
 
 - In: token lengths of all samples of a batch.
 - Out: `[rank][micro_step]` sample indices; documents stay apart (a micro-batch is a list of documents, not a stream).
-- Always: every sample exactly once; no micro-batch over `max_tokens`; every rank has the same number of micro-steps,
-  the fewest that best-fit decreasing finds (at most 11/9 of the optimum plus one, rounded up to whole micro-steps).
+- Always: every sample exactly once; no micro-batch over `max_tokens`, padding counted where a model pads; every rank has the same number
+  of micro-steps. Where none pads they are the fewest that best-fit decreasing finds (at most 11/9 of the optimum plus one, rounded up to
+  whole micro-steps).
 - Why by cost: collectives run in lock-step, so micro-step m lasts as long as its costliest rank. Micro-batches of like
   cost are put at the same micro-step, and samples are spread so that all micro-batches cost about the same.
 """
@@ -16,18 +17,26 @@ from typing import overload
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Model
+from orrery.manifest.schema import Manifest, Model
 from orrery.transport.column_bytes import MicroBatch
 from orrery.transport.columns import Columns
 
 Plan = list[list[np.ndarray]]
 
 
-def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float = 0.0) -> Plan:
+def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
+    """`pack` as this run's trainer takes its micro-batches."""
+    model, trainer = manifest.model, manifest.trainer
+    limit = trainer.memory.max_tokens_per_micro_batch
+    return pack(lengths, trainer.mesh.num_data_ranks, limit, quadratic_cost(model), is_padded(model))
+
+
+def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float = 0.0, padded: bool = False) -> Plan:
     """Sample indices (int64, ascending) as `[rank][micro_step]`; an empty array is a dummy step.
 
     `lengths` int64 [num_samples], tokens. The cost of a sample of n tokens is n + quadratic · n²; `quadratic_cost` gives
-    the factor for a model. Raises `OrreryError` for a sample that no micro-batch can hold.
+    the factor for a model. `padded`: the model computes samples as rows of the longest, and those stay within `max_tokens`.
+    Raises `OrreryError` for a sample that no micro-batch can hold.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if num_ranks < 1:
@@ -43,13 +52,24 @@ def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float 
         )
     costs = lengths + quadratic * lengths.astype(np.float64) ** 2
     order = np.argsort(-lengths, kind="stable")
-    full = _best_fit_decreasing(lengths, order, max_tokens)
+    full = _rows_of_like_length(lengths, order, max_tokens) if padded else _best_fit_decreasing(lengths, order, max_tokens)
     num_bins = -(-(int(full.max()) + 1) // num_ranks) * num_ranks
-    even = _spread(lengths, costs, order, max_tokens, num_bins)
+    even = None if padded else _spread(lengths, costs, order, max_tokens, num_bins)
     plans = [_lock_step(bins, costs, num_bins, num_ranks) for bins in (full, even) if bins is not None]
     _, bins_in_order, bins = min(plans, key=lambda plan: plan[0])
     members = np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=num_bins))[:-1])
     return [[members[bin_index] for bin_index in bins_in_order[rank::num_ranks]] for rank in range(num_ranks)]
+
+
+def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Bin of every sample, int64 [num_samples]: longest first, as many into a bin as rows of its first one's length fit."""
+    bins = np.empty(len(lengths), dtype=np.int64)
+    begin = bin_index = 0
+    while begin < len(order):
+        end = begin + max_tokens // int(lengths[order[begin]])
+        bins[order[begin:end]] = bin_index
+        begin, bin_index = end, bin_index + 1
+    return bins
 
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
@@ -106,6 +126,11 @@ def _lock_step(bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: in
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
+
+
+def is_padded(model: Model) -> bool:
+    """Whether the model computes a micro-batch as rows of its longest sample."""
+    return model.family == "hugging_face"
 
 
 def quadratic_cost(model: Model) -> float:
