@@ -8,13 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import trainer_cases
 from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
-from orrery.trainer.bench import phases
+from orrery.trainer import host_copy
+from orrery.trainer.bench import clocks, phases
+from orrery.trainer.bench.__main__ import check_devices, find
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
+from orrery.trainer.bench.expected import expected
 from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Options, request
 from orrery.trainer.loss import COMPONENTS
@@ -47,6 +51,13 @@ def test_every_micro_batch_is_full_and_repeats(lengths):
     again, other = micro_batches(asked, 2, 1), micro_batches(asked, 2, 0)
     assert (again[0].token["token_id"] == batches[0].token["token_id"]).all()
     assert not (other[0].token["token_id"] == batches[0].token["token_id"]).all()
+
+
+def test_micro_batches_of_a_model_that_pads_are_full_with_their_padding():
+    gemma = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+    asked = request(manifest(model=gemma), Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16))
+    for batch in micro_batches(asked, 2, 1):
+        assert 30 < len(batch.lengths) * batch.lengths.max() <= 60
 
 
 @pytest.mark.parametrize(("loss", "trained"), [("sft", ("cross_entropy",)), ("rl", COMPONENTS)])
@@ -162,6 +173,19 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
     assert done.returncode == 1 and done.stderr.startswith("error: step ") and done.stderr.count("\n") == 1
 
 
+def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: 24 << 30)
+    with pytest.raises(OrreryError, match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1"):
+        check_devices(request(find("qwen3_30b_a3b_16k"), Options(device="cpu")))
+    check_devices(request(find("reverse_text"), Options(device="cpu")))
+
+
+def test_a_device_of_unknown_rates_has_no_expected_times():
+    asked = request(find("qwen3_0_6b_16k"), Options(devices=1))
+    assert expected(asked, [asked.document_tokens], "NVIDIA H200")["step"] > 0.1
+    assert expected(asked, [asked.document_tokens], "NVIDIA A100-SXM4-80GB") is None
+
+
 def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
     with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose from \[1, 2\]"):
         request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
@@ -231,6 +255,40 @@ def levers(monkeypatch):
     monkeypatch.setitem(sys.modules, "levers", module)
     spec.loader.exec_module(module)
     return module
+
+
+SMI = """#!/bin/sh
+case "$*" in --id=GPU-7*clocks.sm,power.draw,clocks.max.sm,power.limit*) ;; *) exit 9;; esac
+echo "1700, 660.00, 1980, 700.00"
+echo "1600, 680.00, 1980, 700.00"
+printf "1500, 6"
+exec sleep 60
+"""
+
+
+def test_clocks_are_read_by_another_process_until_it_is_ended(tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(SMI)
+    fake.chmod(0o755)
+    with (tmp_path / "read").open("w+") as file, clocks.watch(str(fake), "GPU-7", file.fileno()) as process:
+        while (tmp_path / "read").stat().st_size < 60:
+            assert process.poll() is None
+    assert process.poll() is not None
+    found = clocks.means((tmp_path / "read").read_text())
+    assert found == {
+        "sm_mhz": 1650.0,
+        "power_w": 670.0,
+        "most_sm_mhz": 1980.0,
+        "power_limit_w": 700.0,
+    }  # the line cut off counts for nothing
+
+
+def test_no_clocks_are_no_numbers():
+    assert clocks.means("") is None
+    assert clocks.means("1700, [N/A], 1980, 700.00\n") is None
+    with clocks.read_clocks(torch.device("cpu")) as found:
+        pass
+    assert found == {}
 
 
 def test_levers_differ_from_the_manifest_and_from_each_other(levers):

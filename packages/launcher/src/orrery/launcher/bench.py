@@ -43,7 +43,8 @@ def figures(root: Path) -> list[Figure]:
         try:
             record = json.loads(path.read_text())
             rows = record.get("rows") or []
-            if all(row.get("unit", record["unit"]) != record["unit"] for row in rows):
+            measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
+            if not rows or ("value" in record and (record["unit"], record["value"]) not in measured):
                 rows = [{}, *rows]  # what the record itself says stands in none of them
             for row in rows:
                 if row.get("unit", record["unit"]) != record["unit"]:

@@ -61,13 +61,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("manifest", metavar="MANIFEST")
     one.add_argument("--device", choices=["cpu"], help="measure on the CPU, in float32, whatever the manifest is for")
     one.add_argument("--devices", type=positive, metavar="N", help="so many devices instead of the mesh's; dp_shard follows")
-    one.add_argument("--steps", type=positive, default=default.steps)
-    one.add_argument("--warmup", type=positive, default=default.warmup)
-    one.add_argument("--lengths", choices=["fixed", "variable"], default=default.lengths)
-    one.add_argument("--routing", choices=["natural", "balanced"], default=default.routing)
-    one.add_argument("--loss", choices=["sft", "rl"], default=default.loss)
-    one.add_argument("--micro-batches", type=positive, default=default.micro_batches, metavar="M")
-    one.add_argument("--tokens-per-micro-batch", type=positive, metavar="T")
+    one.add_argument("--steps", type=positive, default=default.steps, metavar="N", help=f"measured (default {default.steps})")
+    one.add_argument("--warmup", type=positive, default=default.warmup, metavar="N", help=f"before them (default {default.warmup})")
+    one.add_argument("--lengths", choices=["fixed", "variable"], default=default.lengths, help="of documents (default fixed: the longest)")
+    one.add_argument("--routing", choices=["natural", "balanced"], default=default.routing, help="experts by the router, or all evenly")
+    one.add_argument("--loss", choices=["sft", "rl"], default=default.loss, help=f"which one is trained (default {default.loss})")
+    one.add_argument("--micro-batches", type=positive, default=default.micro_batches, metavar="M", help="of a rank and step (default 1)")
+    one.add_argument("--tokens-per-micro-batch", type=positive, metavar="T", help="instead of trainer.memory.max_tokens_per_micro_batch")
     one.add_argument("--document-tokens", type=positive, metavar="T", help="the longest document; without it the engines' context")
     one.add_argument("--layers", type=positive, metavar="L", help="so many layers of the model's")
     one.add_argument("--memory", metavar="JSON", help='merged over trainer.memory, as {"activation_offload": true}')
@@ -75,9 +75,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
     one.add_argument("--trainer", metavar="JSON", help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}')
     one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="instead of trainer.compile")
-    one.add_argument("--json", type=Path, metavar="FILE")
+    one.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
     one.add_argument("--profile", type=Path, metavar="FOLDER", help="keep the trace of the profiled step there")
-    one.add_argument("--deadline-s", type=float, default=1800.0)
+    one.add_argument("--deadline-s", type=float, default=1800.0, metavar="S", help="after which it has failed (default 1800)")
     return one
 
 
@@ -102,15 +102,31 @@ def find(word: str) -> Manifest:
 
 def check_devices(asked: Request) -> None:
     """Raises `OrreryError` where this machine lacks what the request is for."""
-    if asked.accelerator == "cpu":
-        return
     import torch
 
+    if asked.accelerator == "cpu":
+        from orrery.trainer.host_copy import available_bytes
+
+        needed, free = float32_bytes(asked), available_bytes()
+        if needed > free:
+            raise OrreryError(
+                f"{asked.name}: its weights, gradients and optimizer state take {needed / 2**30:,.0f} GiB in float32 and this machine has "
+                f"{free / 2**30:,.0f} GiB free; add --devices 1 --layers 1, or measure a smaller run, such as reverse_text"
+            )
+        return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
         raise OrreryError(f"{asked.name}: is for {asked.accelerator} and this machine has no GPU; add --device cpu to measure on the CPU")
     if found < asked.num_devices:
         raise OrreryError(f"{asked.name}: is for {asked.num_devices} devices and this machine has {found}; add --devices {found}")
+
+
+def float32_bytes(asked: Request) -> int:
+    """Of weights, and where they are trained of gradients and two moments, on all ranks of this machine."""
+    from orrery.trainer.memory_plan.sizes import sizes
+
+    units = sizes(asked.model, asked.trainer.lora).units
+    return asked.trainer.mesh.dp_replicate * sum(16 * unit.trained + 4 * unit.frozen for unit in units)
 
 
 def keep_trace(trace: Path, folder: Path, asked: Request) -> None:

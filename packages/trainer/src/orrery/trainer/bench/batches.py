@@ -1,7 +1,7 @@
 """Made-up batches: random tokens in documents of fixed or of drawn lengths, with the columns that a loss reads.
 
 - `fixed`: micro-batches of whole documents. `variable`: lengths between a sixteenth of the longest and the longest, drawn evenly in their
-  logarithm, until the micro-batch is full; the last is cut. Every micro-batch is full either way.
+  logarithm, until the micro-batch is full; the last is cut. Every micro-batch is full either way, with the padding of a model that pads.
 - `sft`: every token but a document's first is trained with weight 1 of cross-entropy. `rl`: the same tokens carry all three components.
 - `balanced`: every expert of a layer gets as many tokens as the next, in rounds over neighbours; `natural`: the router chooses.
 - Ranks of one context-parallel group ask with the same `data_rank`, and so get the same documents.
@@ -12,6 +12,7 @@ import numpy as np
 from orrery.manifest.schema import Model
 from orrery.trainer.bench.request import Request
 from orrery.transport.columns import Columns
+from orrery.transport.packing import is_padded
 from orrery.transport.routed_experts import route_shape
 
 
@@ -22,17 +23,20 @@ def micro_batches(request: Request, step: int, data_rank: int) -> list[Columns]:
 
 
 def document_lengths(request: Request, rng: np.random.Generator) -> np.ndarray:
-    """Of the documents of one micro-batch; their sum is `tokens_per_micro_batch`."""
+    """Of the documents of one micro-batch; their sum is `tokens_per_micro_batch`, less where a model pads."""
     longest, left = request.document_tokens, request.tokens_per_micro_batch
-    lengths = []
+    lengths: list[int] = []
     while left:
         length = (
             longest
             if request.lengths == "fixed"
             else round(float(np.exp(rng.uniform(np.log(min(max(longest / 16, 2), longest)), np.log(longest)))))
         )
-        lengths.append(min(length, left))
-        left -= lengths[-1]
+        length = min(length, left)
+        if is_padded(request.model) and (len(lengths) + 1) * max([*lengths, length]) > request.tokens_per_micro_batch:
+            break
+        lengths.append(length)
+        left -= length
     return np.array(lengths, dtype=np.int64)
 
 

@@ -27,17 +27,18 @@ class Rates:
     host_link_bytes: float
 
 
-# H200 SXM: rates that single kernels reach there (torch 2.11; large products, 128 experts, cuDNN's attention over 32k); the link is what
-# NCCL gathers reach of NVLink's 450 GB/s each way, the host link what pinned copies reach of PCIe 5's 64 GB/s.
-RATES = {"h200": Rates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
+# By torch's name of the device. H200 SXM: rates that single kernels reach there (torch 2.11; large products, 128 experts, cuDNN's attention
+# over 32k); the link is what NCCL gathers reach of NVLink's 450 GB/s each way, the host link what pinned copies reach of PCIe 5's 64 GB/s.
+RATES = {"NVIDIA H200": Rates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
 
 
-def expected(request: Request, lengths: Sequence[int]) -> dict[str, float] | None:
-    """Seconds of one step by kind, for documents of `lengths` tokens on this device in all its micro-batches; None for unknown hardware.
+def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str, float] | None:
+    """Seconds of one step by kind, for documents of `lengths` tokens on a device of this name in all its micro-batches; None where its
+    rates are not known.
 
     Under context parallel `lengths` are the group's, of which this device does its share.
     """
-    rates = RATES.get(request.accelerator)
+    rates = RATES.get(device)
     if rates is None:
         return None
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh

@@ -24,6 +24,7 @@ from orrery.models import lora, weights
 from orrery.models.placement import local_tensor
 from orrery.trainer.bench import phases
 from orrery.trainer.bench.batches import micro_batches
+from orrery.trainer.bench.clocks import read_clocks
 from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
@@ -66,8 +67,10 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
         warmup = timed_steps(learner, request, 0, request.warmup)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        steps = timed_steps(learner, request, request.warmup, request.steps)
+        with read_clocks(device) as clocks:
+            steps = timed_steps(learner, request, request.warmup, request.steps)
         answer = {
+            "clocks": clocks,
             "build_s": build_s,
             "warmup": warmup,
             "steps": steps,

@@ -39,8 +39,8 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
     true = statistics.mean(true_work(model, lengths, frozen).total for lengths in every)
     executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
     # The profiled step has documents of its own; with fixed lengths they are the same.
-    predicted = expected(request, answers[0]["steps"][-1]["lengths"])
-    rates = RATES.get(request.accelerator)
+    predicted = expected(request, answers[0]["steps"][-1]["lengths"], answers[0]["device"])
+    rates = RATES.get(answers[0]["device"])
     mean_s = statistics.mean(step_s)
     planned = plan(model, trainer, request.load, answers[0]["device_bytes"])
     return {
@@ -74,6 +74,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "peak_allocated_bytes": max(answer["memory"]["peak_allocated_bytes"] for answer in answers),
         "peak_reserved_bytes": max(answer["memory"]["peak_reserved_bytes"] for answer in answers),
         "allocated_before_steps_bytes": max(answer["memory_before_steps"]["allocated_bytes"] for answer in answers),
+        "clocks": answers[0]["clocks"],
         "num_allocation_retries": max(answer["memory"]["num_allocation_retries"] for answer in answers),
         "expandable_segments": EXPANDABLE in os.environ.get(ALLOCATOR, EXPANDABLE),
         "planned_peak_bytes": planned.peak_bytes,
@@ -127,6 +128,9 @@ def show(result: dict[str, Any]) -> None:
         segments = f"expandable segments {result['expandable_segments']}"
         planned = f"planned {result['planned_peak_bytes'] / gib:.1f} GiB"
         facts.add_row("peak memory", f"{result['peak_allocated_bytes'] / gib:.1f} GiB", f"{planned}; {reserved}; {segments}")
+    if clocks := result["clocks"]:
+        power = f"mean of the first device; {clocks['power_w']:.0f} of {clocks['power_limit_w']:.0f} W"
+        facts.add_row("clock", f"{clocks['sm_mhz']:,.0f} of {clocks['most_sm_mhz']:,.0f} MHz", power)
     for direction, copies in result["host_copies"].items():
         if copies["num_bytes"] >= gib:
             rate = f"{copies['num_bytes'] / 1e9 / copies['seconds']:.0f} GB/s"
