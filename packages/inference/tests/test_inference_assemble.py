@@ -1,5 +1,6 @@
 """What the manifest becomes on vLLM's and the router's command lines."""
 
+import itertools
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from inference_servers import REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from orrery.inference.assemble import PLUGIN, engine_environment, server_arguments, weights_dir
+from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
 from orrery.inference.kv_transfer import lease_s, refuse_open_interfaces
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
@@ -61,6 +62,30 @@ def test_a_run_in_fp8_and_one_of_wide_engines_reach_the_command_line(tmp_path):
     assert fp8["--quantization"] == "fp8_per_block" and fp8["--tensor-parallel-size"] == "1" and "--data-parallel-size" not in fp8
     assert wide["--data-parallel-size"] == "4" and wide["--tensor-parallel-size"] == "1" and "--quantization" not in wide
     assert "--enable-expert-parallel" in wide and "--enable-expert-parallel" not in fp8
+
+
+def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):
+    manifest = load(REPOSITORY / "manifests/qwen3_30b_a3b_16k.json")
+
+    def engine(**changes):
+        return manifest.model_copy(update={"inference": manifest.inference.model_copy(update=changes)})
+
+    def sizes_of(**changes):
+        return graph_sizes(engine(**changes).inference)
+
+    sizes = sizes_of(max_num_sequences=512, max_batched_tokens=8192)
+    assert sizes[0] == 1 and sizes[-1] == MAX_GRAPH_TOKENS and len(set(sizes)) == len(sizes)
+    wasted = [(larger - 1 - size) / larger for size, larger in itertools.pairwise(sizes) if size >= 256]  # where a step just misses one
+    assert all(0 < share <= 1 / 8 for share in wasted)
+    assert sizes_of(max_num_sequences=300, max_batched_tokens=1000)[-1] == 1000  # full steps
+    assert 300 in sizes_of(max_num_sequences=300, max_batched_tokens=1000)  # and those that sample for all and begin nothing
+    assert sizes_of(data_parallel=4, max_num_sequences=128, max_batched_tokens=8192)[-1] == 512
+
+    words = server_arguments(manifest, tmp_path, 0, "127.0.0.1", 1)
+    begin, said = words.index("--cudagraph-capture-sizes") + 1, [str(size) for size in graph_sizes(manifest.inference)]
+    assert words[begin : begin + len(said)] == said
+    assert (words[begin + len(said) :] or ["--"])[0].startswith("--")
+    assert "--cudagraph-capture-sizes" not in server_arguments(engine(enforce_eager=True), tmp_path, 0, "127.0.0.1", 1)
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):

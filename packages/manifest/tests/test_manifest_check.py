@@ -110,9 +110,31 @@ SENTENCES = [
         "inference.max_batched_tokens 256 cannot hold one token of each of inference.max_num_sequences 257; set it to at least that",
     ),
     (
-        broken(("inference", "kv_cache_bytes"), 10239),
-        "inference.kv_cache_bytes 10239 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 10240; set it to at "
+        broken(("inference", "kv_cache_bytes"), 12287),
+        "inference.kv_cache_bytes 12287 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 12288; set it to at "
         "least that",
+    ),
+    (
+        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8191, "disk": False}),
+        "inference.kv_offload.host_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
+        "at least that, or inference.kv_offload.kind to 'none'",
+    ),
+    (
+        broken(("inference", "kv_block_tokens"), 16),
+        "inference.kv_block_tokens 16: attention on cpu reads blocks of a multiple of 32 tokens; try 32",
+    ),
+    (
+        broken(("inference", "kv_block_tokens"), 24, broken(("hardware", "accelerator"), "h200")),
+        "inference.kv_block_tokens 24: attention on h200 reads blocks of a multiple of 16 tokens; try 32",
+    ),
+    (
+        broken(("inference", "tensor_parallel"), 4, broken(("model", "intermediate_size"), 30)),
+        "inference.tensor_parallel 4: model.intermediate_size 30 does not divide among as many devices; choose tensor_parallel from [1, 2]",
+    ),
+    (
+        broken(("inference", "data_parallel"), 3, broken(("inference", "tensor_parallel"), 2, SPARSE)),
+        "inference.data_parallel·tensor_parallel 6: model.moe.expert_intermediate_size 8 does not divide among as many devices; choose "
+        "data_parallel·tensor_parallel from [1, 2, 4], or set inference.expert_parallel to true",
     ),
     (
         broken(("hardware", "num_nodes"), 2),
@@ -184,7 +206,7 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
 
 
 def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
-    # keys and values of 2 heads of 8 float32, in blocks of 16 tokens, of which vLLM keeps one back: 64 tokens are 4 and 65 are 5
+    # keys and values of 2 heads of 8 float32, in blocks of 32 tokens, of which vLLM keeps one back: 64 tokens are 2 and 65 are 3
     def least(tokens, devices=1):
         data = broken(("trainer", "memory", "max_tokens_per_micro_batch"), 128, broken(("inference", "tensor_parallel"), devices))
         data["inference"] |= {"kv_cache_bytes": 1, "max_model_len_tokens": tokens}
@@ -195,10 +217,40 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
         assert check(data, "here")
         return needed
 
-    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [5 * 2048, 6 * 2048, 6 * 1024, 6 * 1024]
-    edited(checkout, "hardware/two_cores.libsonnet", "1048576", "10239")
-    with pytest.raises(OrreryError, match=r"kv_cache_bytes: 10239 cannot hold one rollout of 64 tokens, which needs 10240"):
+    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [3 * 4096, 4 * 4096, 4 * 2048, 4 * 2048]
+    edited(checkout, "hardware/two_cores.libsonnet", "1048576", "12287")
+    with pytest.raises(OrreryError, match=r"kv_cache_bytes: 12287 cannot hold one rollout of 64 tokens, which needs 12288"):
         render(Workspace(checkout), "words")
+
+
+def test_host_memory_holds_what_every_device_of_a_rank_keeps_of_a_rollout():
+    def least(**inference):
+        data = copy.deepcopy(GOOD)
+        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1, "disk": True}, **inference}
+        with pytest.raises(OrreryError) as caught:
+            check(data, "here")
+        return int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
+
+    # two key heads: two devices have one each, and of four two have the same
+    assert [least(), least(tensor_parallel=2), least(tensor_parallel=4), least(data_parallel=2)] == [8192, 8192, 16384, 8192]
+
+
+def test_what_engines_do_not_cut_need_not_divide():
+    for part, value, data in (
+        ("intermediate_size", 30, SPARSE),  # no layer is dense
+        ("moe", SPARSE["model"]["moe"] | {"expert_intermediate_size": 9}, broken(("inference", "expert_parallel"), True, SPARSE)),
+    ):
+        assert check(broken(("model", part), value, broken(("inference", "tensor_parallel"), 4, data)), "here")
+    dense = broken(("model", "intermediate_size"), 30, broken(("inference", "data_parallel"), 4))
+    assert check(dense, "here")  # a rank has all of a dense layer
+
+
+def test_a_shared_expert_is_cut_as_a_dense_layer_is():
+    moe = SPARSE["model"]["moe"] | {"num_shared_experts": 1, "score": "sigmoid", "expert_intermediate_size": 9}
+    data = broken(("model",), SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE)
+    data["inference"] |= {"tensor_parallel": 2, "expert_parallel": True}
+    with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]"):
+        check(data, "here")
 
 
 def test_not_a_number_is_refused():

@@ -20,6 +20,7 @@ PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
 ADAPTER_BACKEND = "orrery_adapters"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
+MAX_GRAPH_TOKENS = 4096  # a larger step keeps a device busy while the next one's kernels are launched
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
 
 
@@ -77,6 +78,8 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         arguments |= _spread(inference)
         if inference.expert_parallel:
             flags.append("--enable-expert-parallel")
+        if not inference.enforce_eager:
+            flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += adapter_arguments(manifest, adapter)
     arguments |= releases.arguments(manifest)
@@ -86,6 +89,20 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         # With the cache's size said, vLLM reads it for one check alone: that so much of the device is free, which may be shared.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
+
+
+def graph_sizes(inference: Inference) -> list[int]:
+    """Tokens of a step for which a CUDA graph is captured; a step takes the next larger one, and computes what it lacks for nobody.
+
+    vLLM captures up to 512. But requests of a run end one by one, so with hundreds in flight nearly every step also has a prompt in it, is
+    larger, and is launched kernel by kernel. Up to MAX_GRAPH_TOKENS, by an eighth from 256 on. Data-parallel ranks compute as many tokens
+    as the fullest of them wherever all have a graph of that size, so theirs stay small.
+    """
+    sizes, most = [1, 2, 4, *range(8, 256, 8), 256], 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
+    exactly = (inference.max_num_sequences, inference.max_batched_tokens)  # steps that only sample, and full ones
+    return sorted(size for size in {*sizes, *exactly} if size <= min(most, inference.max_batched_tokens))
 
 
 def _spread(inference: Inference) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 SCHEMA_VERSION = 1
 FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
+KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of cache of a multiple of that
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -486,8 +487,8 @@ class NoKvOffload(Record):
 
 
 class TieredKvOffload(Record):
-    """Blocks go on in host memory, `host_bytes` an engine, and where `disk` is set in files on the node's scratch disk, which a restarted
-    engine finds again."""
+    """Blocks go on in host memory, `host_bytes` for each of an engine's data-parallel ranks (of all its tensor-parallel devices together),
+    and where `disk` is set in files on the node's scratch disk, which a restarted engine finds again."""
 
     kind: Literal["tiers"]
     host_bytes: PositiveInt
@@ -576,15 +577,44 @@ class Inference(Record):
         return self
 
 
-def _longest_cache_bytes(model: Model, inference: Inference) -> int:
-    """Cache of one sequence of `max_model_len_tokens` on one device: whole blocks, and the one that vLLM keeps back."""
+def _cache_block_bytes(model: Model, inference: Inference) -> int:
+    """One block of cache on one device."""
     if (mla := model.mla) is None:  # keys and values of the device's heads, else a latent, its turning part and the indexer's key
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:
         numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
-    token_bytes = model.num_layers * numbers * {"float32": 4, "bfloat16": 2}[inference.dtype]
-    num_blocks = 1 + -(-inference.max_model_len_tokens // inference.kv_block_tokens)
-    return num_blocks * inference.kv_block_tokens * token_bytes
+    return inference.kv_block_tokens * model.num_layers * numbers * {"float32": 4, "bfloat16": 2}[inference.dtype]
+
+
+def _longest_cache_blocks(inference: Inference) -> int:
+    """Whole blocks of one sequence of `max_model_len_tokens`."""
+    return -(-inference.max_model_len_tokens // inference.kv_block_tokens)
+
+
+def _longest_cache_bytes(model: Model, inference: Inference) -> int:
+    """Cache of one sequence of `max_model_len_tokens` on one device: whole blocks, and the one that vLLM keeps back."""
+    return (1 + _longest_cache_blocks(inference)) * _cache_block_bytes(model, inference)
+
+
+def _longest_host_bytes(model: Model, inference: Inference) -> int:
+    """The same in host memory, where a rank keeps what all its devices hold; of a latent, which all hold alike, one copy may do."""
+    copies = 1 if model.mla is not None else inference.tensor_parallel
+    return copies * _longest_cache_blocks(inference) * _cache_block_bytes(model, inference)
+
+
+def _cut_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
+    """Widths that an engine's devices share: field, value, what divides it, and by how much."""
+    moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
+    widths = []
+    if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):
+        widths.append(("model.intermediate_size", model.intermediate_size, *tensor))
+    if moe is not None and not inference.expert_parallel:
+        devices = inference.devices_per_replica
+        widths.append(("model.moe.expert_intermediate_size", moe.expert_intermediate_size, "data_parallel·tensor_parallel", devices))
+    if moe is not None and moe.num_shared_experts:
+        shared = moe.num_shared_experts * moe.expert_intermediate_size
+        widths.append(("model.moe.num_shared_experts·expert_intermediate_size", shared, *tensor))
+    return widths
 
 
 # Tasks and algorithms -----------------------------------------------------------------------------------------------
@@ -851,10 +881,22 @@ class Manifest(Record):
     @model_validator(mode="after")
     def engines_fit(self) -> "Manifest":
         inference, accelerator = self.inference, self.hardware.accelerator
-        if inference.tensor_parallel not in (fits := _heads_divide_among(self.model)):
+        if inference.tensor_parallel not in (heads := _heads_divide_among(self.model)):
             raise ValueError(
                 f"inference.tensor_parallel {inference.tensor_parallel}: {self.model.num_heads} query heads and {self.model.num_kv_heads} "
-                f"key heads do not divide among as many devices; choose from {fits}"
+                f"key heads do not divide among as many devices; choose from {heads}"
+            )
+        for field, width, by, devices in _cut_widths(self.model, inference):
+            if width % devices:
+                fits = [n for n in range(1, devices + 1) if width % n == 0 and (by != "tensor_parallel" or n in heads)]
+                raise ValueError(
+                    f"inference.{by} {devices}: {field} {width} does not divide among as many devices; choose {by} from {fits}"
+                    + (", or set inference.expert_parallel to true" if by != "tensor_parallel" else "")
+                )
+        if inference.kv_block_tokens % (least := KV_BLOCK_TOKENS[accelerator]):
+            raise ValueError(
+                f"inference.kv_block_tokens {inference.kv_block_tokens}: attention on {accelerator} reads blocks of a multiple of {least} "
+                f"tokens; try {-(-inference.kv_block_tokens // least) * least}"
             )
         if inference.max_batched_tokens < inference.max_num_sequences:
             raise ValueError(
@@ -865,6 +907,12 @@ class Manifest(Record):
             raise ValueError(
                 f"inference.kv_cache_bytes {inference.kv_cache_bytes} cannot hold one rollout of inference.max_model_len_tokens "
                 f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that"
+            )
+        offload = inference.kv_offload
+        if offload.kind == "tiers" and offload.host_bytes < (needed := _longest_host_bytes(self.model, inference)):
+            raise ValueError(
+                f"inference.kv_offload.host_bytes {offload.host_bytes} cannot hold one rollout of inference.max_model_len_tokens "
+                f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or inference.kv_offload.kind to 'none'"
             )
         if inference.quantization == "fp8" and (accelerator == "cpu" or inference.dtype != "bfloat16"):
             raise ValueError(
