@@ -21,6 +21,7 @@
         max_off_policy_steps: 8,
         evaluation: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
+      transport+: { weights: 'nccl' },
       stages+: {
         sft: null,
         rl+: { num_steps: 1000 },

@@ -18,6 +18,7 @@ local run =
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },
+    transport+: { weights: 'nccl' },
     stages+: { sft: null, rl+: { num_steps: 500 }, evaluate+: { num_problems: 256 } },
   };
 local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention', 'experts'], seed: 1 }, optimizer+: { lr: 1e-5 } } };
@@ -36,6 +37,12 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     hardware+: { num_nodes: 3 },
     layout+:: { engines: 16, prefill_engines: 8 },
     inference+: { router: { kind: 'none' } },
+  },
+  // the trainer takes the experts that the engines took
+  qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
+  // caches that leave a device go to the node's memory, then to its scratch disk
+  qwen3_30b_a3b_16k_kv_tiers: self.qwen3_30b_a3b_16k {
+    inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk: true } },
   },
   // eight engines in FP8
   qwen3_30b_a3b_16k_fp8: self.qwen3_30b_a3b_16k { inference+: { quantization: 'fp8' } },
