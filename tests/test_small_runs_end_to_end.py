@@ -1,4 +1,4 @@
-"""Router replay from a real engine to the trainer, in whole small runs of a mixture: every token that is trained has its route."""
+"""Whole small runs of what the demo has not: routes that the trainer replays, adapters alone as weights, a store that engines share."""
 
 import json
 import os
@@ -6,9 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from network_alone import alone_in_a_network
+from safetensors.torch import load_file
 
 from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -49,27 +53,42 @@ def blocks(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".bin")]
 
 
-@pytest.mark.parametrize(
-    ("inference", "mesh"), [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2})], ids=["cache on disk, ep", "prefill apart, cp"]
-)
-def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, inference, mesh):
-    spec = manifest(inference, mesh, name="routed")
+def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda name: None) -> Path:
+    """The run's folder after its stages init and rl; `look` is called with its name while they run."""
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = run_dir(tmp_path / "runs", spec)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
-    on_disk: set[str] = set()
     for stage in ("init", "rl"):
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
         with open(tmp_path / "said", "w") as said:
             process = subprocess.Popen(["orrery", "run", folder.name, stage], cwd=tmp_path, env=env, stdout=said, stderr=said)
             while process.poll() is None:
-                on_disk |= {file for kept in Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*") for file in blocks(kept)}
+                look(folder.name)
                 time.sleep(0.5)
         assert process.returncode == 0, (tmp_path / "said").read_text()
+    return folder
+
+
+def trained(folder: Path) -> list[dict]:
+    """The rows of its RL steps."""
+    return [row for row in read(folder / "metrics" / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
+
+
+@pytest.mark.parametrize(
+    ("inference", "mesh"), [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2})], ids=["cache on disk, ep", "prefill apart, cp"]
+)
+def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, inference, mesh):
+    spec = manifest(inference, mesh, name="routed")
+    on_disk: set[str] = set()
+
+    def look(name: str) -> None:
+        on_disk.update(file for kept in Path(tempfile.gettempdir()).glob(f"orrery-kv-{name}-*") for file in blocks(kept))
+
+    folder = play(tmp_path, spec, look)
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
-    steps = [row for row in read(folder / "metrics" / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
+    steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)
     for row in steps:
@@ -81,3 +100,34 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
         ends = batch.offsets[1:] - 1  # the last token of a rollout was never computed
         assert (routes[ends] == shape.no_route).all() and routes.sum() > 0
         assert row["logprob_max_abs_diff_same_weights"] <= 1e-4
+
+
+def small(name: str) -> Manifest:
+    """Three steps of a checked-in run, without its warm start and on the same weights on both sides."""
+    content = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
+    content["orchestrator"] |= {"rollouts_per_batch": 32, "max_off_policy_steps": 0, "max_batches_ahead": 0}
+    content["orchestrator"]["evaluation"] |= {"interval_steps": 3, "num_problems": 4}
+    content["stages"] |= {"sft": None}
+    content["stages"]["rl"] |= {"num_steps": 3}
+    return Manifest.model_validate(content)
+
+
+def test_adapters_are_all_that_engines_get_and_they_compute_what_the_trainer_does(tmp_path):
+    folder = play(tmp_path, small("reverse_text_adapters"))
+    steps, updates = trained(folder), [row for row in read(folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "update"]
+    assert [row["version"] for row in updates if row["stage"] == "rl"] == [0, 1, 2, 3]
+    assert all(sum(row["attested"].values()) > 0 for row in updates)
+    assert max(row["logprob_max_abs_diff_same_weights"] for row in steps) <= 1e-4
+    before, after = (load_file(folder / "weights" / stage / "model.safetensors") for stage in ("init", "rl"))
+    assert before.keys() == after.keys(), "what leaves the run is merged"
+    changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_engines_share_a_store_that_the_launcher_starts_in_a_network_of_their_own(tmp_path):
+    with alone_in_a_network("Mooncake listens on every interface"):
+        folder = play(tmp_path, small("reverse_text_kv_store"))
+    steps = trained(folder)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert max(row["logprob_max_abs_diff_same_weights"] for row in steps) <= 1e-4
+    assert (folder / "logs" / "kv_store.0.log").exists()
