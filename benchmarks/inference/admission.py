@@ -46,6 +46,7 @@ from roles import ENGINE, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
+UNITS = {"tokens_per_s": "tokens/s", "tokens_per_engine_cpu_s": "tokens/engine CPU s"}
 DEADLINE_S = 1800.0  # a variant takes minutes
 
 
@@ -60,7 +61,8 @@ def manifest(args: argparse.Namespace) -> Manifest:
     model, inference = content["model"], content["inference"]
     token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if inference["dtype"] == "float32" else 2)
     inference |= {
-        "num_replicas": 1, "prefill_replicas": 0, "router": {"kind": "none"}, "max_num_sequences": 2 * most,
+        "num_replicas": 1, "prefill_replicas": 0, "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
+        "router": {"kind": "none"}, "max_num_sequences": 2 * most,
         "max_model_len_tokens": context, "kv_cache_bytes": args.kv_tokens * token_bytes,
     }  # fmt: skip
     content["orchestrator"]["admission"] = {"kind": "adaptive", "min_in_flight": args.floor, "max_in_flight": 2 * most}
@@ -187,7 +189,7 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
     fixed = [variant for variant in rates if variant.startswith("fixed")]
     at = [int(variant.split()[1]) for variant in fixed]
     for axes, values, label in (
-        (left, rates, "tokens / s" if key == "tokens_per_s" else "tokens / engine CPU s"), (middle, preemptions, "preemptions a rollout"),
+        (left, rates, UNITS[key].replace("/", " / ")), (middle, preemptions, "preemptions a rollout"),
     ):  # fmt: skip
         axes.plot(at, [values[variant] for variant in fixed], "o-", color="#8a8f98", label="fixed limit")
         axes.axhline(values["adaptive"], color="#1f9d6b", label="adaptive")
@@ -267,7 +269,10 @@ def main() -> None:
         goal=GOAL,
         better="higher",
         details={"best_fixed": best, "preemptions_per_rollout": preemptions, **chosen},
-        rows=[{"value": row[key], **{name: value for name, value in row.items() if name != "looks"}} for row in rows],
+        rows=[
+            {"value": row[key], "unit": UNITS[key], "goal": None, **{name: value for name, value in row.items() if name != "looks"}}
+            for row in rows
+        ],
     )
     draw(rows, key, Path(__file__).with_suffix(".png"))
 

@@ -67,9 +67,10 @@ def main() -> None:
                 at = json.loads(endpoint.read_text())
                 process = psutil.Process(at["pid"])
                 before, begin = spent_s(process), time.perf_counter()
-                tokens = asyncio.run(throughput.directly(args, at["url"], spec.model.vocab_size, number, **SAMPLING[way]))
+                tokens = asyncio.run(throughput.all_at_once(args, at["url"], spec.model.vocab_size, number, **SAMPLING[way]))
                 seconds = time.perf_counter() - begin
-                throughput.check(args, tokens)
+                if tokens != args.requests * args.tokens:
+                    raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
                 row = {name: 1e6 * (after - before[name]) / tokens for name, after in spent_s(process).items()}
                 rounds[way].append(row | {"tokens_per_s": tokens / seconds})
                 print(way, rounds[way][-1], flush=True)

@@ -1,12 +1,16 @@
 """What rollouts cost an engine: tokens/s through the orchestrator's client and the router, with log-probs and routes, against vLLM's own.
 
-- Directly: an engine that returns neither log-probs nor routes, and a client that posts all requests at once and counts tokens.
+- Directly: an engine that returns neither log-probs nor routes, and a client that posts requests, which vLLM answers in its own way (the
+  engine core tells of every step), and counts tokens.
 - Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
   its column of routes in place.
-- Between the two, in every round: the second engine driven as the first is (what routes cost it), and with log-probs asked for (`rows`).
+- Between the two (`rows`): the second engine driven as the first is (what routes cost vLLM's own way), and then with log-probs, and one
+  final answer asked for as our client asks for it.
 - Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
-  alternate. A round is all requests, from the first that is sent to the last that is there. The figure is the median of the ratios of
-  rounds of the same number. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
+  alternate. The figure is the median of the ratios of rounds of the same number. A CPU's engine shares its cores with the client, which a
+  GPU's does not: no goal there.
+- A round holds so many requests in flight all the time: who has an answer asks anew (`steady`). Answers end one by one, as those of a
+  run do, so what is done at an answer's end stands beside the sampling of others; were all to end in one step, the engine would wait.
 
     python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
     python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32 --record throughput_cpu
@@ -14,15 +18,18 @@
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +56,7 @@ SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
 BETWEEN = {"engine returns routes": {}, "log-probs asked too": {"logprobs": 0, "output_kind": 2}}
 Stages = dict[bool, list[dict[str, float]]]  # rounds, by whether routes were kept
-Between = dict[str, list[float]]  # tokens/s, by what is asked for
+Between = dict[str, float]  # tokens/s, by what is asked for
 
 
 def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
@@ -60,7 +67,8 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
     length = 2 * args.tokens + SPARE_TOKENS
     token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
     content["inference"] |= {
-        "num_replicas": 1, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
+        "num_replicas": 1, "prefill_replicas": 0, "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
+        "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
         "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
     }  # fmt: skip
@@ -83,28 +91,76 @@ def serve_dummies() -> None:
     role.main()
 
 
+def prompt(args: argparse.Namespace, vocab_size: int, number: int, index: int) -> np.ndarray:
+    """i32 [tokens], the request `index` of a round; no two share a prefix."""
+    return np.random.default_rng((number, index)).integers(0, vocab_size, args.tokens, dtype=np.int32)
+
+
 def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarray:
-    """i32 [requests, tokens]; no two rounds share a prefix."""
-    return np.random.default_rng(number).integers(0, vocab_size, (args.requests, args.tokens), dtype=np.int32)
+    """i32 [requests, tokens]"""
+    return np.stack([prompt(args, vocab_size, number, index) for index in range(args.requests)])
 
 
-async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> int:
-    """All requests at once, with `more` sampling parameters; returns the tokens that came."""
-    sampling = {"max_tokens": args.tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, **more}
+Ask = Callable[[int, int], Awaitable[int]]  # a request of this number for so many tokens; how many came
+
+
+async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
+    """Tokens/s with `requests` in flight all the time, each of `tokens` tokens.
+
+    First each lane asks for another length, so that from then on answers end one by one. The clock runs from the last of these until as
+    many more answers are there as there are lanes.
+    """
+    numbers, over, is_open = itertools.count(), asyncio.Event(), args.requests
+    begin, tokens = 0.0, 0
+
+    async def lane(index: int) -> None:
+        nonlocal begin, tokens, is_open
+        await ask(next(numbers), math.ceil(args.tokens * (index + 1) / args.requests))
+        is_open -= 1
+        if not is_open:
+            begin = time.perf_counter()
+        while not over.is_set():
+            came = await ask(next(numbers), args.tokens)
+            if came != args.tokens:
+                raise SystemExit(f"{came} tokens came of a request of {args.tokens}")
+            if not is_open:
+                tokens += came
+                if tokens == args.requests * args.tokens:
+                    over.set()
+
+    async with asyncio.TaskGroup() as group:
+        lanes = [group.create_task(lane(index)) for index in range(args.requests)]
+        await over.wait()
+        seconds = time.perf_counter() - begin
+        for each in lanes:
+            each.cancel()
+    return {"tokens_per_s": tokens / seconds, "seconds": seconds}
+
+
+@asynccontextmanager
+async def asking(url: str, salt: int, **more: Any) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
+    """A plain client: what posts a prompt and counts the tokens of its answer, with `more` sampling parameters."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
-        async def one(prompt: np.ndarray) -> int:
-            body = {"token_ids": prompt.tolist(), "cache_salt": str(number), "sampling_params": sampling}
+        async def post(prompt: np.ndarray, max_tokens: int) -> int:
+            sampling = {"max_tokens": max_tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, **more}
+            body = {"token_ids": prompt.tolist(), "cache_salt": str(salt), "sampling_params": sampling}
             async with session.post(f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)) as answer:
                 answer.raise_for_status()
                 return len(json.loads(await answer.read())["choices"][0]["token_ids"])
 
-        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts(args, vocab_size, number))))
+        yield post
 
 
-def check(args: argparse.Namespace, tokens: int) -> None:
-    if tokens != args.requests * args.tokens:
-        raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
+async def all_at_once(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> int:
+    """All requests at once; the tokens that came."""
+    async with asking(url, number, **more) as post:
+        return sum(await asyncio.gather(*(post(prompt, args.tokens) for prompt in prompts(args, vocab_size, number))))
+
+
+async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> dict[str, float]:
+    async with asking(url, number, **more) as post:
+        return await steady(args, lambda index, tokens: post(prompt(args, vocab_size, number, index), tokens))
 
 
 class Prompts:
@@ -112,14 +168,14 @@ class Prompts:
 
     stop_token_ids = ()
 
-    def __init__(self, ids: np.ndarray):
-        self.ids = ids
+    def __init__(self, prompt: Callable[[int], np.ndarray]):
+        self.of = prompt
 
     def problem(self, index: int) -> Problem:
         return Problem(index, (Message("user", str(index)),), answer="")
 
     def prompt(self, messages: Any, tools: Any = ()) -> list[int]:
-        return self.ids[int(messages[-1].content)].tolist()
+        return self.of(int(messages[-1].content)).tolist()
 
     def parse(self, token_ids: list[int]) -> Message:
         return Message("assistant", "")
@@ -145,47 +201,42 @@ class Published:
         await self.fleet.abort(request_ids)
 
 
-async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, number: int) -> int:
-    round_, shape = Prompts(prompts(args, spec.model.vocab_size, number)), route_shape(spec.model)
-    rollouts = await asyncio.gather(*(
-        play(
-            task=round_, problem_index=i, max_turns=1, renderer=round_, engine=Published(fleet),
-            sampling=SimpleNamespace(max_tokens_per_turn=args.tokens, temperature=1.0),
+async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, number: int) -> dict[str, float]:
+    task, shape = Prompts(partial(prompt, args, spec.model.vocab_size, number)), route_shape(spec.model)
+
+    async def ask(index: int, tokens: int) -> int:
+        rollout = await play(
+            task=task, problem_index=index, max_turns=1, renderer=task, engine=Published(fleet),
+            sampling=SimpleNamespace(max_tokens_per_turn=tokens, temperature=1.0),
             max_model_len_tokens=spec.inference.max_model_len_tokens,
-            cache_salt=str(number), name=f"{number}-{i}", timeout_s=3600.0, routes=shape,
-        )
-        for i in range(args.requests)
-    ))  # fmt: skip
-    assert all(rollout.routed_experts is None or (rollout.routed_experts[:-1] < shape.num_experts).all() for rollout in rollouts)
-    return sum(int(rollout.trained.sum()) for rollout in rollouts)
+            cache_salt=str(number), name=f"{number}-{index}", timeout_s=3600.0, routes=shape,
+        )  # fmt: skip
+        assert rollout.routed_experts is None or (rollout.routed_experts[:-1] < shape.num_experts).all()
+        return int(rollout.trained.sum())
+
+    return await steady(args, ask)
 
 
 async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen: Callable[[Stages, Between], None]) -> Stages:
-    """Rounds of each of these engines in turn, the first of each not counted; `seen` hears after each of them, also what is between."""
+    """Rounds of each of these engines in turn, and then what is between, each in one round; `seen` hears after each of them."""
     rows: Stages = {routes: [] for routes in stages}
-    between: Between = {name: [] for name in BETWEEN}
+    between: Between = {}
     async with AsyncExitStack() as stack:
         fleets = {routes: await stack.enter_async_context(await assemble.fleet(me)) for routes, me in stages.items()}
-        for number in range(args.rounds + 1):
+
+        async def plain(routes: bool, number: int, **more: Any) -> dict[str, float]:
+            return await directly(args, fleets[routes].engines[0].url, stages[routes].manifest.model.vocab_size, number, **more)
+
+        for number in range(args.rounds):
             for routes, me in stages.items():
-                begin = time.perf_counter()
-                if routes:
-                    tokens = await through_all(args, me.manifest, fleets[routes], number)
-                else:
-                    tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, number)
-                seconds = time.perf_counter() - begin
-                print(f"{'through all' if routes else 'directly'}, round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
-                check(args, tokens)
-                if number:
-                    rows[routes].append({"tokens_per_s": tokens / seconds, "seconds": seconds})
-                for index, (name, more) in enumerate(BETWEEN.items(), 1) if routes and number else ():
-                    begin, seed = time.perf_counter(), number + index * 1000  # prompts of its own
-                    tokens = await directly(args, fleets[routes].engines[0].url, me.manifest.model.vocab_size, seed, **more)
-                    between[name].append(tokens / (time.perf_counter() - begin))
-                    print(f"{name}, round {number}: {between[name][-1]:.0f} tokens/s", flush=True)
-                    check(args, tokens)
-            if number:
-                seen(rows, between)
+                found = await (through_all(args, me.manifest, fleets[routes], number) if routes else plain(routes, number))
+                print(f"{'through all' if routes else 'directly'}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+                rows[routes].append(found)
+            seen(rows, between)
+        for index, (name, more) in enumerate(BETWEEN.items() if True in stages else (), 1):
+            between[name] = (await plain(True, 1000 * index, **more))["tokens_per_s"]  # prompts of its own
+            print(f"{name}: {between[name]:.0f} tokens/s", flush=True)
+            seen(rows, between)
     return rows
 
 
@@ -248,9 +299,7 @@ def main() -> None:
                 "load_average_before": load_before,
                 **vars(args),
             },
-            rows=[
-                {"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in between.items()
-            ],
+            rows=[{"variant": name, "value": each, "unit": "tokens/s"} for name, each in between.items()],
         )
 
     # On a CPU both fit, and rounds that alternate see the same neighbours.

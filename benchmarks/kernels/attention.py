@@ -420,7 +420,7 @@ def main() -> None:
             "compiled": graph,
             "seconds": round(time.monotonic() - STARTED, 1),
         },
-        rows=rows,
+        rows=[row if row is chosen else row | {"goal": None} for row in rows],  # other forms and shapes have none
     )
     if os.environ.get("OUT"):
         shutil.copy(path, Path(os.environ["OUT"]) / "attention.json")

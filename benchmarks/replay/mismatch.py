@@ -7,7 +7,8 @@ engine's routes, and on the trainer's own. Only rollouts count that one version 
 A trainer in bfloat16 stands beside it.
 
 - Mismatch KL: the mean of r − 1 − log r over sampled tokens, with r the trainer's probability over the engine's (Schulman's k3).
-- `--run DIR` reads a finished run instead of making one, which takes a quarter of an hour on a quiet machine of two cores.
+- The tokens of several runs are pooled: engines answer in no fixed order, so no two runs of a manifest have the same rollouts, and in 5,000
+  tokens a few decide the mean. `--run DIR …` reads finished runs instead of making them, a minute or more each on two cores.
 
     python benchmarks/replay/mismatch.py
 """
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.schedule import factor
 from orrery.transport.columns import Columns
-from orrery.transport.packing import pack, quadratic_cost
+from orrery.transport.packing import pack_for
 from orrery.transport.rollout_store import read_batch
 from orrery.transport.routed_experts import COLUMN, route_shape
 
@@ -92,8 +94,7 @@ def in_bfloat16(learner: Learner, manifest: Manifest) -> Policy:
 
 def train(learner: Learner, manifest: Manifest, step: int, columns: Columns) -> None:
     """The run's step, of the same micro-batches in the same order."""
-    limit = manifest.trainer.memory.max_tokens_per_micro_batch
-    [plan] = pack(columns.lengths, 1, limit, quadratic_cost(manifest.model))
+    [plan] = pack_for(manifest, columns.lengths)
     rate = factor(manifest.trainer.schedule, step, manifest.stages.rl.num_steps)
     learner.learn([columns.select(samples) for samples in plan], len(plan), count_members(columns), rate)
 
@@ -106,8 +107,22 @@ def check_same(learner: Learner, manifest: Manifest, folder: Path) -> None:
             raise SystemExit(f"error: {name} is not the run's after the same steps; its rollouts would be scored by other weights")
 
 
-def measure(run: Path) -> dict[str, Any]:
-    """Everything that is known of a finished run, by variant: trainer's dtype, with routes or without."""
+@dataclass
+class Found:
+    """Of finished runs of one manifest: scores by trainer's dtype, and with routes or without."""
+
+    scores: dict[tuple[str, bool], list[Scores]] = field(default_factory=dict)
+    num_choices: int = 0
+    ratios: list[float] = field(default_factory=list)  # of each run by itself, trainer in float32
+    held_out: list[dict[int, float]] = field(default_factory=list)
+
+
+def mismatch_kl(scores: list[Scores]) -> float:
+    log_ratio = np.concatenate([one.log_ratio for one in scores])
+    return float(np.mean(np.expm1(log_ratio) - log_ratio))
+
+
+def measure(run: Path, found: Found) -> None:
     manifest = load(run / "manifest.json")
     learner = learner_of(manifest, run / "weights" / "sft")
     num_steps = manifest.stages.rl.num_steps
@@ -117,40 +132,47 @@ def measure(run: Path) -> dict[str, Any]:
         for version, samples in one_version(columns).items():
             of_version.setdefault(version, []).append(columns.select(samples))
     scores: dict[tuple[str, bool], list[Scores]] = {}
-    num_choices = 0
     for version in range(num_steps + 1):
         policies = {"float32": learner.policy, "bfloat16": in_bfloat16(learner, manifest)}
         for columns in of_version.get(version, []):
             shape = columns.token[COLUMN].shape
-            num_choices += (columns.num_tokens - columns.num_samples) * shape[1] * shape[2]
+            found.num_choices += (columns.num_tokens - columns.num_samples) * shape[1] * shape[2]
             for dtype, policy in policies.items():
                 for with_routes in (False, True):
                     scores.setdefault((dtype, with_routes), []).append(score(policy, columns, with_routes))
         if version < num_steps:
             train(learner, manifest, version + 1, batches[version + 1])
     check_same(learner, manifest, run / "weights" / "rl")
+    for variant, each in scores.items():
+        found.scores.setdefault(variant, []).extend(each)
+    found.ratios.append(mismatch_kl(scores["float32", False]) / mismatch_kl(scores["float32", True]))
+    found.held_out.append(held_out_rewards(run))
+
+
+def pooled(manifest: Manifest, found: Found) -> dict[str, Any]:
+    """Everything that is known, by variant, of the tokens of all runs."""
     rows = []
-    for (dtype, with_routes), each in scores.items():
+    for (dtype, with_routes), each in found.scores.items():
         log_ratio = np.concatenate([one.log_ratio for one in each])
         rows.append(
             {
                 "variant": f"trainer in {dtype}, {'with' if with_routes else 'without'} replay",
                 "trainer_dtype": dtype,
                 "replay": with_routes,
-                "mismatch_kl": float(np.mean(np.expm1(log_ratio) - log_ratio)),
+                "mismatch_kl": mismatch_kl(each),
                 "logprob_max_abs_diff": float(np.abs(log_ratio).max()),
                 "logprob_mean_abs_diff": float(np.abs(log_ratio).mean()),
-                "routes_differ": sum(one.differing for one in each) / num_choices if with_routes else None,
+                "routes_differ": sum(one.differing for one in each) / found.num_choices if with_routes else None,
             }
         )
     return {
         "rows": rows,
-        "num_sampled_tokens": int(sum(len(one.log_ratio) for one in scores["float32", True])),
-        "num_versions": len(of_version),
+        "num_sampled_tokens": int(sum(len(one.log_ratio) for one in found.scores["float32", True])),
+        "ratio_of_each_run": found.ratios,
         "num_layers": manifest.model.num_layers,
         "experts": f"{manifest.model.moe.num_experts_per_token} of {manifest.model.moe.num_experts}",
         "engine": f"vLLM in {manifest.inference.dtype} on {manifest.hardware.accelerator}",
-        "held_out_reward_by_version": held_out_rewards(run),
+        "held_out_reward_by_version": found.held_out,
     }
 
 
@@ -171,17 +193,21 @@ def make_run(workspace: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, help=f"the folder of a finished run of {RUN}")
+    parser.add_argument("--run", type=Path, nargs="+", default=[], help=f"folders of finished runs of {RUN}")
+    parser.add_argument("--runs", type=int, default=5, help="to make where none is named; a few tokens decide the mean of one")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.run is not None:
-        found = measure(args.run)
-    else:
+    all_runs = Found()
+    for run in args.run:
+        measure(run, all_runs)
+    for _ in range(0 if args.run else args.runs):
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(make_run(Path(folder)))
+            measure(make_run(Path(folder)), all_runs)
+    found = pooled(load(ROOT / "manifests" / f"{RUN}.json"), all_runs)
     by_variant = {(row["trainer_dtype"], row["replay"]): row for row in found["rows"]}
     for row in found["rows"]:
         row["value"] = by_variant[row["trainer_dtype"], False]["mismatch_kl"] / row["mismatch_kl"]
+        row["goal"] = GOAL if row["replay"] else None  # without replay it is what the others are held against
         print(f"{row['variant']}: KL {row['mismatch_kl']:.3g}, at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart")
     record(
         Path(__file__).with_suffix(".json"),
