@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # One engine whose cache is too small for a batch, so that blocks go to host memory and disk and come back; one that computes prompts for
-# another; two trainer ranks that divide the experts, and two that divide the tokens.
+# another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens.
 TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk": True}, "kv_cache_bytes": 1 << 21}
+ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 APART = {"num_replicas": 2, "prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
+
+SHARED = {"num_replicas": 2, "kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26}, "router": ROUTER}
 
 
 def manifest(inference: dict, mesh: dict, **fields) -> Manifest:
@@ -77,7 +81,9 @@ def trained(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("inference", "mesh"), [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2})], ids=["cache on disk, ep", "prefill apart, cp"]
+    ("inference", "mesh"),
+    [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2}), (SHARED, {})],
+    ids=["cache on disk, ep", "prefill apart, cp", "a store that engines share"],
 )
 def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, inference, mesh):
     spec = manifest(inference, mesh, name="routed")
@@ -86,7 +92,9 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     def look(name: str) -> None:
         on_disk.update(file for kept in Path(tempfile.gettempdir()).glob(f"orrery-kv-{name}-*") for file in blocks(kept))
 
-    folder = play(tmp_path, spec, look)
+    with alone_in_a_network("Mooncake listens on every interface") if inference is SHARED else nullcontext():
+        folder = play(tmp_path, spec, look)
+    assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
@@ -122,12 +130,3 @@ def test_adapters_are_all_that_engines_get_and_they_compute_what_the_trainer_doe
     assert before.keys() == after.keys(), "what leaves the run is merged"
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-def test_engines_share_a_store_that_the_launcher_starts_in_a_network_of_their_own(tmp_path):
-    with alone_in_a_network("Mooncake listens on every interface"):
-        folder = play(tmp_path, small("reverse_text_kv_store"))
-    steps = trained(folder)
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    assert max(row["logprob_max_abs_diff_same_weights"] for row in steps) <= 1e-4
-    assert (folder / "logs" / "kv_store.0.log").exists()

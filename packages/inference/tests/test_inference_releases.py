@@ -109,6 +109,12 @@ CORRECTED = {
         ("distributed/aux_output_connector/routed_experts.py", "RoutedExpertsBuffer._tail"),
         ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.get_num_new_matched_tokens"),
     ],
+    "vllm_routes_shared.py": [
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.lookup"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.store"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.hash_block_size"),
+        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py", "MooncakeLookupResult.hit_length"),
+    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
@@ -119,6 +125,7 @@ CORRECTED = {
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens"),
     ],
 }
+NEW_ONLY = ("vllm.py", "vllm_routes.py", "vllm_routes_elsewhere.py", "vllm_routes_shared.py")
 PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/start_weight_update", "/update_weights",
          "/finish_weight_update", "/collective_rpc", "/health"]  # fmt: skip
 
@@ -137,7 +144,7 @@ def applies(file: Path, tree: Path) -> bool:
     """Corrections for CPU are for the release that has a build for CPU; the old release has corrections of its own."""
     if file.name.startswith("vllm_0_26"):
         return not is_new(tree)
-    return is_new(tree) or file.parent.name != "patches" or file.name not in ("vllm.py", "vllm_routes.py", "vllm_routes_elsewhere.py")
+    return is_new(tree) or file.parent.name != "patches" or file.name not in NEW_ONLY
 
 
 @cache

@@ -55,11 +55,6 @@ REFUSED = [
         "to 1, or inference.prefill_replicas to 0",
     ),
     (
-        changed("reverse_text_moe", inference__kv_offload=STORE, transport__routed_experts=True),
-        "transport.routed_experts with inference.kv_offload.kind 'mooncake': the store gives an engine caches that others computed, and "
-        "their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'",
-    ),
-    (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
         "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: engines take no adapters of experts (vLLM "
         "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'nccl' "

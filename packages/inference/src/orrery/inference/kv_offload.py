@@ -19,6 +19,7 @@ from typing import Any
 
 from orrery.inference.kv_transfer import refuse_open_interfaces
 from orrery.inference.patches.vllm_routes_elsewhere import FOLDER, KEPT
+from orrery.inference.patches.vllm_routes_shared import SHARED
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
@@ -72,15 +73,17 @@ def offload(me: RoleProcess) -> list[str]:
         os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
     else:
         prepare_disk(disk)
-        os.environ.update(routes_environment(me.manifest, disk))
+    os.environ.update(routes_environment(me.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Variables for routes that are kept as long as their blocks, in host memory and where blocks are on disk there too."""
+    """Variables for routes that are kept as long as their blocks: in host memory and where blocks are on disk or shared, there too."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
-    if not manifest.transport.routed_experts or offload.kind != "tiers":
+    if not manifest.transport.routed_experts or offload.kind == "none":
         return {}
+    if offload.kind == "mooncake":
+        return {KEPT: "2", SHARED: "1"}
     # Less than a hundredth of the blocks' bytes. Twice the room that is needed: both forget what was not used for long, but not alike.
     kept = 1 + 2 * offload.host_bytes / inference.kv_cache_bytes
     return {KEPT: f"{kept:g}"} | ({FOLDER: str(disk / "routes")} if offload.disk else {})

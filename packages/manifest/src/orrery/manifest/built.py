@@ -38,11 +38,6 @@ def check_built(manifest: Manifest) -> None:
             f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are of one data-parallel rank each so far; "
             f"set inference.data_parallel to 1, or inference.prefill_replicas to 0"
         )
-    if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
-        raise OrreryError(
-            "transport.routed_experts with inference.kv_offload.kind 'mooncake': the store gives an engine caches that others computed, "
-            "and their routes stay with those; set transport.routed_experts to false, or inference.kv_offload.kind to 'tiers'"
-        )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
         ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),

@@ -1,4 +1,4 @@
-"""Routed experts beside caches that come from elsewhere (vLLM 0.32): from host memory or disk, or from the engine that prefilled.
+"""Routed experts beside caches that come from elsewhere (vLLM 0.32): host memory, disk, a shared store, or the engine that prefilled.
 
 Upstream keeps routes in a store of its own, as large as the device's cache and keyed by the hashes of its blocks. A block that comes back
 from behind the device has lost its routes by then, and the engine ends over them ("auxiliary output object does not exist"); beside a
@@ -6,6 +6,7 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
 
 - `keep`: the store keeps as many routes as device and tiers keep blocks, on disk too where blocks are there; a reset of the device's
   prefix cache takes neither away. A block that is computed again has its routes written again.
+- Where engines share a store, routes are in it as well (`patches.vllm_routes_shared`).
 - No cache without its routes: what a tier may load of a prompt ends where routes are not known, and is computed from there. The store is
   the worker's, which may be another process than the scheduler's; so a step's output also says which routes came and went, and the
   scheduler keeps account. What has come since is unknown to it until the next step.
@@ -21,8 +22,11 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from orrery.inference.patches.vllm_routes_shared import SHARED, SharedRoutes, share
 
 log = logging.getLogger("orrery.inference.routes")
 
@@ -32,6 +36,7 @@ FOLDER = "ORRERY_ROUTES_FOLDER"  # where it keeps them on disk too
 CHANGES = "routes that came and went"  # among the outputs of requests, whose names have no blanks
 
 _known: set[str] = set()  # blocks whose routes this engine core's worker has in memory, in the process of the scheduler
+_stores: list[Any] = []  # of routes, in the process of a worker: the newest last
 
 
 def keep() -> None:
@@ -65,6 +70,8 @@ def keep() -> None:
     worker.AuxOutputWorkerConnector.process_output = and_tell  # type: ignore[method-assign]
     Scheduler.update_from_output = and_hear  # type: ignore[method-assign]
     OffloadingConnectorScheduler.get_num_new_matched_tokens = with_routes  # type: ignore[method-assign]
+    if SHARED in os.environ:
+        share(lambda keys: _stores[-1].num_known(keys))
 
 
 def beside_transfer() -> None:
@@ -98,18 +105,67 @@ def beside_transfer() -> None:
 
 def _num_known(block_hashes: Any) -> int:
     """How many of these blocks, from the first, have routes here."""
-    keys = (each.hex() for each in block_hashes)
-    return next((i for i, key in enumerate(keys) if key not in _known and _on_disk(key) is None), len(block_hashes))
+    keys, disk = (each.hex() for each in block_hashes), _disk()
+    return next((i for i, key in enumerate(keys) if key not in _known and not (disk and disk.has(key))), len(block_hashes))
 
 
-def _on_disk(key: str) -> Path | None:
-    """Where the routes of this block are on disk, if they are."""
-    path = _path(key) if FOLDER in os.environ else None
-    return path if path is not None and path.is_file() else None
+class _Shelf(Protocol):
+    """Where routes are kept behind memory; what is `far` is read once."""
+
+    far: bool
+
+    def write(self, objects: Iterable[Any]) -> None: ...
+
+    def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]: ...
 
 
-def _path(key: str) -> Path:
-    return Path(os.environ[FOLDER], key[:2], key)
+class _Disk:
+    """A file a block."""
+
+    far = False
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def has(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def write(self, objects: Iterable[Any]) -> None:
+        """A disk that takes no more costs routes that leave the memory, never the engine."""
+        for each in objects:
+            path = self._path(each.key)
+            aside = path.with_suffix(f".{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_bytes(each.payload)
+                aside.rename(path)
+            except OSError as error:
+                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
+                with contextlib.suppress(OSError):
+                    aside.unlink()
+
+    def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
+        return [self._read(self._path(key)) for key in keys]
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
+            return None
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key[:2] / key
+
+
+def _disk() -> _Disk | None:
+    return _Disk(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
+
+
+def _shelf() -> _Shelf | None:
+    return SharedRoutes() if SHARED in os.environ else _disk()
 
 
 class _Slots(OrderedDict[str, int]):
@@ -132,6 +188,7 @@ class _Slots(OrderedDict[str, int]):
 
 def _known_routes(store: type) -> type:
     """The store, without the ways in which an engine could end over it."""
+    from vllm.distributed.aux_output_connector.store import BlockObject, BlockObjectStoreError
 
     class KnownRoutes(store):
         orrery = True
@@ -139,44 +196,39 @@ def _known_routes(store: type) -> type:
         def __init__(self, *, max_bytes: int, object_nbytes: int):
             super().__init__(max_bytes=int(max_bytes * float(os.environ.get(KEPT, "1"))), object_nbytes=object_nbytes)
             self._lru = _Slots(self._UNALLOCATED_SLOT)
+            self._shelf = _shelf()
+            _stores.append(self)
 
         def changes(self) -> list[tuple[str, bool]]:
             """(block, whether its routes are kept) since the last call."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
+        def num_known(self, keys: list[str]) -> int:
+            """How many of these blocks, from the first, have routes in memory."""
+            return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                slot = self._lru.get(each.key, self._UNALLOCATED_SLOT)
-                if slot != self._UNALLOCATED_SLOT:  # computed again, maybe by newer weights
+                if self._has(each.key):  # computed again, maybe by newer weights
+                    slot = self._lru[each.key]
                     self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = each.payload
-                if FOLDER in os.environ:
-                    self._write(_path(each.key), each.payload)
+            if self._shelf is not None and objects:
+                self._shelf.write(objects)
             super().put(objects, **keys)
 
         def get_concatenated(self, keys: list[str]) -> bytes:
-            return b"".join(self._get(key) for key in keys)
+            here = {key: bytes(super(KnownRoutes, self).get_concatenated([key])) for key in keys if self._has(key)}
+            if self._shelf is not None and len(here) < len(keys):
+                behind = [key for key in keys if key not in here]
+                read = zip(behind, self._shelf.read(behind, self.object_nbytes), strict=True)
+                found = {key: payload for key, payload in read if payload is not None}
+                if self._shelf.far:
+                    with contextlib.suppress(BlockObjectStoreError):  # no room: so they are read again
+                        super().put([BlockObject(key, payload) for key, payload in found.items()])
+                here |= found
+            return b"".join(here.get(key, b"\xff" * self.object_nbytes) for key in keys)
 
-        def _get(self, key: str) -> bytes:
-            if self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT:
-                return bytes(super().get_concatenated([key]))
-            path = _on_disk(key)
-            try:
-                if path is not None:
-                    return path.read_bytes()
-            except OSError as error:
-                log.warning("routes %s cannot be read, and are missing: %s", key, error)
-            return b"\xff" * self.object_nbytes
-
-        def _write(self, path: Path, payload: bytes) -> None:
-            """A disk that takes no more costs routes that leave the memory, never the engine."""
-            aside = path.with_suffix(f".{os.getpid()}")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                aside.write_bytes(payload)
-                aside.rename(path)
-            except OSError as error:
-                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
-                with contextlib.suppress(OSError):
-                    aside.unlink()
+        def _has(self, key: str) -> bool:
+            return self._lru.get(key, self._UNALLOCATED_SLOT) != self._UNALLOCATED_SLOT
 
     return KnownRoutes
