@@ -6,12 +6,12 @@
 - `read` merges attempts: a resumed attempt overrides every step from the first it made again; rows without a step all stay.
 """
 
-import io
 import json
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,26 +51,28 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file, created at the first row, mended when an earlier process died inside a line."""
+    """A JSONL file, created at the first row, mended when an earlier process died inside a line; closed when nobody can write to it."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
-        self._file: io.FileIO | None = None
+        self._file: int | None = None
+        self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (it lives as long as the process)
-                if self._file.tell() and not _ends_a_line(self._path):
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._end = weakref.finalize(self, os.close, self._file)
+                if os.fstat(self._file).st_size and not _ends_a_line(self._path):
                     line = b"\n" + line
-            self._file.write(line)
+            os.write(self._file, line)
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            if self._end is not None:
+                self._end()
+            self._file = self._end = None
 
 
 def _ends_a_line(path: Path) -> bool:
