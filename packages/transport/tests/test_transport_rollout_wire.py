@@ -567,19 +567,20 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path, monkeypa
                 writer.write(data)
                 await writer.drain()
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
-            port, connections = int(wire.sender.url.rsplit(":", 1)[1]), []
+            port, connections, relays = int(wire.sender.url.rsplit(":", 1)[1]), [], []
 
             async def connect(reader, writer):
                 up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
                 connections.append(writer)
+                relays.append(asyncio.current_task())
                 limit_bytes = 2 << 20 if len(connections) == 1 else 1 << 40
                 back = asyncio.create_task(relay(reader, up_writer, 1 << 40))
-                await relay(up_reader, writer, limit_bytes)
-                up_writer.close()
-                await back
+                await asyncio.gather(back, relay(up_reader, writer, limit_bytes))
 
             async with await asyncio.start_server(connect, "127.0.0.1", 0) as between:
                 rng = np.random.default_rng(1)
@@ -592,6 +593,7 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path, monkeypa
                     await wire.sender.drained(DEADLINE_S)
                 finally:
                     receiver.close()
+                    await asyncio.wait(relays, timeout=DEADLINE_S)
             assert len(connections) > 1
 
     asyncio.run(run())
