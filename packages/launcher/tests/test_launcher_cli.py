@@ -97,7 +97,7 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
         (("report", "--summary", "reverse_text"), "it has no report yet"),
         (("export", "reverse_text"), "not started"),
         (("bench",), "say what"),
-        (("bench", "a/b"), "there is no such script"),
+        (("bench", "a/b"), "there is no such figure"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
@@ -190,8 +190,15 @@ def test_every_checked_in_record_with_a_goal_is_judged_by_its_own_value_and_unit
 
 def test_bench_runs_the_figures_script(checkout, capsys):
     (checkout / "benchmarks/area").mkdir(parents=True)
-    (checkout / "benchmarks/area/figure.py").write_text("import sys; sys.exit(7)")
-    assert orrery(capsys, "bench", "area/figure")[0] == 7
+    (checkout / "benchmarks/area/figure.py").write_text("import sys; sys.exit(7 + len(sys.argv))")
+    assert orrery(capsys, "bench", "area/figure")[0] == 8
+    command = "python benchmarks/area/figure.py --shape 'of two'"
+    (checkout / "benchmarks/area/of_two.json").write_text(json.dumps({"command": f"{command} --runs there --out elsewhere"}))
+    code, out, _ = orrery(capsys, "bench", "area/of_two")
+    assert (code, out.strip()) == (10, f"+ {command}")
+    (checkout / "benchmarks/area/of_two.json").write_text("{}")
+    assert "no command" in orrery(capsys, "bench", "area/of_two")[2]
+    assert "did you mean 'area/of_two'?" in orrery(capsys, "bench", "area/of_to")[2]
 
 
 def test_the_doctor_says_what_to_mend(checkout):

@@ -1,6 +1,7 @@
 """Benchmarks: one script a figure in `benchmarks/<area>/<figure>.py`, its last result beside it as JSON; and a run's trainer by itself."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -86,15 +87,28 @@ def print_table(root: Path) -> bool:
 
 
 def run(root: Path, figure: str) -> int:
-    """Run one figure's script; its exit code."""
-    script = root / f"{figure}.py"
-    scripts = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.py") if path.with_suffix(".json").exists())
-    if not script.is_file():
-        near = nearest(figure, scripts)
+    """Run the command that a figure's record holds, or the script of its name where nothing is recorded; its exit code."""
+    record, script = root / f"{figure}.json", root / f"{figure}.py"
+    recorded = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.json"))
+    if figure in recorded:
+        try:
+            words = _without_folders(shlex.split(json.loads(record.read_text())["command"])[1:])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OrreryError(f"{record}: no command of a benchmark's record can be read from it ({error!r}); run its script") from None
+    elif script.is_file():
+        words = [str(script.relative_to(root.parent))]
+    else:
+        near = nearest(figure, recorded)
         raise OrreryError(
-            f"benchmark {figure!r}: there is no such script; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(scripts)}")
+            f"benchmark {figure!r}: there is no such figure; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}")
         )
-    return subprocess.run([sys.executable, str(script)], cwd=root.parent).returncode
+    print(f"+ {shlex.join(['python', *words])}", flush=True)
+    return subprocess.run([sys.executable, *words], cwd=root.parent).returncode
+
+
+def _without_folders(words: list[str]) -> list[str]:
+    """A command without what said where runs were read from, and where results were left."""
+    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & {"--runs", "--out"}]
 
 
 def trainer(words: list[str]) -> int:

@@ -3,7 +3,7 @@
 - In: the file `stages/<stage>/wind_down`, which the launcher writes when its time is nearly over.
 - Out: processes that run to their own end leave with exit code WOUND_DOWN; it is neither a failure nor the stage's end.
 - The orchestrator alone looks at the file; the trainer's ranks hear of it over the rollout wire, all at the same step.
-- Other stages take no notice: they are short, or begin again from what is on disk.
+- Other stages take no notice: they are short, or go on from their checkpoints (SFT) without it.
 """
 
 import os

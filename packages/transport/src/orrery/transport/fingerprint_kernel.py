@@ -4,7 +4,8 @@ A slice is rows of a tensor's row-major order: `num_columns` elements that follo
 Each program takes BLOCK elements of one slice and adds its sum to the slice's share; sums are mod 2^64, so their order does not matter.
 
 Where a slice's rows are whole groups of the formula (all but odd shapes), a group's position and its m are worked out once, and bytes are
-loaded 16 at a time: 18 instructions a bfloat16 element, by the disassembly for compute capability 9.0, which take as long as its bytes do.
+loaded 16 at a time: 18 instructions a bfloat16 element, by the disassembly for compute capability 9.0; half of what the bytes allow is
+measured (`benchmarks/transport/fingerprint_gpu.json`).
 Element by element they are 80.
 """
 
