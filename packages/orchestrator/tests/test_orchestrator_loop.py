@@ -20,6 +20,7 @@ from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.state import State
+from orrery.orchestrator.updates import Updates
 from orrery.transport import checkpoints, rollout_store
 
 
@@ -327,3 +328,17 @@ def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, mon
     manifest = fakes.manifest(checkpoint_steps=2)
     _, _, trainer, _ = run(tmp_path, manifest, trainer=WindingDown(tmp_path, manifest, after=6))
     assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6] and trainer.compared is not None
+
+
+@pytest.mark.parametrize("known", [{3: "of before the resume"}, {}])
+def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_have(tmp_path, known):
+    async def none(*_):
+        return None
+
+    gone_on = SimpleNamespace(update=none)  # the trainer has made the next version meanwhile, and nobody has this one
+    evaluations = SimpleNamespace(pinned=None)
+    state = SimpleNamespace(digests=dict(known), evaluations=evaluations, may_update=lambda _: True, drain=list, updating=False)
+    watch = SimpleNamespace(latest=lambda: SimpleNamespace(version=3, digest="of before the resume"))
+    updates = Updates(fakes.FakeMe(tmp_path, fakes.manifest()), state, SimpleNamespace(cancel=none), gone_on, watch)
+    assert not asyncio.run(updates.take_newest())
+    assert (state.digests, state.updating) == (known, False)

@@ -7,7 +7,9 @@ import numpy as np
 import orchestrator_fakes as fakes
 import pytest
 
+from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.rollout import RolloutFailed, play
+from orrery.orchestrator.stage import Stage
 from orrery.tasks.task import Judgement
 from orrery.transport.routed_experts import RouteShape
 
@@ -135,6 +137,45 @@ def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold(
 
     rollout = asyncio.run(episode(fakes.FakeFleet(version=0), Counting()))
     assert msgspec.json.decode(msgspec.json.encode(rollout.metrics)) == {"share": 0.25, "count": 3, "right": 1} and rollout.reward == 0.5
+
+
+def stage_of(fleet, **options):
+    spec, failed = fakes.manifest(), []
+    tasks = {purpose: [fakes.FakeTask()] * 9 for purpose in ("train", "evaluation")}
+    stage = Stage(spec, tasks, fakes.FakeRenderer(), fleet, lambda *_: None, lambda *of: failed.append(of), **options)
+    return stage, failed
+
+
+def requests(purpose, version=3):
+    return [Request(GroupRequest(purpose, 1, 0, 4, 2), member, version) for member in range(2)]
+
+
+def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
+    async def run():
+        stage, failed = stage_of(fakes.FakeFleet(version=3))
+        stage.play(requests("train"))
+        assert stage.num_playing == 2
+        await stage.cancel(requests("train"))
+        await asyncio.sleep(0)
+        assert (stage.num_playing, failed) == (0, [])
+        stage.check()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("purpose", "version", "asks"), [("train", 3, True), ("evaluation", 3, False), ("evaluation", 7, True)])
+def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
+    async def run():
+        fleet = fakes.FakeFleet(version=version)
+        stage, _ = stage_of(fleet, compared_version=7)
+        stage._routes = RouteShape(2, 2, 200)
+        stage.play(requests(purpose, version))
+        while stage.num_playing:
+            await asyncio.sleep(0.01)
+        stage.check()
+        assert [request.get("routes_from") is not None for request in fleet.requests] == [asks] * len(fleet.requests) != []
+
+    asyncio.run(run())
 
 
 def test_cancelling_a_rollout_aborts_its_request_in_the_engine():

@@ -45,7 +45,7 @@ def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.
     learner.max_grad_norm = 1e9
     learner.optimizer.step = keep
     world = learner.world
-    plan = pack(columns.lengths, world.num_data_ranks, MAX_TOKENS)[world.data_rank]
+    plan = pack(columns.lengths, learner.trainer.mesh.num_data_ranks, MAX_TOKENS)[world.data_rank]
     assert len(plan) > 1
     mine = [columns.select(samples) for samples in plan]
     return learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics, gradients

@@ -14,9 +14,10 @@ from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
+from orrery.models.flops import true_work
 from orrery.trainer import host_copy
-from orrery.trainer.bench import clocks, phases
-from orrery.trainer.bench.__main__ import check_devices, find
+from orrery.trainer.bench import clocks, phases, report
+from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import expected
 from orrery.trainer.bench.host_copies import host_copies
@@ -58,6 +59,21 @@ def test_micro_batches_of_a_model_that_pads_are_full_with_their_padding():
     asked = request(manifest(model=gemma), Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16))
     for batch in micro_batches(asked, 2, 1):
         assert 30 < len(batch.lengths) * batch.lengths.max() <= 60
+
+
+def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
+    gemma = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+    options = Options(device="cpu", lengths="variable", steps=1, warmup=1, tokens_per_micro_batch=60, document_tokens=16)
+    asked = request(manifest(model=gemma), options)
+    lengths = [10, 3, 2]
+    step = {"step_s": 2.0, "lengths": lengths, "metrics": {}}
+    bytes_of = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "allocated_bytes", "num_allocation_retries"), 0)
+    counted = {"num_parameters": 1, "num_trained_parameters": 1, "device": "cpu", "device_bytes": 1 << 30, "build_s": 1.0}
+    read = {"memory": bytes_of, "memory_before_steps": bytes_of, "clocks": {}, "phases": {}, "host_copies": {}}
+    answer = {"steps": [step], "warmup": [step], **counted, **read}
+    found = report.result(asked, [answer], {}, 1.0)
+    assert (found["tokens_per_s_per_device"], found["tokens_per_step"]) == (7.5, 15)
+    assert found["true_flops_per_token"] == pytest.approx(true_work(asked.model, lengths, False).total / 15)
 
 
 @pytest.mark.parametrize(("loss", "trained"), [("sft", ("cross_entropy",)), ("rl", COMPONENTS)])
@@ -178,6 +194,15 @@ def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
     with pytest.raises(OrreryError, match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1"):
         check_devices(request(find("qwen3_30b_a3b_16k"), Options(device="cpu")))
     check_devices(request(find("reverse_text"), Options(device="cpu")))
+
+
+def test_what_a_cpu_must_hold_follows_the_optimizer():
+    def num_bytes(optimizer):
+        return float32_bytes(request(manifest(), Options(device="cpu", trainer=json.dumps({"optimizer": optimizer}))))
+
+    plain, momentum = ({"kind": "sgd", "lr": 0.1, "momentum": value, "weight_decay": 0.0} for value in (0.0, 0.9))
+    adamw = manifest().trainer.optimizer.model_dump(mode="json")
+    assert [num_bytes(each) / num_bytes(plain) for each in (plain, momentum, adamw)] == [1.0, 1.5, 2.0]
 
 
 def test_a_device_of_unknown_rates_has_no_expected_times():

@@ -236,6 +236,10 @@ def test_what_would_be_lost_is_refused_by_its_name(tmp_path, chat, beside, sente
             opened(**write_arrow(tmp_path / "lost", [chat], **{name: [value] for name, value in beside.items()}))[0]
 
 
+def test_a_row_without_tools_may_say_so_with_an_empty_text(tmp_path):
+    assert opened(**write_chats(tmp_path / "none.jsonl", [[USER, ANSWER]], tools=""))[0].tools == ()
+
+
 def test_null_and_empty_keys_of_a_message_are_no_obstacle(tmp_path):
     empty = {"reasoning_content": None, "tool_calls": [], "refusal": None}
     chats = opened(**write_chats(tmp_path / "empty.jsonl", [[USER | empty, ANSWER | empty]], tools=None, functions=[]))

@@ -26,7 +26,9 @@ from orrery.observe.health import read_health
 from orrery.observe.metrics import read
 from orrery.observe.metrics import rows as rows_of
 from orrery.observe.process import parse_role
+from orrery.observe.wind_down import WoundDown
 from orrery.tasks.chat import Renderer
+from orrery.trainer import loop
 from orrery.trainer.assemble import assemble_rl, assemble_world
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.initialize import initialize
@@ -558,3 +560,15 @@ def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path)
     (run_dir / "manifest.json").write_text(text)
     [(code, error)] = Stage(run_dir, "evaluate").end()
     assert (code, error.strip()) == (2, "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl")
+
+
+def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down(monkeypatch):
+    """Its orchestrator may be asked before there are engines; then the batch after the last one is to be compared by nobody."""
+    ended = []
+    saving = SimpleNamespace(copy=lambda *_: pytest.fail("the last step has its checkpoint"), finish=lambda: ended.append("finished"))
+    batch = SimpleNamespace(info={"wind_down": True})
+    monkeypatch.setattr(loop, "_await_batch", lambda rig, me, step: batch if step == 4 else pytest.fail(f"asked for batch {step}"))
+    rig = SimpleNamespace(learner=SimpleNamespace(step=3, compare=lambda _: pytest.fail("nothing is there to compare")))
+    with pytest.raises(WoundDown) as wound_down:
+        loop._compare(rig, saving, None)
+    assert (wound_down.value.step, ended) == (3, ["finished"])

@@ -33,7 +33,7 @@ def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: 
     """Steps on the made-up batches; with `poison`, that rank's first advantages of the last step are NaN."""
     rows = []
     for step in steps:
-        mine = share(batch_columns(step, num_samples), learner.world.num_data_ranks, learner.world.data_rank, max_tokens)
+        mine = share(batch_columns(step, num_samples), learner.trainer.mesh.num_data_ranks, learner.world.data_rank, max_tokens)
         totals = count_totals(mine, learner.world)
         if poison == learner.world.rank and step == steps[-1]:
             mine[0].token["advantage"][:] = float("nan")

@@ -57,7 +57,10 @@ def test_only_complete_checkpoints_count(tmp_path):
     written(tmp_path, 12, whole=False)
     assert checkpoints.latest(tmp_path) == 10
     assert checkpoints.steps(tmp_path) == [2, 10]
+    half = tmp_path / "checkpoints" / f".{checkpoints.LATER}.8.tmp"  # a state of later that was being written when its process was killed
+    (half / "orchestrator").mkdir(parents=True)
     assert checkpoints.discard_incomplete(tmp_path) == [12]
+    assert not half.exists()
     assert not checkpoints.checkpoint_dir(tmp_path, 12).exists()
 
 

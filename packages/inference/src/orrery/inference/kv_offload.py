@@ -85,7 +85,8 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     if offload.kind == "mooncake":
         return {KEPT: "2", SHARED: "1"}
     # Less than a hundredth of the blocks' bytes. Twice the room that is needed: both forget what was not used for long, but not alike.
-    kept = 1 + 2 * offload.host_bytes / inference.kv_cache_bytes
+    # Host memory is that of all devices of an engine together, a cache's bytes are those of one.
+    kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     return {KEPT: f"{kept:g}"} | ({FOLDER: str(disk / "routes")} if offload.disk else {})
 
 

@@ -98,11 +98,15 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, dis
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
-        done, _ = await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if serving in done and announcing.done() and not announcing.cancelled():
-            announcing.result()  # a failed announcement is why we end
+        awaited = {serving, announcing, watching}
+        while {serving, watching} <= awaited:
+            done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if announcing in done:
+                announcing.result()  # raises what kept it: nobody would ever find this server
         announcing.cancel()
         watching.cancel()
+        if serving.done():
+            serving.result()  # raises what it ended by
         if not stopping.is_set():
             raise RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
         winding_down = serving.result()

@@ -621,7 +621,10 @@ def _cut_widths(model: Model, inference: Inference) -> list[tuple[str, int, str,
 
 
 class TaskUse(Record):
-    """One source of problems: `kind` names a task, `args` are that task's own, `weight` its share of the groups."""
+    """One source of problems: `kind` names a task, `args` are that task's own.
+
+    `weight` is its share of the groups that train; evaluations ask every task alike, and demonstrations are of one task.
+    """
 
     name: str
     kind: str

@@ -3,13 +3,10 @@
 import asyncio
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess, role_process
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
 from orrery.orchestrator.winding_down import end_trainer
-
-DRAIN_S = 300.0
 
 
 async def rl(me: RoleProcess) -> None:
@@ -22,8 +19,8 @@ async def rl(me: RoleProcess) -> None:
             await end_trainer(me, wire, asked.step)
         async with fleet as engines:
             await assemble.loop(me, engines, wire).run()
-        with me.health.waiting("the trainer to take the last batch", deadline_s=scaled(DRAIN_S)):
-            await wire.drained(scaled(DRAIN_S))
+        with me.health.waiting("the trainer to take the last batch"):
+            await wire.drained(None)
     finally:
         wire.close()
 

@@ -48,9 +48,6 @@ class Dispatch:
     def num_waiting(self) -> int:
         return sum(group.num_waiting for group in self._groups.values())
 
-    def is_in_flight(self, name: str) -> bool:
-        return name in self._group_of
-
     def open_train_groups(self) -> list[GroupRequest]:
         """Train groups that have a member left in here, by number."""
         groups = [group.request for group in self._groups.values() if group.request.purpose == "train"]

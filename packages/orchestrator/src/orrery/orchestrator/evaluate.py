@@ -19,8 +19,8 @@ from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.pulse import Pulse
-from orrery.orchestrator.requests import ENGINE_GONE, Failed, Finished, Request
-from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.requests import Failed, Finished, Request
+from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.stage import Stage
 from orrery.tasks.chat import Renderer
 from orrery.transport.weight_wire import make_publisher

@@ -36,7 +36,6 @@ from orrery.transport import checkpoints, rollout_store
 TICK_S = 0.5  # timeouts of rollouts are this precise
 POLL_S = 0.03  # how often publications are looked for
 FIRST_VERSION_S = 600.0  # the trainer's start
-STALL_S = 600.0  # beyond a rollout's own time limit: nothing takes this long
 NUM_SAMPLES = 4  # decoded rollouts a batch
 
 
@@ -47,7 +46,7 @@ class Loop:
         self.me, self.state, self.fleet, self.sender = me, state, fleet, sender
         self.manifest = state.manifest
         self.pulse = Pulse()
-        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed)
+        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self.manifest.stages.rl.num_steps)
         self.updates = Updates(me, state, self.stage, fleet, watch)
         self.activity = Activity(me.metrics.add_span)
         self._evaluation: EvaluationResult | None = None  # the newest that is finished
@@ -140,7 +139,8 @@ class Loop:
         self.stage.cancel([request])
 
     def _settle(self, result: EvaluationResult | None) -> None:
-        self._evaluation = result or self._evaluation
+        if result and result.version == self.state.clock.num_batches:
+            self._evaluation = result  # its rollouts are sent to be compared; others' are not kept
         for row in result.rows if result else ():
             self.me.metrics.write(result.version, event="evaluation", digest=self.state.digests[result.version], **row)
             self.me.metrics.add_span("evaluation", row["start_s"], row["end_s"], result.version, task=row["task"])
@@ -164,15 +164,14 @@ class Loop:
             num_queued_rollouts=state.sink.num_queued, dropped=dict(state.sink.dropped),
         )  # fmt: skip
         await asyncio.to_thread(self._keep, batch, documents, digests)
-        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}", deadline_s=scaled(STALL_S)):
+        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}"):
             await self.sender.send(packed)
         self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
 
     async def _end_early(self) -> NoReturn:
         """Wind down at the last batch that was sent."""
         step = self.state.clock.next_batch - 1
-        deadline_s = self.manifest.orchestrator.rollout_timeout_s + scaled(STALL_S)
-        with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down", deadline_s=deadline_s):
+        with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
             await self.sender.wanted(step + 1)
         if step:
             temperature = self.manifest.orchestrator.sampling.temperature
@@ -187,7 +186,7 @@ class Loop:
         compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
         documents = [cut.document(sample, temperature) for sample in compared]
         info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
-        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs", deadline_s=scaled(STALL_S)):
+        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs"):
             await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
 
     def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
@@ -217,20 +216,20 @@ class Loop:
         """Health, when it changes: what we do, or whom we wait for."""
         state, clock = self.state, self.state.clock
         step = min(clock.next_batch, clock.num_batches)
-        rollout_s = self.manifest.orchestrator.rollout_timeout_s
-        waits: tuple[str, float] | None = None
+        waits: str | None = None
+        deadline_s: float | None = None
         if self._wind_down.is_made:
             doing = "winding down"
         elif clock.version < 0:
-            doing, waits = "starting", ("the first weights from trainer", scaled(FIRST_VERSION_S))
+            doing, waits, deadline_s = "starting", "the first weights from trainer", scaled(FIRST_VERSION_S)
         elif state.dispatch.num_in_flight:
             doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"
         elif clock.all_cut:
-            doing, waits = "ending", (f"version {clock.num_batches} from trainer", rollout_s + scaled(STALL_S))
+            doing, waits = "ending", f"version {clock.num_batches} from trainer"
         elif state.sink.num_queued >= state.rollouts_per_batch:
-            doing, waits = f"holding batch {step}", (f"trainer to ask for batch {clock.next_batch}", rollout_s + scaled(STALL_S))
+            doing, waits = f"holding batch {step}", f"trainer to ask for batch {clock.next_batch}"
         else:
-            doing, waits = f"collecting batch {step}", (f"version {clock.version + 1} from trainer", rollout_s + scaled(STALL_S))
+            doing, waits = f"collecting batch {step}", f"version {clock.version + 1} from trainer"
         said = f"{doing}/{waits}"
         if said == self._said:
             return
@@ -238,4 +237,4 @@ class Loop:
         self._waits.close()
         self.me.health.doing(doing, step=step)
         if waits is not None:
-            self._waits.enter_context(self.me.health.waiting(waits[0], deadline_s=waits[1]))
+            self._waits.enter_context(self.me.health.waiting(waits, deadline_s=deadline_s))

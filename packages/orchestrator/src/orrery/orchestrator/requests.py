@@ -9,7 +9,6 @@ from typing import Literal
 from orrery.orchestrator.rollout import Rollout
 
 Purpose = Literal["train", "evaluation"]
-ENGINE_GONE = "engine_gone"  # the reason of a rollout that was lost with its engine
 
 
 @dataclass(frozen=True)

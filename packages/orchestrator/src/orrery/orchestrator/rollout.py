@@ -20,10 +20,12 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.tasks.task import Message
+from orrery.transport.engine import EngineGone
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
 
 NO_POLICY = -1  # version of a token that no policy sampled
+ENGINE_GONE = "engine_gone"  # the reason of a rollout that was lost with its engine
 
 
 class RolloutFailed(Exception):
@@ -178,7 +180,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
-        raise RolloutFailed(_word(error), str(error)) from error
+        raise RolloutFailed(ENGINE_GONE if isinstance(error, EngineGone) else "engine", str(error)) from error
     if generation.finish_reason == "abort":
         raise RolloutFailed("aborted", f"request {request_id} was aborted in the engine")
     if len(generation.token_ids) == 0:
@@ -191,10 +193,6 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
 async def _abort(engine: Engine, request_id: str) -> None:
     with suppress(OrreryError):  # an engine that is gone has no requests left
         await engine.abort([request_id])
-
-
-def _word(error: OrreryError) -> str:
-    return {"EngineGone": "engine_gone"}.get(type(error).__name__, "engine")
 
 
 def _guard(reason: str, call: Any) -> Any:

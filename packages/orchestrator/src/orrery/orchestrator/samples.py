@@ -1,6 +1,6 @@
 """Samples: rollouts for people to read, `rollouts/samples.jsonl`, and `rollouts/evaluate.jsonl`.
 
-A line is one rollout: task, problem, messages, reward, and which policy made it. A line is one write, so it is whole or the torn last one.
+A line is one rollout: task, messages, reward, and which policy made it. A line is one write, so it is whole or the torn last one.
 """
 
 from collections.abc import Iterable

@@ -18,8 +18,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Algorithm
 from orrery.orchestrator.algorithms import advantages
 from orrery.orchestrator.groups import CompleteGroup
-from orrery.orchestrator.requests import ENGINE_GONE
-from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
 BARREN_BATCHES = 10  # this many batches' worth of rollouts in a row, and nothing to train on, is starvation
 
@@ -115,7 +114,7 @@ class Sink:
         reason = self._barren.most_common(1)[0][0]
         advice = {
             "zero_advantage": "every rollout of a group gets the same reward: "
-            "make the task easier or harder, warm-start longer, or raise algorithm.group_size",
+            "make the task easier or harder, warm-start longer, or raise orchestrator.algorithm.group_size",
             "timeout": "raise orchestrator.rollout_timeout_s, or lower orchestrator.admission.max_in_flight",
             "stale_in_flight": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",
             "stale_in_queue": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from orrery.manifest.schema import Manifest, TaskUse
-from orrery.orchestrator.requests import ENGINE_GONE, Request
-from orrery.orchestrator.rollout import Engine, Rollout, RolloutFailed, play
+from orrery.orchestrator.requests import Request
+from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, play
 from orrery.transport.fleet import request_s
 from orrery.transport.routed_experts import route_shape
 
@@ -31,11 +31,13 @@ class Stage:
         engine: Engine,
         on_finished: Callable[[Request, Rollout], None],
         on_failed: Callable[[Request, str, str], None],
+        compared_version: int | None = None,
     ):
-        """`tasks` are the built tasks by purpose, in the manifest's order."""
+        """`tasks` are the built tasks by purpose, in the manifest's order. The trainer compares evaluations of `compared_version`."""
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_finished, self.on_failed = on_finished, on_failed
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
+        self._compared_version = compared_version
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._defect: BaseException | None = None
 
@@ -45,7 +47,8 @@ class Stage:
 
     def play(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._playing[request.name] = asyncio.create_task(self._play(request), name=request.name)
+            self._playing[request.name] = task = asyncio.create_task(self._play(request), name=request.name)
+            task.add_done_callback(lambda done: self._playing.pop(done.get_name(), None))  # also of one that is cancelled before it begins
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
         """End these rollouts without a result, at once; await what is returned to know them gone from the engine."""
@@ -77,8 +80,6 @@ class Stage:
                 self.on_finished(request, rollout)
         except Exception as error:
             self._defect = self._defect or error
-        finally:
-            self._playing.pop(request.name, None)
 
     async def _rollout(self, request: Request) -> Rollout:
         group, settings = request.group, self.manifest.orchestrator
@@ -95,7 +96,7 @@ class Stage:
             name=request.name,
             timeout_s=request_s(self.manifest),
             seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
-            routes=self._routes,
+            routes=self._routes if group.purpose == "train" or request.version == self._compared_version else None,
         )
 
 

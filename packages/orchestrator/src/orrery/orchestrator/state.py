@@ -18,8 +18,8 @@ from orrery.orchestrator.clock import NO_VERSION, Clock
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.groups import Groups
-from orrery.orchestrator.requests import ENGINE_GONE, Failed, Finished, GroupRequest, Request
-from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
+from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.sink import Sample, Sink
 from orrery.orchestrator.source import Source
 

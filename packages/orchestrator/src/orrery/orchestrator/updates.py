@@ -30,6 +30,7 @@ class Updates:
             return False
         state, version = self.state, published.version
         state.updating = True
+        was_known = version in state.digests  # by tokens of before a resume
         state.digests[version] = published.digest  # before the update: its first tokens may be back before the call is
         start_s = time.time()
         await self.stage.cancel(state.drain())
@@ -43,7 +44,8 @@ class Updates:
             report = await self.fleet.update(published)
         if report is None:  # the trainer has gone on since; what it makes next will do
             state.updating = False
-            del state.digests[version]
+            if not was_known:
+                del state.digests[version]
             return False
         state.updated(version)
         state.updating = False

@@ -52,7 +52,7 @@ def open_chats(data: SftData, field: str) -> Chats:
     """What `data`, the manifest's `field`, holds. Raises OrreryError where that is not there, is something else, or is nothing."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
-        raise OrreryError(f"{field}: there is not one chat to train on")
+        raise OrreryError(f"{field}: there is not one chat in it")
     return chats
 
 
@@ -63,7 +63,9 @@ class DemonstratedChats:
         self._task, self._name, self._num_problems = make(data.task), data.task.name, data.num_problems
         self._demonstrate: Callable[[int], list[Message]] | None = getattr(self._task, "demonstration", None)
         if self._demonstrate is None:
-            raise OrreryError(f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, or set stages.sft to null")
+            raise OrreryError(
+                f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, or set {field.removesuffix('.data')} to null"
+            )
 
     def __len__(self) -> int:
         return self._num_problems
@@ -185,7 +187,8 @@ def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
         for name in NOT_READ:
             if line.get(name):
                 raise OrreryError(f"{name!r} changes the chat and is not read; say it in messages and tools, or leave it out")
-        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(_parsed(line.get("tools")) or ())))
+        tools = _parsed(line.get("tools") or ()) or ()
+        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(tools)))
     except OrreryError as error:
         raise OrreryError(f"{where}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

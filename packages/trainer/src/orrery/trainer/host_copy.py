@@ -43,7 +43,7 @@ class HostCopy:
             whose = "this rank's copy" if len(here) == 1 else f"the copies of the {len(here)} ranks on this host"
             raise RunFailed(
                 f"trainer.checkpoint: weights and optimizer state in {whose} take {together / 1e9:.1f} GB of host memory, "
-                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
+                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (as trainer.memory.optimizer_offload)"
             )
 
     def has_room(self, num_bytes: int) -> bool:
@@ -58,7 +58,7 @@ class HostCopy:
         if num_bytes > available:  # asked first: a host that runs out of memory kills, and says nothing
             raise RunFailed(
                 f"trainer.checkpoint: this rank's copy of weights and optimizer state takes {num_bytes / 1e9:.1f} GB of host memory, "
-                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (memory.optimizer_offload takes much)"
+                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (as trainer.memory.optimizer_offload)"
             )
         self._buffer, error = host_block(num_bytes, self._device)
         if error:

@@ -169,7 +169,7 @@ class Learner:
         found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
         broke = self.world.each(int(any(not math.isfinite(float(one)) for one in self._reached)))
         if max(found) < 0:
-            raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower trainer.optimizer.lr")
+            raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower the optimizer's lr")
         name, ranks = list(self.weights)[max(found)], [rank for rank, bad in enumerate(broke) if bad]
         if self.world.size == 1:
             ranks = [0]

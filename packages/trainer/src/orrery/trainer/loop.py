@@ -58,7 +58,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
                 _record(me, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
             if is_due:
                 saving.write()
-        _compare(rig, me)
+        _compare(rig, saving, me)
         me.health.doing("exporting weights", step=num_steps, still_s=parts_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
         export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
@@ -105,10 +105,12 @@ def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoRe
     raise WoundDown(rig.learner.step)
 
 
-def _compare(rig: Rig, me: RoleProcess) -> None:
+def _compare(rig: Rig, saving: StageCheckpoints, me: RoleProcess) -> None:
     """The last version in trainer and engines, on rollouts of its own."""
     version = rig.learner.step
     batch = _await_batch(rig, me, version + 1)
+    if batch.info.get("wind_down"):  # the last step has its checkpoint
+        _wind_down(rig, saving, has_checkpoint=True)
     me.health.doing("comparing log-probs with the engines", step=version, still_s=_still_s(rig, me))
     found, num_tokens = rig.learner.compare(batch)
     if found is None or not batch.info.get("compare"):

@@ -176,8 +176,9 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
             except OSError as error:
                 raise OrreryError(f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again") from error
             removed.append(int(name))
-    for folder in (Path(run_dir) / "checkpoints").glob(f"{DISCARDED}.*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
+        for folder in (Path(run_dir) / "checkpoints").glob(left):
+            shutil.rmtree(folder, ignore_errors=True)
     return sorted(removed)
 
 

@@ -109,9 +109,6 @@ class EngineMetrics:
     kv_usage: float  # share of KV blocks in use, 0 to 1; of several data-parallel caches the mean
     kv_tokens: int  # that the KV blocks of all caches hold; 0 where the page does not say
     preemptions_total: int
-    prefix_queries_total: int  # tokens looked up in the prefix cache
-    prefix_hits_total: int  # tokens found there
-    prompt_tokens_total: int
     generation_tokens_total: int
     loading: int = 0  # of those that wait, whose cache is on its way into blocks that they hold already
 
@@ -421,9 +418,6 @@ _METRICS = {
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions_total",
-    "vllm:prefix_cache_queries_total": "prefix_queries_total",
-    "vllm:prefix_cache_hits_total": "prefix_hits_total",
-    "vllm:prompt_tokens_total": "prompt_tokens_total",
     "vllm:generation_tokens_total": "generation_tokens_total",
 }
 

@@ -49,10 +49,14 @@ def write(path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = Non
     return 8 + len(text) + layout.num_bytes
 
 
-def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """(columns, info). The columns are read-only views of the mapped file and stay valid when it is removed."""
+def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
+    """(columns, info). The columns are read-only views of the mapped file.
+
+    They stay valid when this machine removes it, and not where another does on a network file system: `mapped=False` reads it whole.
+    """
     try:
-        file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if mapped else np.fromfile(path, dtype=np.uint8)
+        file.flags.writeable = False
         header_bytes = int.from_bytes(file[:8].tobytes(), "little")
         if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
             raise ValueError(f"a header of {header_bytes} bytes in a file of {len(file)}")

@@ -122,11 +122,13 @@ def check_devices(asked: Request) -> None:
 
 
 def float32_bytes(asked: Request) -> int:
-    """Of weights, and where they are trained of gradients and two moments, on all ranks of this machine."""
+    """Of weights, and where they are trained of gradients and the optimizer's states, on all ranks of this machine."""
+    from orrery.trainer.memory_plan.plan import num_states
     from orrery.trainer.memory_plan.sizes import sizes
 
-    units = sizes(asked.model, asked.trainer.lora).units
-    return asked.trainer.mesh.dp_replicate * sum(16 * unit.trained + 4 * unit.frozen for unit in units)
+    counted = sizes(asked.model, asked.trainer.lora)
+    values = 2 * sum(unit.trained for unit in counted.units) + sum(unit.frozen for unit in counted.units)
+    return 4 * asked.trainer.mesh.dp_replicate * (values + num_states(asked.trainer.optimizer, counted))
 
 
 def keep_trace(trace: Path, folder: Path, asked: Request) -> None:

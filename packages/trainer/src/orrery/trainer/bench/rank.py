@@ -67,7 +67,7 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
         warmup = timed_steps(learner, request, 0, request.warmup)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        with read_clocks(device) as clocks:
+        with read_clocks(device, world.is_first) as clocks:
             steps = timed_steps(learner, request, request.warmup, request.steps)
         answer = {
             "clocks": clocks,

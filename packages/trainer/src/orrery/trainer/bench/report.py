@@ -30,12 +30,13 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "nvidia-cudn
 def result(request: Request, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float) -> dict[str, Any]:
     """Everything that was measured, and what it was measured on."""
     step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
-    speeds = [request.num_tokens / request.num_devices / seconds for seconds in step_s]
     median_s = statistics.median(step_s)
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     frozen = trainer.lora is not None
     groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
     every = [[length for group in groups for length in group["steps"][n]["lengths"]] for n in range(request.steps)]
+    tokens = [sum(lengths) for lengths in every]  # a model that pads leaves room in its micro-batches
+    speeds = [count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)]
     true = statistics.mean(true_work(model, lengths, frozen).total for lengths in every)
     executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
     # The profiled step has documents of its own; with fixed lengths they are the same.
@@ -53,7 +54,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "loss": request.loss,
         "routing": request.routing,
         "lengths": request.lengths,
-        "tokens_per_step": request.num_tokens,
+        "tokens_per_step": round(statistics.mean(tokens)),
         "micro_batches": request.micro_batches,
         "tokens_per_micro_batch": request.tokens_per_micro_batch,
         "document_tokens": request.document_tokens,
@@ -65,7 +66,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "warmup_s": [max(answer["warmup"][n]["step_s"] for answer in answers) for n in range(request.warmup)],
         "build_s": max(answer["build_s"] for answer in answers),
         "wall_s": wall_s,
-        "true_flops_per_token": true / request.num_tokens,
+        "true_flops_per_token": true / statistics.mean(tokens),
         "true_tflops_per_device": true / request.num_devices / mean_s / 1e12,
         "executed_tflops_per_device": executed / request.num_devices / mean_s / 1e12,
         "executed_over_true": executed / true,

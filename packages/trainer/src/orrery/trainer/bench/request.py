@@ -67,11 +67,6 @@ class Request:
         return self.trainer.mesh.world_size
 
     @property
-    def num_tokens(self) -> int:
-        """Of one step, over all ranks."""
-        return self.tokens_per_micro_batch * self.micro_batches * self.trainer.mesh.num_data_ranks
-
-    @property
     def load(self) -> "Load":
         from orrery.trainer.memory_plan.plan import Load  # here: a misspelt option does not wait for torch
 

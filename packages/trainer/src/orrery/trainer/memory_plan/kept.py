@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from orrery.manifest.schema import Model, Trainer
-from orrery.trainer.parallel.compiled import is_whole
+from orrery.trainer.parallel.compiled import is_one_graph
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def block(model: Model, trainer: Trainer, layer: int) -> Block:
         kept = every
     else:
         kept = entry + sum(named[name] for name in trainer.kept)
-        if not _is_one_graph(trainer):
+        if not is_one_graph(trainer, model):
             kept += sum(unasked[name] for name in trainer.kept)
     return Block(kept, max(0, every - kept), _passing(model, trainer, layer))
 
@@ -114,7 +114,3 @@ def _passing(model: Model, trainer: Trainer, layer: int) -> int:
         moe = model.moe
         feed_forward += c * moe.num_experts_per_token * (rows * model.hidden_size + 3 * moe.expert_intermediate_size)
     return max(attention, feed_forward)
-
-
-def _is_one_graph(trainer: Trainer) -> bool:
-    return trainer.compile and is_whole(trainer.mesh)

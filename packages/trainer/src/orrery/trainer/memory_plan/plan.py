@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orrery.kernels.token_logprob.chunked import ALIGNMENT, AUTO_SHARE, blocks
-from orrery.manifest.schema import Model, Trainer
+from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.trainer.memory_plan.kept import block, width
 from orrery.trainer.memory_plan.sizes import Sizes, Unit, sizes
 from orrery.trainer.optim.offload import NUM_SLOTS
@@ -87,6 +87,15 @@ def lines(plan: Plan) -> list[str]:
 def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
     """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
     return Plan(dict(_Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora)).moments()))
+
+
+def num_states(optimizer: Optimizer, counted: Sizes) -> int:
+    """How many values an optimizer keeps of a whole model, all its ranks together."""
+    blocks, rest = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}[optimizer.kind]
+    if optimizer.kind == "sgd" and not optimizer.momentum:
+        return 0
+    in_blocks = sum(unit.trained for unit in counted.layers)
+    return blocks * in_blocks + rest * (sum(unit.trained for unit in counted.units) - in_blocks)
 
 
 class _Step:
@@ -175,12 +184,7 @@ class _Step:
     def states(self) -> int:
         if self.on_host:
             return 0
-        blocks, rest = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}[self.trainer.optimizer.kind]
-        if self.trainer.optimizer.kind == "sgd" and not self.trainer.optimizer.momentum:
-            blocks = rest = 0
-        in_blocks = sum(unit.trained for unit in self.sizes.layers)
-        values = blocks * in_blocks + rest * (sum(unit.trained for unit in self.sizes.units) - in_blocks)
-        num_bytes = self.p * values // self.shards
+        num_bytes = self.p * num_states(self.trainer.optimizer, self.sizes) // self.shards
         return min(num_bytes, NUM_SLOTS * OFFLOADED_BYTES) if self.trainer.memory.optimizer_offload else num_bytes
 
     def gathered(self, unit: Unit) -> int:

@@ -62,12 +62,6 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
-    def sum_over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks that hold different parts of the weights (replicas hold the same)."""
-        if self.mesh is not None:
-            dist.all_reduce(tensor, group=self.group("fsdp"))
-        return tensor
-
     def each(self, value: int) -> list[int]:
         """`value` of every rank, in rank order."""
         mine = torch.tensor([value], device=self.device)
@@ -89,10 +83,6 @@ class World:
     @property
     def data_rank(self) -> int:
         return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank("dp_shard")
-
-    @property
-    def num_data_ranks(self) -> int:
-        return self.size // self.axis_size("cp")
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:

@@ -58,8 +58,8 @@ class RolloutSender(Protocol):
     async def wanted(self, at_least: int = -1) -> int:
         """The newest step that any rank has asked for (−1: none yet), once it is `at_least` that."""
 
-    async def drained(self, deadline_s: float) -> None:
-        """Returns when all ranks have acknowledged everything; `RunFailed` after `deadline_s`."""
+    async def drained(self, deadline_s: float | None) -> None:
+        """Returns when all ranks have acknowledged everything; `RunFailed` after `deadline_s`, or never where it is None."""
 
     def close(self) -> None:
         """Stop serving; what is unacknowledged is dropped."""

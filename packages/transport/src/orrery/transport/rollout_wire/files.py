@@ -113,7 +113,7 @@ class FilesSender:
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
-    async def drained(self, deadline_s: float) -> None:
+    async def drained(self, deadline_s: float | None) -> None:
         try:
             await asyncio.wait_for(self._until(lambda: not self._missing), deadline_s)
         except TimeoutError:
@@ -144,8 +144,10 @@ class FilesSender:
                     shutil.rmtree(self._folder / f"step_{step}", ignore_errors=True)
 
     def _read(self, path: Path) -> Ask | None:
+        if (data := visible.read(path)) is None:
+            return None
         try:
-            ask = msgspec.json.decode(path.read_bytes(), type=Ask)
+            ask = msgspec.json.decode(data, type=Ask)
             if (
                 ask.protocol == PROTOCOL
                 and 0 <= ask.rank < self.num_ranks
@@ -154,7 +156,7 @@ class FilesSender:
                 return ask
         except msgspec.DecodeError:
             pass
-        seen = (path.name, path.stat().st_mtime_ns)
+        seen = (path.name, hash(data))
         if seen not in self._foreign:
             self._foreign.add(seen)
             self.num_foreign += 1
@@ -206,7 +208,7 @@ class FilesReceiver:
         for micro_step in range(marker.num_micro_batches):
             path = self._folder / f"step_{marker.step}" / f"rank_{self.rank}.micro_{micro_step}.safetensors"
             try:
-                columns, info = safetensors_columns.read(path)
+                columns, info = safetensors_columns.read(path, mapped=False)  # the sender removes it once all have acknowledged
             except OrreryError as error:
                 raise RunFailed(f"trainer rank {self.rank} asked for micro-batch {micro_step} of batch {marker.step}: {error}") from error
             if info.get("step") != marker.step:
@@ -229,12 +231,15 @@ class FilesReceiver:
     def _refuse(self, step: int) -> None:
         """Raises `RunFailed` where batch `step` must not or will never come."""
         who = f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step} and was refused"
+        path = self._folder / "wire.json"
+        if (data := visible.read(path)) is None:
+            if visible.appears(path, GONE_S):
+                return  # it was being replaced; whoever waits looks again
+            raise RunFailed(f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone")
         try:
-            wire = msgspec.json.decode((self._folder / "wire.json").read_bytes(), type=Wire)
-        except FileNotFoundError:
-            raise RunFailed(f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone") from None
+            wire = msgspec.json.decode(data, type=Wire)
         except msgspec.DecodeError as error:
-            raise RunFailed(f"{who}: {self._folder / 'wire.json'} does not decode ({error})") from error
+            raise RunFailed(f"{who}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
             raise RunFailed(f"{who}: the token is not this run's; ORRERY_TOKEN must be the same in both processes")
         if wire.last_step is not None and step <= wire.last_step and not visible.appears(self._folder / f"step_{step}", GONE_S):

@@ -127,7 +127,7 @@ class ZmqSender:
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
-    async def drained(self, deadline_s: float) -> None:
+    async def drained(self, deadline_s: float | None) -> None:
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
