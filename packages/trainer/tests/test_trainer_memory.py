@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
+from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
@@ -94,6 +97,31 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
         blocks[1](blocks[0](view)).sum().backward()
         assert torch.equal(x.grad, torch.ones(num_tokens, 8) @ blocks[1].weight @ blocks[0].weight)
     assert counter.frame_count == 2  # of the first length, and of every other
+
+
+def test_products_of_experts_stay_though_a_compiled_part_makes_them():
+    """As in a block that is compiled around an exchange of tokens (`cp`): `Trainer.unseen` and the memory plan count on it."""
+    weight, ends = torch.randn(4, 16, 8, requires_grad=True), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
+    exchange = torch._dynamo.disable(lambda x: x * 1.0)
+
+    def block(x):
+        return torch.nn.functional.silu(grouped_matmul(exchange(x), weight, ends))
+
+    def products_of_the_backward_pass(*keep):
+        memory = {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": keep}}
+        spec = manifest(
+            mesh={"cp": 2, "dp_shard": 1}, model={"family": "qwen3_moe", "moe": MOE}, trainer={"compile": True, "memory": memory}
+        )
+        assert spec.trainer.kept == keep
+        run = partial(activation_checkpointing._on_no_views, torch.compile(block, backend="aot_eager"))
+        context = activation_checkpointing.contexts(spec.trainer, spec.model)
+        y = checkpoint(run, torch.randn(16, 8, requires_grad=True), use_reentrant=False, **context)
+        with torch.profiler.profile() as profiled:
+            y.sum().backward()
+        return sum(event.name == "orrery::grouped_matmul" for event in profiled.events())
+
+    torch._dynamo.reset()
+    assert products_of_the_backward_pass("attention", "experts") < products_of_the_backward_pass("attention")
 
 
 def test_host_buffers_are_used_again():

@@ -97,10 +97,10 @@ LEVERS = [
 
 
 @pytest.mark.parametrize("row", LEVERS, ids=lambda row: row["variant"])
-def test_the_plan_of_each_lever_is_within_a_tenth_of_what_was_measured(row):
-    # Errors when written: below 0.1 % for fifteen; −7 and −8 % where ranks share a micro-batch, whose reductions fall behind the compute.
+def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured(row):
+    # Errors when written: 0.1 % at most for sixteen; +1.6 % where a block's backward pass is fullest; up to 1.3 % where ranks exchange.
     found = plan(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
-    assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=0.1)
+    assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
 
 
 T = 64

@@ -398,13 +398,13 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """What checkpointing cannot name, and so makes again whatever `keep` says.
 
-        Where ranks exchange inside a block, what stands around the exchange is compiled, and results within have no names: attention has
-        one with cp alone, experts with ep alone.
+        Where ranks exchange inside a block, what stands around the exchange is compiled, and the products that the compiler calls by
+        itself have no names. Attention is our own operator, which cp runs outside of what is compiled; experts are, and keep theirs within.
+        With ep the block's recomputation looks into nothing that is compiled, and experts run outside of it.
         """
         if not self.compile or self.mesh.cp == self.mesh.ep == 1:
             return ()
-        named = {"attention": self.mesh.cp > 1, "projections": False, "experts": self.mesh.ep > 1}
-        return tuple(name for name, is_named in named.items() if not is_named)
+        return ("projections",) if self.mesh.cp > 1 else ("attention", "projections")
 
 
 def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:

@@ -13,8 +13,8 @@ E experts · K experts a token · I expert intermediate · r rank of adapters
 - `none` keeps all of it where a block is one graph: the compiler makes nothing again that a product of the backward pass reads. Without
   the compiler silu's output stays too.
 - `selective` keeps the input and what it names; `full` the input. The rest is made again, a block at a time.
-- Where ranks exchange inside a block (cp, ep), results inside its compiled parts cannot be named (`Trainer.unseen`), and those that can
-  stay even where nobody asks for them.
+- Where ranks exchange inside a block (cp, ep), some results inside its compiled parts cannot be named (`Trainer.unseen`), and those that
+  can stay even where nobody asks for them.
 - A frozen product (LoRA) needs no input for its weight's gradient, but its adapter does. A named result of an adapted product stays twice:
   the projection's and the adapter's.
 - Passing through: of a mixture the gradients of a layer's rows (c·K·D) and of what is between its products (c·3·K·I); of a dense
