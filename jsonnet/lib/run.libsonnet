@@ -2,7 +2,8 @@
 // A run file adds one axis of each kind and then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
 // Hidden fields (::) are settings from which visible fields follow; lib/laws.libsonnet knows their names.
 // What runs in the trainer decides the weights, so its lock names the software.
-local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/trainer.cuda.txt' };
+// Hashed once for all runs of a file: a lock is half a megabyte.
+local cpu_lock = std.sha256(importstr 'locks/cpu.txt'), cuda_lock = std.sha256(importstr 'locks/trainer.cuda.txt');
 
 (import 'lib/laws.libsonnet') + {
   local run = self,
@@ -10,7 +11,7 @@ local python_locks = { cpu: importstr 'locks/cpu.txt', h200: importstr 'locks/tr
   schema_version: 1,
   name: error 'name: a run takes its name from lib/named.libsonnet',
   seed: error 'seed: say it in the run file, for example seed: 1',
-  python_lock_sha256: std.sha256(python_locks[self.hardware.accelerator]),
+  python_lock_sha256: if self.hardware.accelerator == 'cpu' then cpu_lock else cuda_lock,
 
   // Settings: how many processes of each role (hardware), and what the problems need (tasks).
   layout:: error 'layout: no hardware axis; add (import "hardware/cpu.libsonnet")',

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orrery.manifest.check import check, nearest
 from orrery.manifest.errors import OrreryError
@@ -20,6 +20,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import TARGETS, Manifest
 from orrery.manifest.workspace import Workspace
 
+T = TypeVar("T")
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -85,14 +86,24 @@ def import_of(workspace: Workspace, path: Path) -> str:
 
 def run_files(workspace: Workspace) -> dict[str, Path]:
     """Every run's name and the file that defines it; no run is evaluated."""
-    found: dict[str, Path] = {}
+
+    def names(path: Path) -> list[str]:
+        return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
+
+    return _of_all_files(workspace, lambda path: dict.fromkeys(names(path), path))
+
+
+def _of_all_files(workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+    """What `of_file` says of each file's runs, by their names. Raises `OrreryError` where a name is another's too."""
+    found: dict[str, T] = {}
+    files: dict[str, Path] = {}
     for path in workspace.run_files:
         if path.stem in TARGETS:  # a file's stem is the target of all of its runs
             raise OrreryError(f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name")
-        for name in Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})"):
+        for name, value in of_file(path).items():
             if name in found:
-                raise OrreryError(f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(found[name])} too; names are unique")
-            found[name] = path
+                raise OrreryError(f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(files[name])} too; names are unique")
+            found[name], files[name] = value, path
     return found
 
 
@@ -125,9 +136,8 @@ def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
 
 def render_all(workspace: Workspace) -> list[Rendered]:
     """Every run of every file, by name."""
-    names = run_files(workspace)
-    runs = [run for path in dict.fromkeys(names.values()) for run in render_file(workspace, path)]
-    return sorted(runs, key=lambda run: run.manifest.name)
+    runs = _of_all_files(workspace, lambda path: {run.manifest.name: run for run in render_file(workspace, path)})
+    return sorted(runs.values(), key=lambda run: run.manifest.name)
 
 
 def _rendered(workspace: Workspace, name: str, data: Any, path: Path, evaluate: Evaluator) -> Rendered:
