@@ -12,7 +12,7 @@ from orrery.manifest import fields
 from orrery.manifest.check import check
 from orrery.manifest.explain import axes
 from orrery.manifest.identity import canonical_json, id12, load, pretty_json, run_dir, run_id
-from orrery.manifest.render import Evaluator, import_of, quoted, render, render_all, run_files
+from orrery.manifest.render import Evaluator, closure, import_of, quoted, render, render_all, run_files
 from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()
@@ -44,8 +44,8 @@ def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(rendered, name):
 @pytest.mark.parametrize("name", ["reverse_text", "reverse_text_moe", "calculator", "reasoning_gym", "reverse_text_smoke", "glm5_run"])
 def test_every_order_of_the_axes_gives_the_same_manifest(name):
     run = render(WORKSPACE, name)
-    files = list(axes(WORKSPACE, run.closure))
-    assert sorted(axes(WORKSPACE, run.closure).values()) == ["algorithms", "hardware", "memory", "models", "tasks"]
+    files = list(axes(WORKSPACE, closure(WORKSPACE, run)))
+    assert sorted(axes(WORKSPACE, closure(WORKSPACE, run)).values()) == ["algorithms", "hardware", "memory", "models", "tasks"]
     expression = f"{import_of(WORKSPACE, run.file)}[{quoted(name)}]"
     for order in itertools.permutations(files):
         # the run file adds its imports in order, so swapping their contents swaps the order of the axes
@@ -55,7 +55,7 @@ def test_every_order_of_the_axes_gives_the_same_manifest(name):
 
 def test_an_order_that_mattered_would_be_seen(tmp_path):
     run = render(WORKSPACE, "reverse_text")
-    first, last = (p for p in run.closure if p.parent.name in ("models", "memory"))
+    first, last = (p for p in closure(WORKSPACE, run) if p.parent.name in ("models", "memory"))
     loud = {first: b"{ trainer+: { compile: false } }", last: b"{ trainer: { compile: true } }"}
     evaluate = Evaluator(WORKSPACE, {**loud, WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
     other = Evaluator(WORKSPACE, {first: loud[last], last: loud[first], WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})

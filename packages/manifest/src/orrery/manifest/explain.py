@@ -14,7 +14,7 @@ from typing import Any
 
 from orrery.manifest import fields
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.render import Evaluator, import_of, quoted, render
+from orrery.manifest.render import Evaluator, closure, import_of, quoted, render
 from orrery.manifest.workspace import Workspace
 
 _TOKEN = re.compile(
@@ -64,25 +64,25 @@ def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
-    case = _Case(workspace, name, run.file, run.closure)
+    case = _Case(workspace, name, run.file, closure(workspace, run))
     return [case.leaf((*path, *rest), value) for rest, value in fields.leaves(found)]
 
 
-def axes(workspace: Workspace, closure: Iterable[Path]) -> dict[Path, str]:
-    """The axis files of a closure, each with its kind (its folder under `jsonnet/`)."""
+def axes(workspace: Workspace, files: Iterable[Path]) -> dict[Path, str]:
+    """The axis files among those that a run reads, each with its kind (its folder under `jsonnet/`)."""
     root = workspace.library[0]
-    inside = {path: path.relative_to(root).parts[0] for path in closure if path.is_relative_to(root)}
+    inside = {path: path.relative_to(root).parts[0] for path in files if path.is_relative_to(root)}
     return {path: kind for path, kind in inside.items() if kind not in ("lib", "runs")}
 
 
 class _Case:
     """What explaining the leaves of one run shares."""
 
-    def __init__(self, workspace: Workspace, name: str, file: Path, closure: tuple[Path, ...]) -> None:
+    def __init__(self, workspace: Workspace, name: str, file: Path, read: tuple[Path, ...]) -> None:
         self.workspace, self.name, self.file = workspace, name, file
-        self.axes = axes(workspace, closure)
+        self.axes = axes(workspace, read)
         self.alone = {path: Evaluator(workspace)(import_of(workspace, path)) for path in self.axes}
-        self.run_files = [path for path in closure if path.parent.name == "runs"]
+        self.run_files = [path for path in read if path.parent.name == "runs"]
         self.library = workspace.library[0] / "lib" / "run.libsonnet"
         self.lawless = {workspace.library[0] / "lib" / "laws.libsonnet": b"{}"}
 

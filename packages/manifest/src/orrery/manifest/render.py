@@ -26,11 +26,10 @@ _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILIN
 
 @dataclass(frozen=True)
 class Rendered:
-    """A run: its manifest, the file and key it stands in, and every file that was read for it (in order of import)."""
+    """A run: its manifest, and the file it stands in under the manifest's name."""
 
     manifest: Manifest
     file: Path
-    closure: tuple[Path, ...]
 
 
 class Evaluator:
@@ -122,29 +121,44 @@ def locate(workspace: Workspace, name: str) -> Path:
 
 
 def render(workspace: Workspace, name: str) -> Rendered:
-    """One run by name, with the exact files it reads."""
+    """One run by name."""
     path = locate(workspace, name)
+    return _rendered(workspace, name, Evaluator(workspace)(_run_of(workspace, path, name)), path)
+
+
+def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
+    """Every file that is read for a run alone, in order of import."""
     evaluate = Evaluator(workspace)
-    return _rendered(workspace, name, evaluate(f"{import_of(workspace, path)}[{quoted(name)}]"), path, evaluate)
+    evaluate(_run_of(workspace, run.file, run.manifest.name))
+    return tuple(evaluate.closure)
 
 
 def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
-    """Every run of a file in one evaluation; the closure is that of the file."""
-    evaluate = Evaluator(workspace)
-    return [_rendered(workspace, name, data, path, evaluate) for name, data in evaluate(import_of(workspace, path)).items()]
+    """Every run of a file."""
+    return [_rendered(workspace, name, data, path) for name, data in Evaluator(workspace)(import_of(workspace, path)).items()]
 
 
 def render_all(workspace: Workspace) -> list[Rendered]:
-    """Every run of every file, by name."""
-    runs = _of_all_files(workspace, lambda path: {run.manifest.name: run for run in render_file(workspace, path)})
-    return sorted(runs.values(), key=lambda run: run.manifest.name)
+    """Every run of every file, by name; in one evaluation, for libraries and locks are the same in all."""
+    files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in workspace.run_files)
+    runs_of = Evaluator(workspace)(f"{{{files}}}")
+
+    def rendered(path: Path) -> dict[str, Rendered]:
+        return {name: _rendered(workspace, name, data, path) for name, data in runs_of[str(path)].items()}
+
+    runs = _of_all_files(workspace, rendered)
+    return [runs[name] for name in sorted(runs)]
 
 
-def _rendered(workspace: Workspace, name: str, data: Any, path: Path, evaluate: Evaluator) -> Rendered:
+def _run_of(workspace: Workspace, path: Path, name: str) -> str:
+    return f"{import_of(workspace, path)}[{quoted(name)}]"
+
+
+def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendered:
     manifest = check(data, f"{workspace.shown(path)}: {name}")
     if manifest.name != name:
         raise OrreryError(f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the runs in lib/named.libsonnet")
-    return Rendered(manifest, path, tuple(evaluate.closure))
+    return Rendered(manifest, path)
 
 
 def write(workspace: Workspace, runs: Iterable[Rendered], wrote: Callable[[Path, bool], None] | None = None) -> list[Path]:
