@@ -47,7 +47,7 @@ def test_only_what_is_computed_again_is_executed_more():
     ("mesh", "again"),
     [
         ({"ep": 8}, {"attention", "projections"}),
-        ({"cp": 8, "dp_shard": 1}, {"projections", "experts"}),
+        ({"cp": 8, "dp_shard": 1}, {"projections"}),
         ({"cp": 8, "dp_shard": 1, "ep": 8}, {"projections"}),
         ({}, set()),
     ],
