@@ -10,6 +10,15 @@ from pathlib import Path
 
 ENGINE = ("-m", "orrery.inference")
 ROUTER = ("-m", "orrery.inference.router")
+# Fields of a manifest's `inference`: one engine that nobody shares, hands caches to or starts again, whatever the run has.
+ALONE = {
+    "num_replicas": 1,
+    "prefill_replicas": 0,
+    "kv_transfer": {"kind": "none"},
+    "kv_offload": {"kind": "none"},
+    "max_restarts": 0,
+    "router": {"kind": "none"},
+}
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from orrery.orchestrator import assemble
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from record import record
-from roles import ENGINE, roles
+from roles import ALONE, ENGINE, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
@@ -61,9 +61,7 @@ def manifest(args: argparse.Namespace) -> Manifest:
     model, inference = content["model"], content["inference"]
     token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if inference["dtype"] == "float32" else 2)
     inference |= {
-        "num_replicas": 1, "prefill_replicas": 0, "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
-        "router": {"kind": "none"}, "max_num_sequences": 2 * most,
-        "max_model_len_tokens": context, "kv_cache_bytes": args.kv_tokens * token_bytes,
+        **ALONE, "max_num_sequences": 2 * most, "max_model_len_tokens": context, "kv_cache_bytes": args.kv_tokens * token_bytes,
     }  # fmt: skip
     content["orchestrator"]["admission"] = {"kind": "adaptive", "min_in_flight": args.floor, "max_in_flight": 2 * most}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.longest

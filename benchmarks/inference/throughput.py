@@ -48,7 +48,7 @@ from orrery.orchestrator.rollout import play
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.transport.routed_experts import route_shape
 from record import record
-from roles import ROUTER, roles
+from roles import ALONE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.95
@@ -67,8 +67,7 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
     length = 2 * args.tokens + SPARE_TOKENS
     token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
     content["inference"] |= {
-        "num_replicas": 1, "prefill_replicas": 0, "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
-        "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
+        **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
         "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
     }  # fmt: skip

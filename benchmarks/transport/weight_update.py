@@ -228,16 +228,14 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     """A run directory with as much as an engine and trainer ranks look at; of one that takes `adapters`, or of one that takes weights."""
     from orrery.manifest.identity import load
     from orrery.models.families import hf_config
+    from roles import ALONE
 
     manifest = json.loads((ROOT / "manifests" / f"{args.manifest}.json").read_text())
     engine_devices = [each for each in args.devices.partition("/")[2].split(",") if each]
     mesh = {"dp_replicate": 1, "dp_shard": args.trainers, "cp": 1}
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
     manifest["trainer"]["memory"] |= {"optimizer_offload": False}
-    manifest["inference"] |= {
-        "num_replicas": 1, "prefill_replicas": 0, "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
-        "router": {"kind": "none"},
-    }  # fmt: skip
+    manifest["inference"] |= ALONE
     if adapters:
         manifest["transport"]["weights"] = "adapters"
         manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
