@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -562,13 +563,17 @@ def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path)
     assert (code, error.strip()) == (2, "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl")
 
 
-def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down(monkeypatch):
+def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     """Its orchestrator may be asked before there are engines; then the batch after the last one is to be compared by nobody."""
-    ended = []
+    ended, spec = [], manifest(stages={"rl": {"num_steps": 3}})
     saving = SimpleNamespace(copy=lambda *_: pytest.fail("the last step has its checkpoint"), finish=lambda: ended.append("finished"))
     batch = SimpleNamespace(info={"wind_down": True})
-    monkeypatch.setattr(loop, "_await_batch", lambda rig, me, step: batch if step == 4 else pytest.fail(f"asked for batch {step}"))
-    rig = SimpleNamespace(learner=SimpleNamespace(step=3, compare=lambda _: pytest.fail("nothing is there to compare")))
-    with pytest.raises(WoundDown) as wound_down:
-        loop._compare(rig, saving, None)
-    assert (wound_down.value.step, ended) == (3, ["finished"])
+    receiver = SimpleNamespace(receive=lambda step, _: batch if step == 4 else pytest.fail(f"asked for batch {step}"))
+    rig = SimpleNamespace(learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0)
+    me = SimpleNamespace(manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext()))
+    me.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
+    for first_step in (3, 1):  # begun after its last step, or before it
+        with pytest.raises(WoundDown) as wound_down:
+            loop._await_batch(rig, saving, me, 4, first_step)
+        assert (wound_down.value.step, ended) == (3, ["finished"])
+        ended.clear()

@@ -44,9 +44,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
         for step in range(learner.step + 1, num_steps + 1):
             saving.check()
             begin_s = time.time()
-            batch = _await_batch(rig, me, step)
-            if batch.info.get("wind_down"):
-                _wind_down(rig, saving, has_checkpoint=learner.step == first_step or checkpoints.is_due(learner.step, me.manifest))
+            batch = _await_batch(rig, saving, me, step, first_step)
             arrived_s = time.time()
             me.health.doing("training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1))
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
@@ -58,7 +56,7 @@ def rl(rig: Rig, me: RoleProcess) -> None:
                 _record(me, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
             if is_due:
                 saving.write()
-        _compare(rig, saving, me)
+        _compare(rig, me, _await_batch(rig, saving, me, num_steps + 1, first_step))
         me.health.doing("exporting weights", step=num_steps, still_s=parts_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
         export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
@@ -68,10 +66,14 @@ def _still_s(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
     return still_s(is_first, rig.world.size, warms_up(me.manifest.trainer, rig.world.device))
 
 
-def _await_batch(rig: Rig, me: RoleProcess, step: int) -> ReceivedBatch:
+def _await_batch(rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int, first_step: int) -> ReceivedBatch:
+    """Raises WoundDown where there is none any more; `first_step` is the one that this attempt began at."""
     with me.metrics.span("wait", step=step), me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s):
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
-    if rig.world.is_first and not batch.info.get("wind_down"):
+    if batch.info.get("wind_down"):
+        done = rig.learner.step
+        _wind_down(rig, saving, has_checkpoint=done == first_step or checkpoints.is_due(done, me.manifest))
+    if rig.world.is_first:
         rig.publisher.check(step, batch.info.get("digests"))
     return batch
 
@@ -105,12 +107,9 @@ def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoRe
     raise WoundDown(rig.learner.step)
 
 
-def _compare(rig: Rig, saving: StageCheckpoints, me: RoleProcess) -> None:
+def _compare(rig: Rig, me: RoleProcess, batch: ReceivedBatch) -> None:
     """The last version in trainer and engines, on rollouts of its own."""
     version = rig.learner.step
-    batch = _await_batch(rig, me, version + 1)
-    if batch.info.get("wind_down"):  # the last step has its checkpoint
-        _wind_down(rig, saving, has_checkpoint=True)
     me.health.doing("comparing log-probs with the engines", step=version, still_s=_still_s(rig, me))
     found, num_tokens = rig.learner.compare(batch)
     if found is None or not batch.info.get("compare"):
