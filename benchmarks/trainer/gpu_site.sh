@@ -5,10 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-ours=(pydantic pydantic-core annotated-types typing-extensions typing-inspection psutil msgspec pyzmq gojsonnet)
+ours=(pydantic pydantic-core annotated-types typing-extensions typing-inspection psutil msgspec pyzmq gojsonnet nvidia-cudnn-frontend)
 peer=(torchtitan==0.2.2 torchdata datasets dill multiprocess tyro docstring-parser typeguard tomli)
 
-locked() { grep -hoE "^$1==[^ ]+" locks/cpu.txt; }  # the versions that the rest is tested with
+locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/cpu.txt locks/trainer.cuda.txt | head -n 1; }  # the versions that the rest is tested with
 
 fetch() {
   local folder=$1; shift

@@ -60,16 +60,24 @@ def test_every_computing_process_gets_cores_and_the_kinds_do_not_overlap(cores, 
 
 
 def test_devices_are_shared_out_in_order_and_never_twice():
-    shares = share_devices(8, stage(trainers=2, engines=2, devices=2))
-    assert (shares["inference", 1], shares["trainer", 0], shares["orchestrator", 0]) == ((2, 3), (4,), ())
+    plans = stage(trainers=2, engines=2, devices=2)
+    shares = share_devices("01234567", plans)
+    assert (shares["inference", 1], shares["trainer", 0], shares["orchestrator", 0]) == (("2", "3"), ("4",), ())
     with pytest.raises(ValueError, match="needs 6 devices, this machine offers 4"):
-        share_devices(4, stage(trainers=2, engines=2, devices=2))
+        share_devices("0123", plans)
 
 
-def test_the_environment_hides_accelerators_on_a_cpu_run_and_maps_those_that_the_site_gave():
+def test_a_device_named_twice_serves_two_processes_and_never_one():
+    plans = stage(trainers=2, engines=2, devices=2)
+    assert share_devices("012301", plans)["trainer", 1] == ("1",)
+    with pytest.raises(ValueError, match=r"of the devices 0,0,1,2,3,4, given out in order, inference\.0 would get 0,0"):
+        share_devices("001234", plans)
+
+
+def test_the_environment_hides_accelerators_on_a_cpu_run_and_shows_a_process_its_own():
     base = {"PATH": "/bin", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "4,5,6"}
     assert environment(base, Site(), "t", frozenset({0}), None)["CUDA_VISIBLE_DEVICES"] == ""
-    gpu = environment(base, Site(), "t", None, (1, 2))
+    gpu = environment(base, Site(), "t", None, ("5", "6"))
     assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["PATH"], gpu["OMP_NUM_THREADS"], gpu["ORRERY_TOKEN"]) == ("5,6", "/bin", "1", "t")
     assert environment({}, Site(), "t", frozenset(range(32)), None)["OMP_NUM_THREADS"] == "4"
 

@@ -13,18 +13,17 @@ LOOPBACK = "127.0.0.1,localhost"
 
 
 def environment(
-    base: Mapping[str, str], site: Site, token: str, cores: frozenset[int] | None, devices: tuple[int, ...] | None
+    base: Mapping[str, str], site: Site, token: str, cores: frozenset[int] | None, devices: tuple[str, ...] | None
 ) -> dict[str, str]:
     """Of a process on this machine: the launcher's own with ours put in its place.
 
     `cores` None: not pinned, one thread; `devices` None: a CPU run, accelerators are hidden.
     """
-    visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",") if base.get("CUDA_VISIBLE_DEVICES") else None
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
         **_common(site, token, len(cores) if cores else 1),
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in devices or ()),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
         "NO_PROXY": no_proxy,  # roles call one another on loopback, whatever proxy the site has
         "no_proxy": no_proxy,
         LAUNCHER_PID: str(os.getpid()),

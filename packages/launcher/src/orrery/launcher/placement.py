@@ -42,13 +42,21 @@ def _run(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
     return pool[position * each : (position + 1) * each]
 
 
-def share_devices(num_devices: int, processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Accelerators in plan order, none shared. Raises ValueError when they do not suffice."""
-    shares: dict[tuple[str, int], tuple[int, ...]] = {}
+def share_devices(offered: Sequence[str], processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Accelerators by name, in plan order. What is offered twice may serve two processes, but not one.
+
+    Raises ValueError where they do not suffice, or one process would get the same device twice.
+    """
+    shares: dict[tuple[str, int], tuple[str, ...]] = {}
     following = 0
     for process in processes:
-        shares[process.role, process.index] = tuple(range(following, following + process.num_devices))
+        share = tuple(offered[following : following + process.num_devices])
         following += process.num_devices
-    if following > num_devices:
-        raise ValueError(f"the stage needs {following} devices, this machine offers {num_devices}")
+        if len(set(share)) < len(share):
+            raise ValueError(
+                f"of the devices {','.join(offered)}, given out in order, {process.role}.{process.index} would get {','.join(share)}"
+            )
+        shares[process.role, process.index] = share
+    if following > len(offered):
+        raise ValueError(f"the stage needs {following} devices, this machine offers {len(offered)}")
     return shares

@@ -294,10 +294,13 @@ class _Stage:
     def _start_here(self) -> None:
         plans = self.job.plan.processes
         cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        offered = visible.split(",") if visible else list(map(str, range(self.job.num_devices or 0)))
         try:
-            devices = {} if self.job.num_devices is None else share_devices(self.job.num_devices, plans)
+            devices = {} if self.job.num_devices is None else share_devices(offered, plans)
         except ValueError as error:
-            raise OrreryError(f"{self.stage}: {error}; lower trainer.mesh or inference.num_replicas") from None
+            remedy = "name others in CUDA_VISIBLE_DEVICES" if visible else "lower trainer.mesh or inference.num_replicas"
+            raise OrreryError(f"{self.stage}: {error}; {remedy}") from None
         started: list[Process] = []
         self.processes = started
         for plan, port in zip(plans, free_ports(len(plans)), strict=True):

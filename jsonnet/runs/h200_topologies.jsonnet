@@ -1,0 +1,37 @@
+// Engines of every shape on two H200, in small, a few minutes each: a prompt's cache from device to device, a cache that goes on in host memory
+// and on disk, and one engine whose ranks share the experts. CUDA_VISIBLE_DEVICES puts a trainer beside an engine: what is said below, engines first.
+local pair = (import 'lib/run.libsonnet') + (import 'hardware/h200_pair.libsonnet') + (import 'memory/plain.libsonnet') + {
+  seed: 1,
+  hardware+: { devices_per_node: 3 },
+  trainer+: { checkpoint+: { interval_steps: $.stages.rl.num_steps } },
+  inference+: { kv_block_tokens: 16, kv_cache_bytes: 8589934592 },
+  transport+: { weights: 'nccl' },
+  orchestrator+: { admission: { kind: 'fixed', max_in_flight: 256 }, evaluation+: { interval_steps: 4, num_problems: 64 } },
+  stages+: { sft: null, rl+: { num_steps: 4 }, evaluate+: { num_problems: 64 } },
+};
+local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algorithms/finetune.libsonnet') + (import 'tasks/smollm2_calculator.libsonnet') + {
+  trainer+: { memory+: { max_tokens_per_micro_batch: 8192 } },
+  orchestrator+: { rollouts_per_batch: 256, evaluation+: { rollouts_per_problem: 1 } },
+};
+(import 'lib/named.libsonnet')({
+  // 0,1,1: one engine prefills, one decodes
+  h200_prefill_decode: smollm2 {
+    layout+:: { engines: 2, prefill_engines: 1 },
+    inference+: { router: { kind: 'none' } },
+  },
+  // a cache of a few dozen rollouts, and 256 in flight
+  h200_kv_tiers: smollm2 {
+    hardware+: { devices_per_node: 2 },
+    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk: true } },
+  },
+  // 0,1,1: four layers of Qwen3-30B-A3B; each of two ranks attends to its own requests, and experts are apart; the trainer takes their routes
+  h200_data_parallel: pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {
+    answer_tokens:: { median: 64, max: 1024 },
+    layout+:: { devices_per_engine: 2 },
+    model+: { num_layers: 4 },
+    trainer+: { optimizer+: { lr: 1e-6 }, memory+: { max_tokens_per_micro_batch: 8192 } },
+    inference+: { data_parallel: 2 },
+    transport+: { routed_experts: true },
+    orchestrator+: { rollouts_per_batch: 256, drop_zero_advantage_groups: false, evaluation+: { rollouts_per_problem: 1 } },
+  },
+})
