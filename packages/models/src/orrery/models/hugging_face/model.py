@@ -11,6 +11,7 @@ T tokens · D hidden · n documents · L longest document
 """
 
 import copy
+import threading
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ try:  # what transformers does to names when it saves; not documented as an inte
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
+
+_GLOBAL_GENERATOR = threading.Lock()  # transformers draws from torch's own generator, of which a process has one
 
 
 class HuggingFaceLm(CausalLm):
@@ -114,7 +117,7 @@ class HuggingFaceLm(CausalLm):
         owner_name, _, key = parameter_name.rpartition(".")
         double = _double(_linear(self.lm_head) if owner_name == "lm_head" else self.get_submodule(owner_name))
         before = getattr(network.config, "initializer_range", None)
-        with torch.random.fork_rng(devices=[]):
+        with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network.config.initializer_range = std
             network._init_weights(double)
