@@ -4,7 +4,8 @@ n parameters of a unit of FSDP, as whole as one rank gathers it · s ranks that 
 D hidden · bytes of a value: p of weights, c in computation, r in reductions
 
 Always: weights, p·n / s of what is trained and c·n / s of what is frozen; the optimizer's states, p·n / s each (AdamW two, Muon one for
-blocks and two for the rest, SGD one with momentum), or three buckets of 128 MiB where they are offloaded. With `cpu_offload` neither.
+blocks and two for the rest, SGD one with momentum), or three buckets where they are offloaded: of 128 MiB, or of Muon's whole matrices 256 MiB,
+more where one matrix is more. With `cpu_offload` neither.
 On a direct wire also merged copies of what has adapters, n / s in the engines' dtype.
 
 Gradients: p·n / s of each unit that has reduced them. Those that micro-batches before have left: with `reduce_gradients: micro_batch` the
@@ -33,7 +34,7 @@ from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.trainer.memory_plan.kept import block, width
 from orrery.trainer.memory_plan.sizes import Sizes, Unit, sizes
 from orrery.trainer.optim.offload import NUM_SLOTS
-from orrery.trainer.optim.optimizer import OFFLOADED_BYTES
+from orrery.trainer.optim.optimizer import OFFLOADED_BYTES, WHOLE_BYTES
 from orrery.trainer.optim.whole_matrices import BATCH_VALUES
 from orrery.trainer.parallel import fsdp
 
@@ -185,7 +186,10 @@ class _Step:
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.sizes) // self.shards
-        return min(num_bytes, NUM_SLOTS * OFFLOADED_BYTES) if self.trainer.memory.optimizer_offload else num_bytes
+        if not self.trainer.memory.optimizer_offload:
+            return num_bytes
+        whole = max(WHOLE_BYTES, self.p * self.sizes.largest_in_a_layer // self.shards)
+        return min(num_bytes, NUM_SLOTS * (whole if self.trainer.optimizer.kind == "muon" else OFFLOADED_BYTES))
 
     def gathered(self, unit: Unit) -> int:
         return self.c * unit.whole(self.ep) if self.is_sharded else 0

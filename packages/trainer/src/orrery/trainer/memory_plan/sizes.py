@@ -30,12 +30,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Units in the order of the forward pass. With tied embeddings, `before` and `after` have none and `root` has what they would."""
+    """Units in the order of the forward pass. With tied embeddings, `before` and `after` have none and `root` has what they would.
+
+    `largest_in_a_layer`: parameters of the largest weight there that is trained, a stack of experts being one.
+    """
 
     before: Unit
     layers: tuple[Unit, ...]
     after: Unit
     root: Unit
+    largest_in_a_layer: int
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -69,4 +73,5 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
     before = count([module for unit in groups[:first] for module in unit])
     middle = tuple(count(groups[first + index]) for index in range(len(layers)))
     after = count([module for unit in groups[first + len(layers) :] for module in unit])
-    return Sizes(before, middle, after, count([network]))
+    largest = max((weight.numel() for layer in layers for weight in layer.parameters() if weight.requires_grad), default=0)
+    return Sizes(before, middle, after, count([network]), largest)
