@@ -4,8 +4,8 @@ n parameters of a unit of FSDP, as whole as one rank gathers it · s ranks that 
 D hidden · bytes of a value: p of weights, c in computation, r in reductions
 
 Always: weights, p·n / s of what is trained and c·n / s of what is frozen; the optimizer's states, p·n / s each (AdamW two, Muon one for
-blocks and two for the rest, SGD one with momentum), or three buckets where they are offloaded: of 128 MiB, or of Muon's whole matrices 256 MiB,
-more where one matrix is more. With `cpu_offload` neither.
+blocks and two for the rest, SGD one with momentum), or three buckets where they are offloaded: of 128 MiB, or of Muon's whole matrices
+256 MiB, more where one matrix is more. With `cpu_offload` neither.
 On a direct wire also merged copies of what has adapters, n / s in the engines' dtype.
 
 Gradients: p·n / s of each unit that has reduced them. Those that micro-batches before have left: with `reduce_gradients: micro_batch` the
