@@ -34,6 +34,7 @@ H200_BYTES = 150_109_880_320
 BASE = "as the manifest has it"
 ROW_S = 90.0  # that a row may take before one has been seen
 LONGEST_S = 300.0  # after which a row has hung
+NORM = 1e-3  # relative: how far gradients' norms of the same documents may be apart; bfloat16 leaves 2e-4
 GIB = 2**30
 
 
@@ -204,6 +205,20 @@ def write(name: str, settings: dict[str, Any], rows: dict[str, dict[str, Any]], 
     )
 
 
+def odd_norms(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence for each row whose gradients have another norm than those before it that trained the same weights on the same documents."""
+    first: dict[str, tuple[str, float]] = {}
+    said = []
+    for name, row in rows.items():
+        if row["value"] is not None:
+            alike = json.dumps([row["overrides"].get(field) for field in ("trainer.lora", "trainer.mesh.cp")])
+            norm = row["bench"]["metrics"]["grad_norm"]
+            other, expected = first.setdefault(alike, (name, norm))
+            if abs(norm / expected - 1) > NORM:
+                said.append(f"{name}: its gradients' norm is {norm:.5f}, that of {other!r} {expected:.5f}; one of them is wrong")
+    return said
+
+
 def show(rows: dict[str, dict[str, Any]]) -> None:
     base = rows.get(BASE, {}).get("value")
     print(f"\n{'lever':58}{'tokens/s':>10}{'':>7}{'peak GiB':>10}{'planned':>9}  copies beside computation")
@@ -258,6 +273,8 @@ def main() -> None:
     show({name: rows[name] for name in order if name in rows})
     missing = [name for name in order if name not in rows]
     print(f"\n{len(missing)} levers are left for the next call: {', '.join(missing)}" if missing else "\nevery lever is measured")
+    if odd := odd_norms({name: rows[name] for name in order if name in rows}):
+        raise SystemExit("\n".join(f"error: {one}" for one in odd))
 
 
 def record_plans(shape: str, every: list[Lever], out: Path) -> None:

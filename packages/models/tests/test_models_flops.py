@@ -46,7 +46,7 @@ def test_only_what_is_computed_again_is_executed_more():
 @pytest.mark.parametrize(
     ("mesh", "again"),
     [
-        ({"ep": 8}, {"attention", "projections"}),
+        ({"ep": 8}, {"projections"}),
         ({"cp": 8, "dp_shard": 1}, {"projections"}),
         ({"cp": 8, "dp_shard": 1, "ep": 8}, {"projections"}),
         ({}, set()),

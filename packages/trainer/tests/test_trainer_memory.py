@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
+from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
@@ -78,6 +79,24 @@ def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, 
     assert free == pool.num_bytes  # every buffer came back
 
 
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_what_selective_checkpointing_keeps_waits_in_host_memory_too(tmp_path, model, monkeypatch):
+    pools = []
+
+    class Watched(Offload):
+        def __init__(self, device, min_bytes):
+            super().__init__(device, min_bytes=64)
+            pools.append(self.pool)
+
+    monkeypatch.setattr(activation_offload, "Offload", Watched)
+    plain, keep = steps_with(tmp_path, MODELS[model]), ["attention", "projections", "experts"]
+    for checkpointing in ({"kind": "full"}, {"kind": "selective", "keep": keep[:1]}, {"kind": "selective", "keep": keep}):
+        assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing=checkpointing, activation_offload=True), plain)
+    full, attention, every = (pool.num_bytes for pool in pools)
+    assert full < attention < every
+    assert all(sum(len(buffers) * size for size, buffers in pool._free.items()) == pool.num_bytes for pool in pools)
+
+
 def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(monkeypatch):
     """With an exchange inside, it is compiled inside of what is checkpointed; it is given a view, and offload gives back what is none."""
     counter, compile = CompileCounter(), torch.compile
@@ -99,18 +118,23 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
     assert counter.frame_count == 2  # of the first length, and of every other
 
 
-def test_products_of_experts_stay_though_a_compiled_part_makes_them():
-    """As in a block that is compiled around an exchange of tokens (`cp`): `Trainer.unseen` and the memory plan count on it."""
+def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():
+    """As in a block that is compiled around an exchange (`cp` of tokens, `ep` of rows): the memory plan counts on it."""
     weight, ends = torch.randn(4, 16, 8, requires_grad=True), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
     exchange = torch._dynamo.disable(lambda x: x * 1.0)
+    documents = Documents(torch.tensor([0, 16], dtype=torch.int32), 16)
 
-    def block(x):
+    def experts(x):
         return torch.nn.functional.silu(grouped_matmul(exchange(x), weight, ends))
 
-    def products_of_the_backward_pass(*keep):
+    def attend(x):
+        q = exchange(x).unsqueeze(1)
+        return torch.nn.functional.silu(varlen_attention(q, q, q, documents))
+
+    def products_of_the_backward_pass(block, operation, mesh, *keep):
         memory = {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": keep}}
         spec = manifest(
-            mesh={"cp": 2, "dp_shard": 1}, model={"family": "qwen3_moe", "moe": MOE}, trainer={"compile": True, "memory": memory}
+            mesh={"dp_shard": 1, **mesh}, model={"family": "qwen3_moe", "moe": MOE}, trainer={"compile": True, "memory": memory}
         )
         assert spec.trainer.kept == keep
         run = partial(activation_checkpointing._on_no_views, torch.compile(block, backend="aot_eager"))
@@ -118,10 +142,15 @@ def test_products_of_experts_stay_though_a_compiled_part_makes_them():
         y = checkpoint(run, torch.randn(16, 8, requires_grad=True), use_reentrant=False, **context)
         with torch.profiler.profile() as profiled:
             y.sum().backward()
-        return sum(event.name == "orrery::grouped_matmul" for event in profiled.events())
+        return sum(event.name == operation for event in profiled.events())
 
-    torch._dynamo.reset()
-    assert products_of_the_backward_pass("attention", "experts") < products_of_the_backward_pass("attention")
+    for block, operation, mesh, keep in (
+        (experts, "orrery::grouped_matmul", {"cp": 2}, ["attention", "experts"]),
+        (attend, "orrery::varlen_attention_forward", {"ep": 2, "dp_shard": 2}, ["experts", "attention"]),
+    ):
+        torch._dynamo.reset()
+        named, unnamed = (products_of_the_backward_pass(block, operation, mesh, *names) for names in (keep, keep[:1]))
+        assert named < unnamed, operation
 
 
 def test_host_buffers_are_used_again():

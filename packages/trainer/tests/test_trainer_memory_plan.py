@@ -98,7 +98,7 @@ LEVERS = [
 
 @pytest.mark.parametrize("row", LEVERS, ids=lambda row: row["variant"])
 def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured(row):
-    # Errors when written: 0.1 % at most for sixteen; +1.6 % where a block's backward pass is fullest; up to 1.3 % where ranks exchange.
+    # Errors when written: 0.1 % at most for sixteen; +1.6 % where a block's backward pass is fullest; up to 1.1 % where ranks exchange.
     found = plan(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
     assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
 

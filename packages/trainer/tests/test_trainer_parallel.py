@@ -201,6 +201,31 @@ def test_a_recomputation_recalls_what_the_forward_pass_kept():
     assert torch.equal(again.grad, 2 * x.grad)
 
 
+def test_of_a_result_that_compiled_code_writes_over_a_copy_is_kept():
+    """As a kernel of the compiler does with what it has no more use for: no version tells, and no graph."""
+    product, weight = frozenset([torch.ops.aten.mm.default]), torch.randn(2, 2)
+
+    def gradient(compiled, writes_over):
+        runs = []
+
+        def block(x):
+            product = x @ weight
+            out = product.sin()
+            if writes_over and not runs:
+                product.data.zero_()
+            runs.append(None)
+            return out
+
+        x = torch.tensor([[0.5, 0.7]], requires_grad=True)
+        contexts = lambda: recomputation.contexts(product, compiled)  # noqa: E731
+        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+        return x.grad
+
+    expected = gradient(frozenset(), writes_over=False)
+    assert torch.equal(gradient(product, writes_over=True), expected)
+    assert not torch.equal(gradient(frozenset(), writes_over=True), expected), "or nothing was written over"
+
+
 def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_trains(tmp_path):
     def trained(name, mesh):
         fields = {

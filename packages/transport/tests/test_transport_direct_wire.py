@@ -13,7 +13,7 @@ from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weight
 from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, release
 from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.contract import ELSEWHERE
+from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 from orrery.transport.weight_wire.peers import Peers
 from orrery.transport.weight_wire.plan import Parts
 from orrery.transport.weight_wire.reception import Reception
@@ -151,6 +151,28 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
                 check(engine, version)
             release(again)
             settle(ranks)
+
+
+def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its_version_can_no_longer_be_had(tmp_path, kind):
+    """The trainer has sent everything, and goes on though one rank of the engine has failed since; the next version is taken as ever."""
+    engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
+
+    def fail():
+        raise WireFailed("the connection broke")
+
+    with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
+        claimed = claim(publish(ranks, 0), ["engine 0"])
+        together(partial(engines[0].take, claimed), partial(engines[1].take, claimed, at_the_last_round=fail))
+        settle(ranks)
+        again = claim_again(claimed, ["engine 0"])
+        for failed in together(*(partial(engine.take, again) for engine in engines)):
+            assert isinstance(failed, TakeFailed) and str(failed).endswith(f"version 0 {GONE}")
+        release(again)
+        claimed = claim(publish(ranks, 1), ["engine 0"])
+        together(*(partial(engine.take, claimed) for engine in engines))
+        for engine in engines:
+            check(engine, 1)
+        release(claimed)
 
 
 def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):

@@ -22,7 +22,7 @@ from orrery.transport.roster import Phase
 from orrery.transport.update import compare
 from orrery.transport.weight_wire import Published
 from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.contract import ELSEWHERE
+from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 
 FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
 PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
@@ -333,6 +333,20 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         engines.start_again()
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
         await until(lambda: sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"])  # its claim is given back
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_who_tries_again_after_the_trainer_has_stepped_waits_for_the_next_version_and_nobody_is_fenced(tmp_path, monkeypatch):
+    late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
+    stand_ins = [StandIn(untaken_at_first=[[ALONG], [late]]), StandIn(untaken_at_first=[[ALONG], [late]]), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert await fleet.update(direct(tmp_path / "wire")) is None
+        assert fleet.roster.at(Phase.STALE) == [0, 1] and all("/resume" not in one.paths() for one in stand_ins), "they stand paused"
+        assert (await fleet.update(direct(tmp_path / "wire", version=4))).version == 4
+        assert fleet.roster.at(Phase.HEALTHY) == [0, 1]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 

@@ -399,12 +399,9 @@ class Trainer(Record):
         """What checkpointing cannot name, and so makes again whatever `keep` says.
 
         Where ranks exchange inside a block, what stands around the exchange is compiled, and the products that the compiler calls by
-        itself have no names. Attention is our own operator, which cp runs outside of what is compiled; experts are, and keep theirs within.
-        With ep the block's recomputation looks into nothing that is compiled, and experts run outside of it.
+        itself have no names. Attention and experts are our own operators, which it calls by name.
         """
-        if not self.compile or self.mesh.cp == self.mesh.ep == 1:
-            return ()
-        return ("projections",) if self.mesh.cp > 1 else ("attention", "projections")
+        return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
 
 
 def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:

@@ -48,7 +48,11 @@ class Stage:
     def play(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self._playing[request.name] = task = asyncio.create_task(self._play(request), name=request.name)
-            task.add_done_callback(lambda done: self._playing.pop(done.get_name(), None))  # also of one that is cancelled before it begins
+            task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if self._playing.get(task.get_name()) is task:  # by then the same request may be played again
+            del self._playing[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
         """End these rollouts without a result, at once; await what is returned to know them gone from the engine."""

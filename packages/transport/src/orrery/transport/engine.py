@@ -12,6 +12,7 @@
         ├── EngineGone        nobody answers at the address, the connection broke, or a control call took too long
         └── UpdateFailed      the engine is there and did not take these weights; names engine and tensor
             ├── TakenAlong    another's loss on a direct wire made it fail, and it may try again
+            │   └── TooLate   the version that it tried again can no longer be had
             └── WeightsDiffer it says that it did, and holds others
 """
 
@@ -27,7 +28,7 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe.deadline import scaled
 from orrery.transport.route_bytes import Routes, split
-from orrery.transport.weight_wire.contract import ELSEWHERE
+from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 
 if TYPE_CHECKING:
     from orrery.transport.weight_wire import Published
@@ -62,6 +63,10 @@ class UpdateFailed(RunFailed):
 
 class TakenAlong(UpdateFailed):
     """Who sends, or who was to receive together with this engine, did not come through: nothing is wrong with this one."""
+
+
+class TooLate(TakenAlong):
+    """The trainer had sent the version, and has stepped since: the next one will do."""
 
 
 class WeightsDiffer(UpdateFailed):
@@ -268,7 +273,7 @@ class EngineClient:
             return
         await self._ask_workers("give_up_update")
         reason = min(reasons, key=lambda each: ELSEWHERE in each)  # a worker that is at fault says more
-        kind = TakenAlong if ELSEWHERE in reason else UpdateFailed
+        kind = UpdateFailed if ELSEWHERE not in reason else TooLate if GONE in reason else TakenAlong
         raise kind(f"{self.name} did not take version {published.version}: {_shortened(reason)}")
 
     async def finish_update(self, version: int) -> None:

@@ -31,6 +31,7 @@ from orrery.transport.engine import (
     EngineMetrics,
     Generation,
     TakenAlong,
+    TooLate,
     TensorAttestation,
     UpdateFailed,
     WeightsDiffer,
@@ -209,7 +210,8 @@ class EngineFleet:
     async def _take_together(self, published: "Published", indices: list[int]) -> dict[int, BaseException] | None:
         """Which of these engines did not take `published`, and why; None where it is gone.
 
-        On a direct wire one that is lost takes the others along: these take it again without it, under the same claim.
+        On a direct wire one that is lost takes the others along: these take it again without it, under the same claim. Who comes too late
+        for that stays paused for the next version.
         """
         claimed = claim(published, [self.engines[index].name for index in indices])
         if claimed is None:
@@ -220,6 +222,10 @@ class EngineFleet:
             while True:
                 failed = await self._take_all(waiting, claimed, begin)
                 failures = {index: error for index, error in failures.items() if index not in waiting} | failed
+                if any(isinstance(error, TooLate) for error in failed.values()):
+                    self._is_gone = True
+                    self._ring()
+                    return {index: error for index, error in failures.items() if not isinstance(error, TakenAlong)}
                 waiting = [index for index, error in failed.items() if isinstance(error, TakenAlong)]
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self._restarting is None:  # it may fail once without anybody's being lost

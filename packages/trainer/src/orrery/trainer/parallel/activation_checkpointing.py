@@ -38,13 +38,21 @@ def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
 
     Of a block that is compiled as one graph, also that none do: left to itself the partitioner of torch 2.11 keeps rows of experts.
     """
-    spec = trainer.memory.activation_checkpointing
-    kept = frozenset(operation for name in getattr(spec, "keep", ()) for operation in _operations(name))
-    if trainer.mesh.ep > 1:  # the block is a graph of autograd alone, with the hooks of its experts' FSDP unit inside
-        return {"context_fn": partial(recomputation.contexts, kept)}
-    if kept or compiled.is_one_graph(trainer, model):
-        return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
+    kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
+    if trainer.compile and compiled.is_whole(trainer.mesh):
+        if kept or compiled.is_one_graph(trainer, model):
+            return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
+    elif (
+        kept or trainer.mesh.ep > 1
+    ):  # a graph of autograd alone, perhaps with compiled parts, or the hooks of its experts' FSDP unit, inside
+        return {"context_fn": partial(recomputation.contexts, kept, _called_by_compiled(trainer))}
     return {}
+
+
+def _called_by_compiled(trainer: Trainer) -> frozenset[Any]:
+    """Of a block that is compiled around its exchanges, operations that stand in none: attention is in cp's, experts are in ep's."""
+    names = ("attention",) * (trainer.mesh.cp == 1) + ("experts",) * (trainer.mesh.ep == 1)
+    return frozenset(operation for name in names for operation in _operations(name)) if trainer.compile else frozenset()
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:

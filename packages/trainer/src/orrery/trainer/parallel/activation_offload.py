@@ -1,4 +1,4 @@
-"""Activation offload: what a block keeps for its backward pass waits in pinned host memory.
+"""Activation offload: what a block keeps for its backward pass waits in pinned host memory, autograd's and selective checkpointing's.
 
     forward    block i computes | copies out of block i − 1 run beside it
     backward   block i computes | copies in of block i − 1 run beside it
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from orrery.manifest.schema import Trainer
 from orrery.models.placement import local_tensor
+from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -99,7 +100,8 @@ class Offload:
             return forward(*args, **kwargs)
         group = Group(self._last)
         shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)}
-        with saved_tensors_hooks(partial(self._pack, group, block, shared), self._unpack):
+        pack = partial(self._pack, group, block, shared)
+        with saved_tensors_hooks(pack, self._unpack), recomputation.setting_aside(pack, self._unpack):
             result = forward(*args, **kwargs)
         if group.saved:
             self._send(group)

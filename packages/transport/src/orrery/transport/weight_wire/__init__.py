@@ -31,8 +31,9 @@ Engines that are lost, and come back:
   them the deadlines for the one that does not come: waits for it end, and where connections break they have ended before.
 - An engine of several ranks has taken a version when each of them has. One that fails says so to its neighbours, which wait for what it
   received before they attest; still some may think that all is well, so the engine's client asks every rank, and then has all give it up.
-- The claim holds the version over all of this: the trainer does not step while engines are half-way. An engine half-way through a failed
-  take holds nobody's weights; it stays paused until another take, of this version or a later one, has succeeded.
+- The claim holds the version until the trainer has sent all of it in one take. Where that take failed elsewhere and the trainer has stepped
+  since, another says that the version can no longer be had, and the next one will do. An engine half-way through a failed take holds
+  nobody's weights; it stays paused until another take, of this version or a later one, has succeeded.
 - One that comes back claims what is there. Where `claim` says that the version is gone, the next one will do.
 - A take that begins late, after its claim was given back, is refused by the trainer's ranks, which are the only ones to send.
 """

@@ -4,7 +4,7 @@ The trainer's ranks send from the weights that they train, so a version exists o
 
 - `version_<n>.json` says that n can be had. It is made when n is, and taken away just before the step that makes n + 1.
 - Whoever brings engines to n first makes `claim_<n>_<claim>.json`, a hard link to the marker: that works while the marker is there and
-  not after, atomically. So either the trainer sees the claim before it steps, and waits until what was claimed is taken or the claim is
+  not after, atomically. So either the trainer sees the claim before it steps, and waits until what was claimed is sent or the claim is
   given back; or there is none, and n is gone.
 - `take_<take>_<claim>.json` says which engines are to have which version, together. It is what engines are handed as the path of a version.
 - A take is on while its file is there. Where an engine is lost, or a rank of one cannot take part, the file goes (`give_up`), so that

@@ -26,7 +26,7 @@ from orrery.transport.fingerprint import MASK, digest
 from orrery.transport.weight_wire import meeting
 from orrery.transport.weight_wire.buckets import Copy, Held, fill, joined
 from orrery.transport.weight_wire.claims import Taking, claims, is_claimed, take_path
-from orrery.transport.weight_wire.contract import Published, WireFailed
+from orrery.transport.weight_wire.contract import GONE, Published, WireFailed
 from orrery.transport.weight_wire.ipc import allocate
 from orrery.transport.weight_wire.links import SourceLink, make_source_link
 from orrery.transport.weight_wire.meeting import Done, Holding, Meeting, Member, Order, Place, Tensor
@@ -175,7 +175,7 @@ class _Sending:
         """Why this take may not begin; "" where it has begun, and the weights stand still until it is over."""
         with self._changed:
             if taking.version != self._open:
-                return f"version {taking.version} is gone"
+                return f"version {taking.version} {GONE}"
             if not is_claimed(self._source.folder, taking.version, taking.claim):
                 return "it was given up"
             self._busy = True
