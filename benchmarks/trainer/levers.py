@@ -206,7 +206,7 @@ def write(name: str, settings: dict[str, Any], rows: dict[str, dict[str, Any]], 
 
 
 def odd_norms(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for each row whose gradients have another norm than those before it that trained the same weights on the same documents."""
+    """A sentence for each row whose gradients have another norm than those of a row before it, of the same weights and documents."""
     first: dict[str, tuple[str, float]] = {}
     said = []
     for name, row in rows.items():

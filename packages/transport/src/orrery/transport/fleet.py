@@ -31,8 +31,8 @@ from orrery.transport.engine import (
     EngineMetrics,
     Generation,
     TakenAlong,
-    TooLate,
     TensorAttestation,
+    TooLate,
     UpdateFailed,
     WeightsDiffer,
 )
