@@ -156,7 +156,9 @@ class FakeRenderer:
 
 @dataclass
 class FakeFleet:
-    """Engines with a version. `script` maps a request id to what becomes of it: "fail", "gone once", "empty", "length", "hang"."""
+    """Engines with a version. `script` maps a request id to what becomes of it: "fail", "gone once", "gone, then hang", "empty", "length",
+    "hang".
+    """
 
     version: int = -1
     num_tokens: int = 4
@@ -179,8 +181,8 @@ class FakeFleet:
         try:
             if fate == "hang":
                 await asyncio.Event().wait()
-            if fate == "gone once":
-                del self.script[request_id]
+            if fate.startswith("gone"):
+                self.script[request_id] = "hang" if fate.endswith("hang") else ""
                 raise EngineGone(f"the engine was lost that had request {request_id!r}")
             if fate == "fail":
                 raise GenerationFailed(f"request {request_id!r} came to nothing")

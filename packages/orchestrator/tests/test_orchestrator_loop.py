@@ -14,7 +14,7 @@ import pytest
 from orrery.manifest.errors import RunFailed
 from orrery.observe import wind_down
 from orrery.observe.wind_down import WoundDown
-from orrery.orchestrator import assemble, snapshot, winding_down
+from orrery.orchestrator import assemble, snapshot, stage, winding_down
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import GroupRequest, Request
@@ -61,6 +61,14 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
     asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
     assert len(asked) == 2 and asked[0]["seed"] == asked[1]["seed"] and asked[0]["cache_salt"] == asked[1]["cache_salt"]
     assert loop.state.sink.dropped["engine_gone"] == 1 and loop.state.dispatch.admission.taken == 0
+
+
+def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "GONE_PAUSE_S", 0.01)
+    script = {"evaluation-2-1-0": "gone, then hang"}
+    me, fleet, _, _ = run(tmp_path, fakes.manifest(rollout_timeout_s=0.2), fakes.FakeFleet(script=script))
+    assert me.events("evaluation")[0]["num_failed"] == 1
+    assert fleet.aborted == ["evaluation-2-1-0"] and not +fleet.in_flight
 
 
 def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):

@@ -344,6 +344,7 @@ class EngineFleet:
         self._watch_for(index)
         if self.router is not None:
             await self.router.dismiss(self.engines[index].url)
+            self._num_lost += 1  # once more: of requests that began until the router knew, one may have gone there all the same
         await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
 
     def _watch_for(self, index: int) -> None:
