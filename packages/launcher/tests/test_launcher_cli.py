@@ -64,6 +64,11 @@ def test_all_commands_are_there(capsys):
         assert f" {command} " in out
 
 
+def test_the_version_comes_with_its_commit(capsys, monkeypatch):
+    monkeypatch.setenv("ORRERY_COMMIT", "0123abc")
+    assert orrery(capsys, "--version")[:2] == (0, "orrery 0.1.0, commit 0123abc\n")
+
+
 def test_a_job_makes_the_run_folder_with_its_manifest_and_says_how_to_go_on(checkout):
     made = job("reverse_text", "rl")
     assert (made.run_dir / "manifest.json").read_text() == (checkout / "manifests/reverse_text.json").read_text()

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "phi3: fused projections": {"model_type": "phi3", **UNTIED},
     "gpt2: learned positions, dropout": {"model_type": "gpt2", **TIED, "n_positions": 64},
     "phi: a head with a bias": {"model_type": "phi", **UNTIED},
+    "opt: a part of the body is asked": {"model_type": "opt", **UNTIED, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
+    "mamba: the dtype of the head is asked": {"model_type": "mamba", **UNTIED, "state_size": 4},
 }
 architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=ARCHITECTURES)
 
@@ -153,5 +155,7 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_model)
     content = ARCHITECTURES["olmo2: norms behind"]
     with pytest.raises(OrreryError, match=r"model\.vocab_size 61: model\.hf_config\.vocab_size is 64; write the same"):
         build(make_model("hugging_face", hf_config={**content, "vocab_size": 64}, tie_embeddings=False))
+    with pytest.raises(OrreryError, match=r"model\.hf_config: transformers refuses it \(property 'head_dim'"):
+        build(make_model("hugging_face", hf_config={**content, "model_type": "falcon"}, tie_embeddings=False))
     with pytest.raises(OrreryError, match=r"the files of a 'mixtral' are not its modules tensor by tensor"):
         build(make_model("hugging_face", hf_config={**content, "model_type": "mixtral"}, tie_embeddings=False))

@@ -24,6 +24,24 @@ app = typer.Typer(
 )
 app.registered_commands += manifest_cli.app.registered_commands
 
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        from orrery.observe.provenance import commit
+
+        print(f"orrery {version('orrery-launcher')}, commit {commit(Path(__file__).parent)}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _before(
+    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say version and commit.")] = False,
+) -> None:
+    pass
+
+
 RunWord = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name (reverse_text) or its folder in runs/ (reverse_text-0123456789ab).")
 ]

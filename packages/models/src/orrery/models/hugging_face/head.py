@@ -37,6 +37,15 @@ class _Passed(nn.Module):
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)
 
+    def __getattr__(self, name: str) -> Any:
+        return self  # some networks ask a part of their body
+
+
+class _Identity(nn.Identity):
+    """Stands in for the network's head; some cast what they give it to the dtype of its weight."""
+
+    weight = torch.empty(0)
+
 
 class Head(nn.Module):
     """Hidden states to log-probs and entropies, chunk by chunk, under the interface of `LmHead`.
@@ -52,7 +61,7 @@ class Head(nn.Module):
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
-        shell._modules = {**network._modules, body_name: _Passed(), head_name: nn.Identity()}
+        shell._modules = {**network._modules, body_name: _Passed(), head_name: _Identity()}
         self._shell = (shell,)
         probe = torch.linspace(-300.0, 300.0, 8, device="cpu")
         with torch.device("cpu"), torch.no_grad():

@@ -39,7 +39,11 @@ class HuggingFaceLm(CausalLm):
             content.pop(told, None)
         if "model_type" not in content:
             raise OrreryError("model.hf_config: no model_type; give the content of the model's config.json")
-        settings = AutoConfig.for_model(**content)
+        try:
+            settings = AutoConfig.for_model(**content)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            said = " ".join(str(error).split())
+            raise OrreryError(f"model.hf_config: transformers refuses it ({said}); give the content of the model's config.json") from error
         _check_equal(config, settings)
         network = AutoModelForCausalLM.from_config(settings)
         head_name = next(name for name, one in network.named_modules() if one is network.get_output_embeddings())

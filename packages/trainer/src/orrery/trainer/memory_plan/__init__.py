@@ -6,7 +6,8 @@
 - `levers.py`: changes of the manifest that free memory, each with what it costs, and which of them to pull.
 - `out_of_memory.py`: torch's error as the sentence that people read.
 
-Nothing here is fitted to measurements: formulas follow what the code allocates, and hold for bytes that torch counts as allocated. The
-allocator reserves more (6 to 25 % on an H200 with expandable segments), and gives most of it back before it fails. Of eleven measured runs
-ten are within 6.1 % and seven within 0.2; a model recomputed whole, of which gradients fill the device, needs 6.3 % more than its plan.
+Formulas follow what the code allocates, and hold for bytes that torch counts as allocated; measurements have shown what they had left out,
+and no factor is fitted. The allocator reserves more (6 to 25 % on an H200 with expandable segments), and gives most of it back before it
+fails. The levers' runs on two devices are within 2 % (`benchmarks/trainer/levers.py`); of eleven older ones ten are within 6.1 %, and a
+model recomputed whole, of which gradients fill the device, needs 6.3 % more than its plan.
 """
