@@ -8,6 +8,7 @@
 
 - A trainer rank is the trainer's own policy, sharded as in a run, and its own publisher; nothing is trained, weights are scaled a little.
 - The engine is `orrery.inference` with weights of vLLM's load format `dummy`; versions are claimed, loaded and attested as in a run.
+- Every request must come back whole, and its tokens' versions rise from one that the engine had taken to none that it had not begun.
 - `paused_s` is what generation loses, `blocked_s` what the trainer waits: fingerprints, and at the step whatever is still being sent.
 - Bounds for the shape above: 61 GB in bfloat16. Each of four GPUs sends 15.3 GB and receives 15.3 GB plus what is replicated (0.6 GB
   of attention, embeddings and norms a rank at most). NVLink of an H200 carries 450 GB/s each way: 34 ms. Reading and writing what was
@@ -177,17 +178,25 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
         folder = Path(made)
         trainers = await asyncio.to_thread(Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder)
         rows, number, stop = [], 0, False
+        taken, begun, num_spanning = -1, -1, 0  # versions; requests whose tokens are of more than one
         async with EngineClient(url, name="engine 0", model=ADAPTER if kind == "adapters" else None) as engine:
 
             async def keep_generating(lane: int) -> int:
-                nonlocal number
+                nonlocal number, num_spanning
                 tokens = 0
                 while not stop:
                     number += 1
+                    before = taken
                     found = await engine.generate(
                         [3, 4, 5, 6], max_tokens=48, temperature=1.0, cache_salt=str(lane), request_id=f"{kind}.{number}", ignore_eos=True
                     )
                     assert len(found.token_ids) == 48, "a request was cut short"
+                    versions = found.versions.tolist()
+                    if versions != sorted(versions) or not before <= versions[0] <= versions[-1] <= begun:
+                        raise SystemExit(
+                            f"error: tokens say versions {versions} between {before}, which was taken, and {begun}, which was begun"
+                        )
+                    num_spanning += versions[0] < versions[-1]
                     tokens += 48
                 return tokens
 
@@ -199,7 +208,9 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 file_bytes = sum(file.stat().st_size for file in published.folder.glob("*.safetensors"))
                 claimed = claim(published, ["engine 0"])
                 assert claimed is not None
+                begun = version
                 report = await update_engine(engine, claimed)
+                taken = version
                 release(claimed)
                 answers = await asyncio.to_thread(trainers.tell, "step")
                 sent = {part: value for part, value in answers[0][1].items() if part.endswith("_s")}
@@ -219,6 +230,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
         "value": median(row["paused_s"] for row in counted),
         "blocked_s": median(row["blocked_s"] for row in counted),
         "tokens_generated_meanwhile": tokens,
+        "requests_of_several_versions": num_spanning,
         "file_bytes": file_bytes,
         "updates": rows,
     }
