@@ -6,7 +6,7 @@ RUN ?= reverse_text
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster check fmt render bench lock clean
+.PHONY: help setup demo test test-cluster check fmt render bench gate lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -47,6 +47,10 @@ render: setup ## write manifests/ from jsonnet/
 
 bench: setup ## measure again every figure under benchmarks/ that this machine can (slow); the trainer's rows: benchmarks/trainer/rows.py
 	@for json in benchmarks/*/*.json; do [ ! -f "$${json%.json}.py" ] || { echo "bench: $$json"; python "$${json%.json}.py" || echo "bench: $$json was not measured here"; }; done
+
+gate: SHAPE ?= cpu
+gate: setup ## measure the whole loop (SHAPE=h200_2 for another) and fail where it is worse than the recorded one
+	@python benchmarks/async/whole_loop.py --shape $(SHAPE) --gate
 
 lock: ## write the locks anew (newest versions that locks/*.in allow)
 	@bash locks/lock.sh

@@ -67,7 +67,7 @@ def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(
     [
         (1000, "0" * 12, None),
         (510, "0" * 12, None),
-        (490, "0" * 12, r"49 tokens/s is below 50; find what became slower"),
+        (490, "0" * 12, r"tokens/s: 49, and recorded allows 50 at least; find what became slower"),
         (1000, "1" * 12, r"another manifest: their figures are not to be compared"),
     ],
     ids=["as recorded", "within the tolerance", "slower", "another manifest"],
@@ -89,6 +89,17 @@ def test_the_gate_lets_nothing_slower_pass_and_compares_no_other_manifest(script
         with pytest.raises(SystemExit, match=says):
             whole_loop.main()
     assert (tmp_path / "whole_loop_cpu.json").read_bytes() == written, "the gate records nothing"
+
+
+def test_the_gate_is_of_waiting_and_of_pauses_too(scripts, tmp_path, capsys):
+    shapes, whole_loop = scripts
+    before = shapes.numbers(made_up(tmp_path)).row("cpu")
+    assert whole_loop.found_worse(shapes.numbers(made_up(tmp_path / "same")), before, 0.1) == []
+    worse = dataclasses.replace(
+        shapes.numbers(made_up(tmp_path / "worse")), trainer_waits=before["trainer_waits"] + 0.06, update_pause_s=0.8
+    )
+    waits, pauses = whole_loop.found_worse(worse, before, 0.1)
+    assert waits.startswith("share of the time that the trainer waits: 0.2267") and pauses.endswith("0.8, and recorded allows 0.75 at most")
 
 
 def test_a_run_from_a_folder_has_trained_all_its_steps(scripts, tmp_path):
