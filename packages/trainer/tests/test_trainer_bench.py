@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 import trainer_cases
 from trainer_cases import manifest
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
 from orrery.models.flops import true_work
 from orrery.trainer import host_copy
-from orrery.trainer.bench import clocks, phases, report
+from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import expected
@@ -348,3 +349,19 @@ def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(le
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--again", "muon"])
     levers.main()
     assert asked == [*names, "muon"]
+
+
+def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_their_last_words(tmp_path):
+    for rank in range(3):
+        (tmp_path / f"rank.{rank}.log").write_text(f"words of {rank}\n")
+    (tmp_path / "rank.1.json").write_text("{}")
+    sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    try:
+        with pytest.raises(
+            RunFailed, match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\nrank 2 last wrote: words of 2"
+        ):
+            start._watch(sleeping, tmp_path, time.monotonic())
+    finally:
+        for process in sleeping:
+            process.kill()
+            process.wait()

@@ -54,7 +54,9 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline_s:
-            raise RunFailed(f"the measurement took longer than its deadline; rank 0 last wrote: {_tail(folder, 0)}")
+            silent = [rank for rank in range(len(ranks)) if not (folder / f"rank.{rank}.json").exists()]
+            words = "\n".join(f"rank {rank} last wrote: {_tail(folder, rank, 8)}" for rank in silent[:4])
+            raise RunFailed(f"the measurement took longer than its deadline, and ranks {silent} have no result yet\n{words}")
         time.sleep(0.05)
 
 
@@ -73,6 +75,6 @@ def _sentence(ranks: list[subprocess.Popen[bytes]], folder: Path, first: int) ->
     return f"rank {first} ended with code {ranks[first].returncode}: {_tail(folder, first)}"
 
 
-def _tail(folder: Path, rank: int) -> str:
+def _tail(folder: Path, rank: int, num_lines: int = 30) -> str:
     lines = (folder / f"rank.{rank}.log").read_text(errors="replace").strip().splitlines()
-    return "\n".join(lines[-30:]) or "nothing"
+    return "\n".join(lines[-num_lines:]) or "nothing"
