@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BLOCK = mmap.PAGESIZE
 CHUNKS = 16  # blocks in host memory
