@@ -96,6 +96,7 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
         folder = play(tmp_path, spec, look)
     assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
+    assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)

@@ -2,7 +2,8 @@
 
 `which` is made of the run folder's path and of its manifest's file: a run folder that was removed and made again is another run, whose
 versions of weights count from 0 once more, and the same run in two checkouts does not share, or remove, anything.
-The launcher removes it when a stage begins and ends, on every node; an engine that is asked to end has removed its own part.
+The launcher removes it when a stage begins, on its own node, and when it ends, on every node of its job; an engine that is asked to end
+removes its own part, and one that begins removes what it finds of earlier attempts.
 """
 
 import hashlib
@@ -23,11 +24,7 @@ def folder(run_dir: Path, stage: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{prefix(run_dir)}{stage}"
 
 
-def remove(run_dir: Path) -> None:
-    """Remove what this run left on this node; call it only when no process of the run is to go on."""
-    try:
-        name = prefix(run_dir)
-    except FileNotFoundError:
-        return
-    for path in Path(tempfile.gettempdir()).glob(f"{name}*"):
+def remove(name: str, root: Path) -> None:
+    """Remove what a run whose `prefix` this is left under `root`; call it only when no process of the run is to go on."""
+    for path in root.glob(f"{name}*"):
         shutil.rmtree(path, ignore_errors=True)
