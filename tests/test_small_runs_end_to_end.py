@@ -26,7 +26,7 @@ BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # One engine whose cache is too small for a batch, so that blocks go to host memory and disk and come back; one that computes prompts for
 # another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens.
-TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk": True}, "kv_cache_bytes": 1 << 21}
+TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28}, "kv_cache_bytes": 1 << 21}
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 APART = {"num_replicas": 2, "prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
 
@@ -96,6 +96,7 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
         folder = play(tmp_path, spec, look)
     assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
+    assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)

@@ -22,7 +22,7 @@ local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algor
   // a cache of a few dozen rollouts, and 256 in flight
   h200_kv_tiers: smollm2 {
     hardware+: { devices_per_node: 2 },
-    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk: true } },
+    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
   // 0,1,1: four layers of Qwen3-30B-A3B; each of two ranks attends to its own requests, and experts are apart; the trainer takes their routes
   h200_data_parallel: pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {

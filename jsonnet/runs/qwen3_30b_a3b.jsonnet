@@ -40,9 +40,9 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
   },
   // the trainer takes the experts that the engines took
   qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
-  // caches that leave a device go to the node's memory, then to its scratch disk
+  // caches that leave a device go to the node's memory, then to its scratch disk: 1 TiB and 2 TiB of eight engines
   qwen3_30b_a3b_16k_kv_tiers: self.qwen3_30b_a3b_16k {
-    inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk: true } },
+    inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk_bytes: 274877906944 } },
   },
   // eight engines in FP8
   qwen3_30b_a3b_16k_fp8: self.qwen3_30b_a3b_16k { inference+: { quantization: 'fp8' } },

@@ -17,7 +17,7 @@ local long = {
   },
   reverse_text_kv_tiers: small + long + {
     layout+:: { engines: 1 },
-    inference+: { kv_offload: { kind: 'tiers', host_bytes: 67108864, disk: true } },
+    inference+: { kv_offload: { kind: 'tiers', host_bytes: 67108864, disk_bytes: 268435456 } },
   },
   reverse_text_kv_store: small + long + {
     layout+:: { engines: 2 },

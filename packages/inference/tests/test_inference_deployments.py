@@ -22,7 +22,7 @@ from orrery.manifest.errors import OrreryError
 
 PLACE = Place("engine:1", "policy", "proxy:1")
 POLICIES = ["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
-TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": True}
+TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 28}
 
 
 def run(name="reverse_text_moe", weights="files", routed_experts=False, **inference):

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import shutil
+import stat
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +29,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
 PROMPT = np.random.default_rng(4).integers(3, 48, 330).astype(np.int32)
 BLOCKS = 10 * 32  # tokens of the prompt in whole blocks
 DEVICE_BLOCKS = 64
-TIERS = {"kv_cache_bytes": DEVICE_BLOCKS << 15, "kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk": True}}
+TIERS = {"kv_cache_bytes": DEVICE_BLOCKS << 15, "kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 26}}
 STORE = {"kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}}
 
 
@@ -113,6 +116,87 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
         same(fresh, other)
 
 
+ON_DISK = (32 << 10) + 2 * 4096  # one block: its cache, and twice the page that its routes take
+SMALL_TIERS = {
+    "kv_cache_bytes": 24 << 15,
+    "kv_offload": {"kind": "tiers", "host_bytes": 32 << 15, "disk_bytes": 64 * ON_DISK},
+    "router": {"kind": "none"},
+}
+
+
+def taken(folder):
+    """Bytes of the files below; of those that go meanwhile, none."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            total += -(-status.st_size // 4096) * 4096 if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+@contextmanager
+def watched(folder):
+    """The most bytes that files there have taken at any look, as a list of one."""
+    most, is_over = [0], threading.Event()
+
+    def look():
+        while not is_over.wait(0.02):
+            most[0] = max(most[0], taken(folder))
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        yield most
+    finally:
+        is_over.set()
+        watch.join()
+
+
+def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_computed(tmp_path):
+    run_dir = make_run(tmp_path / "run", MIXTURE, inference=SMALL_TIERS, routed_experts=True)
+    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
+    processes = []
+
+    def start():
+        processes.append(start_role("orrery.inference", run_dir, 0))
+        return await_published(run_dir, "inference", 0, processes[-1])
+
+    async def fill(url):
+        """Three times what the disk holds; then blocks that are in neither device nor host memory any more, and those of the beginning."""
+        async with EngineClient(url) as engine:
+            fresh = [await ask(engine, f"fresh-{salt}", f"{salt}", routes_from=0) for salt in range(20)]
+            await asyncio.sleep(1.0)  # blocks leave beside the work
+            return fresh, await until_found(engine, "15", "again", routes_from=0), await ask(engine, "oldest", "0", routes_from=0)
+
+    async def restarted(url):
+        async with EngineClient(url) as engine:
+            return await until_found(engine, "15", "restarted", routes_from=0)
+
+    try:
+        url = start()
+        with watched(folder) as most:
+            fresh, again, oldest = asyncio.run(fill(url))
+            processes[-1].kill()
+            processes[-1].wait()
+            at_rest = taken(folder)
+            (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
+            after_crash = asyncio.run(restarted(start()))
+            left = {path.name: path.parent for path in folder.rglob("*") if path.is_file()}
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                stop(process)
+        shutil.rmtree(folder.parent.parent, ignore_errors=True)
+    bound = 64 * ON_DISK + 4096  # and vLLM's own config.json
+    assert 0.7 * bound < at_rest <= bound
+    assert most[0] <= bound + 10 * ON_DISK  # a look is not of one moment: meanwhile the blocks of a prompt take the places of others
+    blocks = {name.removesuffix(".bin") for name in left if name.endswith(".bin")}
+    assert len(blocks) >= 60 and blocks <= left.keys(), "a block on disk has its routes there"
+    assert (again.cached_tokens, oldest.cached_tokens, after_crash.cached_tokens) == (BLOCKS, 0, BLOCKS)
+    for one, other in ((fresh[15], again), (fresh[0], oldest), (fresh[15], after_crash)):
+        same(one, other)
+
+
 def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves_those_of_others(tmp_path):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}})
     folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
@@ -146,7 +230,7 @@ def test_folders_of_a_run_go_with_its_last_engines(tmp_path):
 
 def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(tmp_path):
     on_device = {"kv_cache_bytes": DEVICE_BLOCKS << 14}  # a worker has half of the heads
-    wide = TIERS | on_device | {"kv_offload": TIERS["kv_offload"] | {"disk": False}, "tensor_parallel": 2, "router": {"kind": "none"}}
+    wide = TIERS | on_device | {"kv_offload": TIERS["kv_offload"] | {"disk_bytes": 0}, "tensor_parallel": 2, "router": {"kind": "none"}}
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=wide, routed_experts=True)
     process = start_role("wide_engine", run_dir, 0)
     try:

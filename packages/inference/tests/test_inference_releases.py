@@ -79,6 +79,17 @@ CORRECTED = {
         ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receiver_loop"),
         ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "SendBlockMeta.expire_time"),
     ],
+    "../kv_disk.py": [
+        ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager.file_mapper"),
+        ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._pool"),
+        ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._block_size"),
+        ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._lookup_manager"),
+        ("v1/kv_offload/tiering/fs/thread_pool.py", "DualQueueThreadPool.enqueue_store"),
+        ("v1/kv_offload/tiering/async_lookup.py", "AsyncLookupManager._lookup_state"),
+        ("v1/kv_offload/tiering/async_lookup.py", "LookupState.result"),
+        ("v1/kv_offload/file_mapper.py", "FileMapper.base_path"),
+        ("v1/kv_offload/file_mapper.py", "FileMapper.rank"),
+    ],
     "vllm_data_parallel.py": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
@@ -245,7 +256,7 @@ def manifests():
 
 def test_routes_beside_an_offloaded_cache_are_refused_by_the_release_that_would_lose_them(monkeypatch):
     manifest = next(manifests())
-    tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk": False}
+    tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 0}
     offloading = check(manifest.model_dump(mode="json") | {"inference": manifest.inference.model_dump() | {"kv_offload": tiers}}, "test")
     monkeypatch.setattr(releases, "_has", lambda file, name="": True)
     assert releases.arguments(offloading) == {}

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def run_dir(tmp_path):
     for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
         assert not alive(int(pid)), f"{pid} outlived the launcher"
     assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(path)}*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{path.name}-*"))
 
 
 @pytest.fixture

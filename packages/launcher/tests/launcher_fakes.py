@@ -18,7 +18,7 @@ from orrery.launcher.stage import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace
-from orrery.observe import wind_down
+from orrery.observe import scratch_disk, wind_down
 from orrery.observe.process import role_process
 from orrery.observe.shared_memory import prefix
 from orrery.transport import rendezvous
@@ -63,6 +63,10 @@ def be_a_role() -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             elif act == "shm":
                 Path(f"/dev/shm/{prefix(me.run_dir)}{me.attempt}").mkdir()
+            elif act == "caches":
+                made = scratch_disk.folder(me.run_dir, me.stage) / f"attempt_{me.attempt}" / str(me.index)
+                made.mkdir(parents=True)
+                (made / "block.bin").touch()
             elif act == "look":
                 row = {"port": me.port, "attempt": me.attempt, "cores": sorted(os.sched_getaffinity(0))}
                 row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ORRERY_TOKEN")}
@@ -80,7 +84,8 @@ def be_a_role() -> None:
 
 def launch(run_dir: Path, restarts: int) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
-    shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
+    if not (run_dir / "manifest.json").exists():
+        shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
     job = Job(
         run_dir,
         StagePlan("rl", (), processes),

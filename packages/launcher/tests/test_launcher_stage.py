@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -145,6 +146,52 @@ def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir,
     assert code == 128 + number and f"rl: stopped by {number.name}" in stderr
     assert not any(map(alive, pids.values()))
     assert status.read(run_dir).state == "stopped"
+
+
+@pytest.mark.parametrize("ending", ["done", "failed", "killed", "stopped"])
+def test_caches_on_the_scratch_disk_go_with_their_stage_however_it_ends(run_dir, ending):
+    deeds = {"done": [], "failed": ["fail"], "killed": ["wait"], "stopped": ["wait"]}[ending]
+    launcher = launch(run_dir, ("inference", ["caches", "ready", "serve"]), ("trainer", ["ready", "until asked", *deeds]))
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    [caches] = Path(tempfile.gettempdir()).glob(f"orrery-kv-{run_dir.name}-*")
+    assert [path.name for path in caches.rglob("*.bin")] == ["block.bin"]
+    others = caches.with_name(f"orrery-kv-{run_dir.name}-0123456789ab-rl")  # the same run's in another checkout
+    others.mkdir()
+    (run_dir / "go").touch()
+    if ending == "killed":
+        os.kill(pids["inference.0"], signal.SIGKILL)
+    elif ending == "stopped":
+        launcher.send_signal(signal.SIGTERM)
+    code, _ = end(launcher)
+    assert code == {"done": 0, "failed": 1, "killed": 1, "stopped": 128 + signal.SIGTERM}[ending]
+    assert not caches.exists() and others.exists()
+    others.rmdir()
+
+
+def test_caches_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
+    (tmp_path / "orrery-kv-run-a-rl").mkdir()
+    ending = object.__new__(stage._Stage)
+    ending.caches = "orrery-kv-run-a-"
+    ending.job = SimpleNamespace(site=SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
+    ending._remove_caches()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_caches_that_a_killed_launcher_left_go_when_the_next_one_starts(run_dir):
+    launcher = launch(run_dir, ("inference", ["caches", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.close()
+    wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
+    [caches] = Path(tempfile.gettempdir()).glob(f"orrery-kv-{run_dir.name}-*")
+    launcher = launch(run_dir, ("trainer", ["ready", "until asked"]))
+    ready(run_dir, "trainer.0")
+    was_there = caches.exists()
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert not was_there
 
 
 def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(run_dir):

@@ -2,13 +2,14 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orrery.launcher.allocation import allocation
 from orrery.launcher.containers import CODE, snapshot
-from orrery.launcher.site import Site
+from orrery.launcher.site import Containers, Site
 from orrery.launcher.slurm import clean_environment
 from orrery.launcher.steps import step_plans
 from orrery.launcher.submission import components
@@ -130,6 +131,20 @@ def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(in
     argv, env = after.split("\n\n", 1)
     assert argv.endswith("--port\n0\n--incarnation\n1") and "\n=== rl, attempt 3, restart 1, " in argv
     assert sorted(env.splitlines()) == sorted(before.split("\n\n", 1)[1].splitlines())
+
+
+@pytest.mark.parametrize("where", ["the site says", "the job says"])
+def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node(inside, monkeypatch, where):
+    made, _, _, tmp_path = inside
+    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    if where == "the job says":
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+    environment = {"TMPDIR": str(tmp_path)} if where == "the site says" else {}
+    site = SITE.model_copy(update={"environment": environment, "containers": Containers(images="images", scratch=str(tmp_path))})
+    for name in ("orrery-7", "orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", "orrery-kv-run-b-rl", "orrery-8"):
+        (tmp_path / name / "attempt_1").mkdir(parents=True)
+    replace(made, site=site).clean("orrery-kv-run-a-")
+    assert sorted(path.name for path in tmp_path.glob("orrery-*")) == ["orrery-8", "orrery-kv-run-b-rl"]
 
 
 def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_path):

@@ -30,7 +30,7 @@ def changed(name: str, **fields) -> Manifest:
 
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
 APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
-TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk": False}
+TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 0}
 ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}

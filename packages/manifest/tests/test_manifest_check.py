@@ -115,9 +115,14 @@ SENTENCES = [
         "least that",
     ),
     (
-        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8191, "disk": False}),
+        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8191, "disk_bytes": 0}),
         "inference.kv_offload.host_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
         "at least that, or inference.kv_offload.kind to 'none'",
+    ),
+    (
+        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}),
+        "inference.kv_offload.disk_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
+        "at least that, or to 0 for no files",
     ),
     (
         broken(("inference", "kv_block_tokens"), 16),
@@ -226,13 +231,33 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
 def test_host_memory_holds_what_every_device_of_a_rank_keeps_of_a_rollout():
     def least(**inference):
         data = copy.deepcopy(GOOD)
-        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1, "disk": True}, **inference}
+        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1, "disk_bytes": 0}, **inference}
         with pytest.raises(OrreryError) as caught:
             check(data, "here")
         return int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
 
     # two key heads: two devices have one each, and of four two have the same
     assert [least(), least(tensor_parallel=2), least(tensor_parallel=4), least(data_parallel=2)] == [8192, 8192, 16384, 8192]
+
+
+def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():
+    def least(data, routed_experts=False, **inference):
+        data = copy.deepcopy(data)
+        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1}, **inference}
+        data["transport"]["routed_experts"] = routed_experts
+        with pytest.raises(OrreryError, match="disk_bytes") as caught:
+            check(data, "here")
+        needed = int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
+        for enough in (needed, 0):
+            data["inference"]["kv_offload"]["disk_bytes"] = enough
+            assert check(data, "here")
+        return needed
+
+    two_blocks = least(GOOD)
+    assert [two_blocks, least(GOOD, tensor_parallel=2), least(GOOD, dtype="bfloat16")] == [8192, 8192, 8192]
+    many = broken(("model", "moe", "num_experts"), 512, SPARSE)
+    many["model"]["moe"]["num_experts_per_token"] = 65
+    assert [least(SPARSE, True) - least(SPARSE), least(many, True) - least(many)] == [2 * 2 * 4096, 2 * 2 * 2 * 4096]
 
 
 def test_what_engines_do_not_cut_need_not_divide():

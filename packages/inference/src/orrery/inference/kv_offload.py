@@ -4,39 +4,35 @@
 - Blocks are found by a hash over tokens and salt; the salt is the policy's version when a group was dispatched, so no block of an older
   policy is ever found by rollouts of a newer one. A resumed attempt counts versions again from its checkpoint: what an earlier attempt
   has left on disk is removed before it could be found.
+- Files on disk take at most `disk_bytes`, caches and routes together: what was used longest ago makes room (`kv_disk`).
 - A block that cannot be read back is computed again. Where routes are returned, so is one whose routes are not known
   (`patches.vllm_routes_elsewhere`).
 """
 
-import hashlib
 import json
 import os
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orrery.inference.kv_transfer import refuse_open_interfaces
-from orrery.inference.patches.vllm_routes_elsewhere import FOLDER, KEPT
+from orrery.inference.patches.vllm_routes_elsewhere import FOLDER, FOLDER_BYTES, KEPT
 from orrery.inference.patches.vllm_routes_shared import SHARED
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Manifest, disk_block_bytes
+from orrery.observe import scratch_disk
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
 
 HASH_SEED = "0"  # of block hashes: the same in all engines and all their starts (vLLM 0.26 draws one where none is set)
 STORE_DEADLINE_S = 120.0
+DISK_TIER = "orrery_disk"  # the name of `kv_disk.BoundedFiles` in a configuration
 
 
 def disk_folder(me: RoleProcess) -> Path:
-    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt.
-
-    A run folder that was removed and made again is another run, whose versions count from 0 once more: its manifest is another file.
-    """
-    manifest = (me.run_dir / "manifest.json").stat()
-    run = hashlib.sha256(f"{me.run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}".encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"orrery-kv-{me.run_dir.name}-{run}-{me.stage}" / f"attempt_{me.attempt}" / str(me.index)
+    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
+    return scratch_disk.folder(me.run_dir, me.stage) / f"attempt_{me.attempt}" / str(me.index)
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
@@ -47,10 +43,11 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
     if offload.kind == "mooncake":
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     extra: dict[str, Any] = {"cpu_bytes_to_use": offload.host_bytes, "spec_name": "TieringOffloadingSpec"}
+    if offload.disk_bytes:
+        extra |= {"spec_name": "BoundedTiers", "spec_module_path": "orrery.inference.kv_disk"}
+        extra["secondary_tiers"] = [{"type": DISK_TIER, "root_dir": str(disk), "max_bytes": _shares(manifest, offload.disk_bytes)[0]}]
     if manifest.hardware.accelerator == "cpu":
         extra |= {"spec_name": "CpuTiers", "spec_module_path": "orrery.inference.kv_tiers_cpu"}
-    if offload.disk:
-        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(disk)}]
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -87,7 +84,16 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     # Less than a hundredth of the blocks' bytes. Twice the room that is needed: both forget what was not used for long, but not alike.
     # Host memory is that of all devices of an engine together, a cache's bytes are those of one.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
-    return {KEPT: f"{kept:g}"} | ({FOLDER: str(disk / "routes")} if offload.disk else {})
+    if not offload.disk_bytes:
+        return {KEPT: f"{kept:g}"}
+    return {KEPT: f"{kept:g}", FOLDER: str(disk / "routes"), FOLDER_BYTES: str(_shares(manifest, offload.disk_bytes)[1])}
+
+
+def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
+    """Of a rank's bytes on disk those of caches and those of routes, so that both hold as many blocks, or routes some more."""
+    cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.transport.routed_experts)
+    caches = disk_bytes * cache // (cache + routes)
+    return caches, disk_bytes - caches
 
 
 def prepare_disk(disk: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import spec as cpu_spec
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from orrery.inference.kv_disk import BoundedTiers
 
 
 class _Event:
@@ -109,5 +110,5 @@ if current_platform.is_cpu() and not isinstance(gpu_worker.current_platform, _Pl
     _stand_in()
 
 
-class CpuTiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec` of an engine on CPU."""
+class CpuTiers(BoundedTiers):
+    """`BoundedTiers` of an engine on CPU."""

@@ -81,10 +81,12 @@ class Allocation:
             probe.kill()
         return [name for name, probe in probes.items() if not ended_within(probe, KILLED_S) or probe.returncode != 0]
 
-    def clean(self) -> None:
-        """Remove the job's scratch folder from every node; what cannot be reached in CLEAN_S stays."""
+    def clean(self, caches: str) -> None:
+        """Remove from every node the job's scratch folder, and folders of engines' caches, whose names begin with `caches` and which lie
+        beside it where roles are in no containers; what cannot be reached in CLEAN_S stays."""
+        remove = ["sh", "-c", 'rm -rf "$1" "${TMPDIR:-${TEMP:-${TMP:-/tmp}}}/$2"*', "sh", str(self.scratch), caches]
         steps = [
-            self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), "rm", "-rf", str(self.scratch))
+            self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), *remove)
             for number, names in enumerate(self.nodes)
         ]
         limit_s = time.monotonic() + CLEAN_S
@@ -93,9 +95,8 @@ class Allocation:
                 step.wait(max(0.0, limit_s - time.monotonic()))
             step.kill()
 
-    @staticmethod
-    def _run(options: Sequence[str], *command: str) -> subprocess.Popen:
-        env, nowhere = slurm.clean_environment(os.environ, inside=True), subprocess.DEVNULL
+    def _run(self, options: Sequence[str], *command: str) -> subprocess.Popen:
+        env, nowhere = {**slurm.clean_environment(os.environ, inside=True), **self.site.environment}, subprocess.DEVNULL
         return subprocess.Popen([*options, *command], env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere)
 
     def images(self, plan: StagePlan) -> dict[str, Path]:

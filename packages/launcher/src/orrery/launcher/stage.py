@@ -7,8 +7,8 @@
 - But an engine is started again, as the same index in its next incarnation, where the manifest allows it (`restarts.py`).
 - Processes are local ones, or tasks of the steps of the Slurm job that this launcher runs in; what is watched is the same.
 - SIGUSR1 asks for a wind-down (Slurm sends it before the time limit): the RL stage writes a checkpoint and ends, to be gone on with.
-- Whatever happens, no process and no shared memory of the run is left. If this process itself is killed, lifelines (in a Slurm job: Slurm)
-  end the roles, and the next start clears what they left.
+- Whatever happens, no process, no shared memory and no cache on a scratch disk of the run is left. If this process itself is killed,
+  lifelines (in a Slurm job: Slurm) end the roles, and the next start clears what they left.
 - A stage is never retried. Whoever wants it to go on starts it again. A job that lost a node, or whose time was up, Slurm starts
   again.
 """
@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -46,7 +47,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.workspace import Workspace
-from orrery.observe import fence, shared_memory, watchdog, wind_down
+from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import TOKEN, adopt_orphans
@@ -172,9 +173,11 @@ class _Stage:
         self.job, self.interrupts = job, interrupts
         self.run_dir, self.stage = job.run_dir, job.plan.name
         self.last = statuses.read(self.run_dir)
+        self.caches = scratch_disk.prefix(self.run_dir)
         if self.last is not None:
             _end_leftovers(self.run_dir, self.last)
         self._remove_weights()
+        self._remove_caches()
         self.attempt = self.last.attempt + 1 if self.last else 1
         self.token = secrets.token_hex(16)
         self.processes: Sequence[Process | Task] = []
@@ -226,8 +229,9 @@ class _Stage:
             self.metrics.close()
             self._end_strays()
             if self.job.allocation is not None:
-                self.job.allocation.clean()
+                self.job.allocation.clean(self.caches)
             self._remove_weights()
+            self._remove_caches()
             self.status.ended_s = time.time()
             with suppress(OSError):  # on a full disk the sentence still reaches stderr
                 self._say_state(outcome.state, outcome.message)
@@ -252,6 +256,10 @@ class _Stage:
         """What engines and trainer pass on: in shared memory on one node, in the run's folder on several."""
         shared_memory.remove(self.run_dir)
         shutil.rmtree(self.run_dir / "weights" / "wire", ignore_errors=True)
+
+    def _remove_caches(self) -> None:
+        """What engines keep on this node's scratch disk, where they are told it is."""
+        scratch_disk.remove(self.caches, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir()))
 
     def _receipt(self, outcome: Outcome) -> None:
         allocation = self.job.allocation

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 SCHEMA_VERSION = 1
 FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
+DISK_PAGE_BYTES = 4096
 KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of cache of a multiple of that
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
@@ -485,11 +486,11 @@ class NoKvOffload(Record):
 
 class TieredKvOffload(Record):
     """Blocks go on in host memory, `host_bytes` for each of an engine's data-parallel ranks (of all its tensor-parallel devices together),
-    and where `disk` is set in files on the node's scratch disk, which a restarted engine finds again."""
+    and in files on the node's scratch disk, `disk_bytes` for each rank too, which a restarted engine finds again; with 0 in none."""
 
     kind: Literal["tiers"]
     host_bytes: PositiveInt
-    disk: bool
+    disk_bytes: NonNegativeInt
 
 
 class MooncakeKvOffload(Record):
@@ -597,6 +598,21 @@ def _longest_host_bytes(model: Model, inference: Inference) -> int:
     """The same in host memory, where a rank keeps what all its devices hold; of a latent, which all hold alike, one copy may do."""
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * _longest_cache_blocks(inference) * _cache_block_bytes(model, inference)
+
+
+def on_disk_bytes(num_bytes: int) -> int:
+    """What a file of so many bytes takes on a disk: whole pages."""
+    return -(-num_bytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
+
+
+def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
+    """What one block takes on disk: its cache, as in host memory, and its routes, whose room is twice what they need: each of the two
+    forgets by itself what was not used for long, and a cache without its routes is of no use."""
+    cache = on_disk_bytes(_longest_host_bytes(model, inference) // _longest_cache_blocks(inference))
+    if not routed_experts or (moe := model.moe) is None:
+        return cache, 0
+    number = 1 if moe.num_experts <= 256 else 2
+    return cache, 2 * on_disk_bytes(inference.kv_block_tokens * model.num_layers * moe.num_experts_per_token * number)
 
 
 def _cut_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
@@ -914,6 +930,13 @@ class Manifest(Record):
                 f"inference.kv_offload.host_bytes {offload.host_bytes} cannot hold one rollout of inference.max_model_len_tokens "
                 f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or inference.kv_offload.kind to 'none'"
             )
+        if offload.kind == "tiers" and offload.disk_bytes:
+            needed = _longest_cache_blocks(inference) * sum(disk_block_bytes(self.model, inference, self.transport.routed_experts))
+            if offload.disk_bytes < needed:
+                raise ValueError(
+                    f"inference.kv_offload.disk_bytes {offload.disk_bytes} cannot hold one rollout of inference.max_model_len_tokens "
+                    f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or to 0 for no files"
+                )
         if inference.quantization == "fp8" and (accelerator == "cpu" or inference.dtype != "bfloat16"):
             raise ValueError(
                 f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM makes FP8 weights from bfloat16, and "
