@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -327,13 +328,18 @@ def test_levers_differ_from_the_manifest_and_from_each_other(levers):
 
 def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(levers, monkeypatch, tmp_path, capsys):
     """Rows of 10 s by a clock of our own, in calls of 35 s."""
-    asked, now = [], [0.0]
+    asked, now, norms = [], [0.0], defaultdict(lambda: 0.5)
 
     def measure(lever, manifest, traces, limit_s):
         asked.append(lever.name)
         now[0] += 10.0
         row = {"variant": lever.name, "value": 100.0, "unit": "tokens/s/GPU", "goal": None, "planned_peak_bytes": 1, "wall_s": 10.0}
-        row |= {"peak_allocated_bytes": 1, "host_copies": {}}
+        row |= {
+            "peak_allocated_bytes": 1,
+            "host_copies": {},
+            "overrides": lever.asked.overrides,
+            "bench": {"metrics": {"grad_norm": norms[lever.name]}},
+        }
         return row | {"value": None, "error": "no memory"} if lever.name == "fsdp.cpu_offload" else row
 
     monkeypatch.setattr(levers, "measure", measure)
@@ -349,6 +355,11 @@ def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(le
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--again", "muon"])
     levers.main()
     assert asked == [*names, "muon"]
+    norms["muon"] = 0.501
+    with pytest.raises(
+        SystemExit, match=r"muon: its gradients' norm is 0\.50100, that of 'as the manifest has it' 0\.50000; one of them is wrong"
+    ):
+        levers.main()
 
 
 def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_their_last_words(tmp_path):
