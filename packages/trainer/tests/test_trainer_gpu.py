@@ -39,6 +39,7 @@ ALONE = {f"{name}_alone": {"model": model, "trainer": ADAPTERS if name == "adapt
 
 # In half precision, with shapes that the fast kernels take. Compiled blocks have graphs of their own.
 HALF = {"compute_dtype": "bfloat16"}
+KEEPING = {"memory": {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": ["attention", "projections", "experts"]}}}
 WIDE = {"hidden_size": 256, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
 WIDE |= {"family": "qwen3_moe", "moe": {**trainer_cases.MOE, "num_experts": 8, "expert_intermediate_size": 64}}
 HALVES = {
@@ -46,6 +47,10 @@ HALVES = {
     **{f"half_{name}": {"model": WIDE, "mesh": mesh, "trainer": HALF} for name, mesh in MESHES.items()},
     "half_fsdp2_compiled": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, "compile": True}},
     "half_ep2_ring2_compiled": {"model": WIDE, "mesh": MESHES["ep2_ring2"], "trainer": {**HALF, "compile": True}},
+    **{
+        f"half_{name}_compiled_keeping": {"model": WIDE, "mesh": MESHES[name], "trainer": {**HALF, **KEEPING, "compile": True}}
+        for name in ("ep2", "ulysses2", "ep2_ring2")
+    },
     "half_ep2_compiled_away": {"model": WIDE, "mesh": MESHES["ep2"], "trainer": {**HALF, **AWAY, "compile": True}},
     "half_fsdp2_hosted": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, **HOSTED}},
 }
