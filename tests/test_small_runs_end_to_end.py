@@ -14,6 +14,7 @@ import pytest
 import torch
 from network_alone import alone_in_a_network
 from safetensors.torch import load_file
+from two_turns import put_on_path
 
 from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -25,9 +26,12 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # One engine whose cache is too small for a batch, so that blocks go to host memory and disk and come back; one that computes prompts for
-# another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens.
+# another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens. The two that share get a
+# conversation's turns by chance, and each has room for all that a run computes: what it finds outside its device is the other's.
 TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28}, "kv_cache_bytes": 1 << 21}
-ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+ROUTER = {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+# A prompt of 77 tokens, so a first turn fills a third block of 32 that no other rollout has.
+TURNS = {"median_tokens": 20, "sigma": 0.0, "max_tokens": 20, "prompt_words": 15}
 APART = {"num_replicas": 2, "prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
 
 SHARED = {"num_replicas": 2, "kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26}, "router": ROUTER}
@@ -45,8 +49,8 @@ def manifest(inference: dict, mesh: dict, **fields) -> Manifest:
         "max_batches_ahead": 0,
     }  # so both sides have the same weights
     content["orchestrator"]["evaluation"] |= {"interval_steps": 3, "num_problems": 4}
-    for task in [*content["tasks"]["train"], *content["tasks"]["evaluation"]]:  # a question of more than one block of cache
-        task["args"]["instruction"] = "write the letters of this word from last to first: "
+    for task in [*content["tasks"]["train"], *content["tasks"]["evaluation"]]:
+        task |= {"kind": "two_turns", "args": TURNS, "max_turns": 2}
     content["stages"] |= {"sft": None}
     content["stages"]["rl"] |= {"num_steps": 3}
     return Manifest.model_validate(content)
@@ -64,8 +68,10 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
     folder = run_dir(tmp_path / "runs", spec)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
+    put_on_path(tmp_path / "site")
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
     for stage in ("init", "rl"):
-        env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+        env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path}
         with open(tmp_path / "said", "w") as said:
             process = subprocess.Popen(["orrery", "run", folder.name, stage], cwd=tmp_path, env=env, stdout=said, stderr=said)
             while process.poll() is None:
@@ -73,6 +79,12 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
                 time.sleep(0.5)
         assert process.returncode == 0, (tmp_path / "said").read_text()
     return folder
+
+
+def found_outside(folder: Path, spec: Manifest) -> list[int]:
+    """By engine, the prompt tokens that it found in caches outside its device, up to the last look at it."""
+    rows = [row for row in read(folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "engine"]
+    return [max(row["external_hit_tokens"] for row in rows if row["engine"] == index) for index in range(spec.inference.num_replicas)]
 
 
 def trained(folder: Path) -> list[dict]:
@@ -97,6 +109,9 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
+    # An engine that only prefills looks nowhere; every other one looks, and would compute what it does not find.
+    hits = found_outside(folder, spec)
+    assert [tokens > 0 for tokens in hits] == [index >= spec.inference.prefill_replicas for index in range(len(hits))], hits
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)

@@ -1,8 +1,11 @@
-"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; what the trainer computes."""
+"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; a wire that damages what it
+carries; what the trainer computes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.meeting import Tensor
 from orrery.transport.weight_wire.plan import Parts
 from orrery.transport.weight_wire.slices import Box
-from orrery.transport.weight_wire.source import Source
+from orrery.transport.weight_wire.source import Source, _Sending
 from orrery.transport.weight_wire.target import Target
 
 CPU = torch.device("cpu")
@@ -41,6 +44,32 @@ def direct_trainer(folder: Path, kind: str = "nccl") -> Iterator[Callable[[int, 
         source.settle()
     finally:
         source.close()
+
+
+@contextmanager
+def damaged_on_its_way(tensor: str) -> Iterator[None]:
+    """Every take of a `direct_trainer` carries one value of `tensor` with its lowest bit turned over: after it was fingerprinted and put
+    into the bucket, before it is sent."""
+    send_all = _Sending._send
+
+    def send_damaged(self: _Sending, parts: Parts) -> None:
+        assert self._plan is not None and self._link is not None
+        send, rounds, turned = self._link.send, dict(self._plan.of_source(0)), []
+
+        def turn_over(side: int, number: int, target: int, *where: int) -> Any:
+            message = rounds[number][target]
+            for name, _, offset in message.slices:
+                if name == tensor and not turned:
+                    self.buckets[side][message.source_offset + offset] ^= 1  # the machine is little-endian
+                    turned.append(number)
+            return send(side, number, target, *where)
+
+        with patch.object(self._link, "send", turn_over):
+            send_all(self, parts)
+        assert turned, tensor
+
+    with patch.object(_Sending, "_send", send_damaged):
+        yield
 
 
 def end_half_way(claimed: Published, engine: str) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from direct_trainer import direct_trainer, end_half_way, our_logprobs
+from direct_trainer import damaged_on_its_way, direct_trainer, end_half_way, our_logprobs
 from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed
+from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed, WeightsDiffer
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
 
@@ -83,10 +83,15 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
     assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", DIRECT_KINDS)
+@pytest.fixture(params=DIRECT_KINDS)
+def kind(request):
+    if request.param == "nixl":
+        # Beside torch for CUDA 13 it wants another package.
+        pytest.importorskip("nixl", reason="NOT TESTED: weights over NIXL, which is not installed here", exc_type=ImportError)
+    return request.param
+
+
 def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path, kind):
-    if kind == "nixl":
-        pytest.importorskip("nixl", exc_type=ImportError)  # beside torch for CUDA 13 it wants another package
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=300)
 
@@ -106,6 +111,36 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
     assert flight.finish_reason == "length" and len(flight.token_ids) == 300
     assert (np.diff(flight.versions) >= 0).all() and flight.versions[-1] == version
     assert (after.versions == version).all()
+    assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
+
+
+def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_sampled_before_a_whole_take(server, policies, tmp_path, kind):
+    policies.newest += 1
+    version, module = policies.newest, make_module(policies.manifest, seed=302)
+
+    num_sampled = []  # after each damaged take
+
+    async def scenario(fleet):
+        published = await asyncio.to_thread(publish, version, module)
+        flight = asyncio.ensure_future(sample(fleet, f"over-damage-{kind}", max_tokens=450, ignore_eos=True))
+        while (await fleet.metrics())[0].running == 0:
+            await asyncio.sleep(0)
+        for tensor, how in (("model.layers.1.mlp.down_proj.weight", "as_consumed"), ("model.norm.weight", "resident")):
+            with (
+                damaged_on_its_way(tensor),
+                pytest.raises(WeightsDiffer, match=rf"engine 0: tensor '{tensor}' \(attested {how}\) differs from .* version {version};"),
+            ):
+                await fleet.update(published)
+            [held] = (await fleet.fingerprints()).values()
+            assert [name for name, each in held.items() if each.fingerprint != published.fingerprints[name]] == [tensor]
+            num_sampled.append((await fleet.metrics())[0].generation_tokens_total)
+        assert num_sampled[0] == num_sampled[1] and not flight.done()
+        await fleet.update(published)
+        return await flight, await sample(fleet, f"after-damage-{kind}")
+
+    with direct_trainer(tmp_path / "wire", kind) as publish:
+        flight, after = drive(server[1], scenario)
+    assert flight.finish_reason == "length" and (np.diff(flight.versions) >= 0).all() and flight.versions[-1] == version
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 

@@ -237,7 +237,8 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
     manifest = fakes.manifest(admission=BOUNDS.model_dump())
     manifest = manifest.model_copy(update={"inference": manifest.inference.model_copy(update={"num_replicas": 3, "prefill_replicas": 1})})
     me, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
-    prefill, serving = fakes.load(0, kv_tokens=CONTEXT), fakes.load(0, kv_tokens=50 * CONTEXT)
+    prefill = fakes.load(0, kv_tokens=CONTEXT)
+    serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
     assert list(await look(me, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
     assert admission.limit == 100
     assert list(await look(me, Fleet(prefill, None, serving), admission)) == [0, 2]
@@ -245,4 +246,4 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
     assert await look(me, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission) == {}
     assert admission.limit == 50
     assert [row["limit"] for row in me.events("admission")] == [100, 50]
-    assert len(me.events("engine")) == 5
+    assert [(row["engine"], row["external_hit_tokens"]) for row in me.events("engine")] == [(0, 0), (1, 96), (2, 96), (0, 0), (2, 96)]

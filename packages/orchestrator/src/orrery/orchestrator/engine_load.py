@@ -17,8 +17,10 @@ async def look(me: Any, fleet: Any, admission: Admission) -> dict[int, EngineMet
         me.log.warning("no numbers from the engines: %s", error)
         return {}
     for index, load in loads.items():
-        numbers = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "preemptions": load.preemptions_total}
-        me.metrics.write(None, event="engine", engine=index, **numbers)
+        me.metrics.write(
+            None, event="engine", engine=index, running=load.running, waiting=load.waiting, kv_usage=load.kv_usage,
+            preemptions=load.preemptions_total, external_hit_tokens=load.external_hit_tokens_total,
+        )  # fmt: skip
     # The first ones only prefill: rollouts live in the caches of the others.
     serving = {index: load for index, load in loads.items() if index >= me.manifest.inference.prefill_replicas}
     before = admission.limit

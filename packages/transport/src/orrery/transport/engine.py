@@ -116,6 +116,7 @@ class EngineMetrics:
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # of those that wait, whose cache is on its way into blocks that they hold already
+    external_hit_tokens_total: int = 0  # of new requests, found in caches outside the device: host, disk, a store, another engine
 
 
 # The response of /inference/v1/generate, as far as it is read here; msgspec skips the rest without building objects.
@@ -424,6 +425,7 @@ _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions_total",
     "vllm:generation_tokens_total": "generation_tokens_total",
+    "vllm:external_prefix_cache_hits_total": "external_hit_tokens_total",
 }
 
 
