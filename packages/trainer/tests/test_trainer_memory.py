@@ -59,18 +59,24 @@ def test_logits_that_stay_are_those_that_are_made_again(tmp_path):
         assert_same(kept, again)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["none", "full"])
-def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, kind, monkeypatch):
-    pools = []
+@pytest.fixture
+def pools(monkeypatch):
+    """Of host buffers, one a learner that offloads, which here takes tensors of 64 bytes too."""
+    made = []
 
     class Watched(Offload):
         def __init__(self, device, min_bytes):
             super().__init__(device, min_bytes=64)
-            pools.append(self.pool)
+            made.append(self.pool)
 
-    plain = steps_with(tmp_path, MODELS[model])
     monkeypatch.setattr(activation_offload, "Offload", Watched)
+    return made
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, kind, pools):
+    plain = steps_with(tmp_path, MODELS[model])
     away = steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": kind}, activation_offload=True)
     assert_same(away, plain)
     (pool,) = pools
@@ -80,15 +86,7 @@ def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, 
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
-def test_what_selective_checkpointing_keeps_waits_in_host_memory_too(tmp_path, model, monkeypatch):
-    pools = []
-
-    class Watched(Offload):
-        def __init__(self, device, min_bytes):
-            super().__init__(device, min_bytes=64)
-            pools.append(self.pool)
-
-    monkeypatch.setattr(activation_offload, "Offload", Watched)
+def test_what_selective_checkpointing_keeps_waits_in_host_memory_too(tmp_path, model, pools):
     plain, keep = steps_with(tmp_path, MODELS[model]), ["attention", "projections", "experts"]
     for checkpointing in ({"kind": "full"}, {"kind": "selective", "keep": keep[:1]}, {"kind": "selective", "keep": keep}):
         assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing=checkpointing, activation_offload=True), plain)

@@ -42,17 +42,19 @@ def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
     if trainer.compile and compiled.is_whole(trainer.mesh):
         if kept or compiled.is_one_graph(trainer, model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
-    elif (
-        kept or trainer.mesh.ep > 1
-    ):  # a graph of autograd alone, perhaps with compiled parts, or the hooks of its experts' FSDP unit, inside
+        return {}
+    # A graph of autograd alone, perhaps with compiled parts, or the hooks of its experts' FSDP unit, inside.
+    if kept or trainer.mesh.ep > 1:
         return {"context_fn": partial(recomputation.contexts, kept, _called_by_compiled(trainer))}
     return {}
 
 
 def _called_by_compiled(trainer: Trainer) -> frozenset[Any]:
     """Of a block that is compiled around its exchanges, operations that stand in none: attention is in cp's, experts are in ep's."""
-    names = ("attention",) * (trainer.mesh.cp == 1) + ("experts",) * (trainer.mesh.ep == 1)
-    return frozenset(operation for name in names for operation in _operations(name)) if trainer.compile else frozenset()
+    if not trainer.compile:
+        return frozenset()
+    outside = [name for name, ranks in (("attention", trainer.mesh.cp), ("experts", trainer.mesh.ep)) if ranks == 1]
+    return frozenset(operation for name in outside for operation in _operations(name))
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:

@@ -18,19 +18,24 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
 _now: ContextVar["_Run | None"] = ContextVar("recomputation", default=None)
-_aside: ContextVar[tuple[Pack, Unpack] | None] = ContextVar("aside", default=None)
+_aside: ContextVar[tuple[Pack, Unpack]] = ContextVar("aside", default=(_as_it_is, _as_it_is))
 
 
 def contexts(operations: Collection[Any] = (), compiled: Collection[Any] = ()) -> tuple[AbstractContextManager, AbstractContextManager]:
     """For `context_fn` of torch's `checkpoint`: around the forward pass, and around its recomputation.
 
-    `compiled`: those of `operations` that compiled code calls.
+    `operations` return tensors; `compiled` are those that compiled code calls.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -98,41 +103,19 @@ class _Keeps(_Mode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in self._operations:
-            kept = tree_map(_copied if function in self._compiled else _detached, result)
-            self._results[function].append(_Aside.of(kept) if _aside.get() is not None else kept)
+            pack, unpack = _aside.get()
+
+            def set_by(value: Tensor) -> Any:
+                value = value.detach()  # without its place in the forward pass's graph; the recomputation gives it one in its own
+                return pack(value.clone() if function in self._compiled else value)
+
+            self._results[function].append((unpack, tree_map(set_by, result)))
         return result
 
 
 class _Recalls(_Mode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self._operations:
-            kept = self._results[function].popleft()
-            return kept.back() if isinstance(kept, _Aside) else kept
+            unpack, kept = self._results[function].popleft()
+            return tree_map(unpack, kept)
         return function(*args, **(kwargs or {}))
-
-
-class _Aside:
-    """Results that are elsewhere."""
-
-    def __init__(self, leaves: list[Any], spec: TreeSpec, unpack: Unpack) -> None:
-        self._leaves, self._spec, self._unpack = leaves, spec, unpack
-
-    @classmethod
-    def of(cls, kept: Any) -> "_Aside":
-        aside = _aside.get()
-        assert aside is not None
-        pack, unpack = aside
-        leaves, spec = tree_flatten(kept)
-        return cls([(True, pack(leaf)) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves], spec, unpack)
-
-    def back(self) -> Any:
-        return tree_unflatten([self._unpack(leaf) if is_packed else leaf for is_packed, leaf in self._leaves], self._spec)
-
-
-def _detached(value: Any) -> Any:
-    """The result without its place in the forward pass's graph; the recomputation gives it one in its own."""
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
