@@ -35,7 +35,9 @@ def made_up(tmp_path, num_steps=8, tokens=1000, run_id="0" * 12):
     folder.mkdir(parents=True)
     (folder / "receipt.json").write_text(json.dumps({"stages": {"init": {"attempts": [{"versions": {"driver": "1"}}]}}}))
     (folder / "manifest.json").write_bytes((ROOT / "manifests" / "asynchrony_cpu.json").read_bytes())
-    rl = [{"step": step, "time_s": 10.0 * step, "num_trained_tokens": tokens} for step in range(1, num_steps + 1)]
+    rl = [
+        {"step": step, "time_s": 10.0 * step, "num_trained_tokens": tokens, "mismatch_kl": step / 100} for step in range(1, num_steps + 1)
+    ]
     batches = [
         {"step": step, "time_s": min(10.0 * step - 9, 65.0), "staleness_mean": step, "staleness_max": step, "completion_tokens_mean": step,
          "dropped": {"stale": step}}
@@ -57,7 +59,7 @@ def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(
     assert found.trainer_waits == pytest.approx((3 + 2) / 30)  # seconds 30 to 33 and 58 to 60
     assert (found.staleness_mean, found.staleness_max, found.median_tokens) == (5, 6, 5)
     assert found.update_pause_s == pytest.approx(0.5) and found.update_s == pytest.approx(1.5)
-    assert found.dropped == {"stale": 8}
+    assert found.dropped == {"stale": 8} and found.mismatch_kl == pytest.approx(0.05)
     with pytest.raises(SystemExit, match=r"of 4 steps 3 warm up, and 0 more ended before the last batch was cut; 2 are needed"):
         scripts[0].numbers(made_up(tmp_path / "short", num_steps=4))
 

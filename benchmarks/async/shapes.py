@@ -67,6 +67,7 @@ class Numbers:
     update_s: float  # mean, from the first drained rollout to engines that go on
     step_s: float
     median_tokens: float  # of the batches' mean answers
+    mismatch_kl: float  # mean of the steps', from the policy that sampled to the one that is trained
     num_steps: int
     num_measured: int  # of them, warm
     dropped: dict[str, int]  # rollouts that were sampled and never trained, by reason
@@ -104,6 +105,7 @@ def numbers(run: RunData) -> Numbers:
         update_s=sum(row["drain_s"] + row["pause_s"] for row in updates) / len(updates),
         step_s=(end_s - begin_s) / len(steps),
         median_tokens=means[len(means) // 2],
+        mismatch_kl=sum(row["mismatch_kl"] for row in steps) / len(steps),
         num_steps=len(run.rl),
         num_measured=len(steps),
         dropped=run.batches[-1]["dropped"],
