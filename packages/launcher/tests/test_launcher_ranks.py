@@ -69,15 +69,16 @@ def run_dir(initialized, tmp_path):
     assert not any(psutil.pid_exists(role.pid) for role in status.read(path).roles)
 
 
-def at_step(run_dir: Path, step: int) -> dict[str, Health]:
+def at_step(launcher: subprocess.Popen, run_dir: Path, step: int) -> dict[str, Health]:
     """Both ranks, once each is in `step` or after it and has said its pulse."""
-    limit_s = time.monotonic() + 60
-    while True:
+    limit_s = time.monotonic() + 90
+    while launcher.poll() is None:
         ranks = read_health(run_dir, "sft", 1)
         if len(ranks) == 2 and all((rank.step or 0) >= step and rank.pulse for rank in ranks.values()):
             return ranks
         assert time.monotonic() < limit_s, ranks
         time.sleep(0.02)
+    pytest.fail(kept(run_dir, launcher.stderr.read()))
 
 
 def end(launcher: subprocess.Popen) -> str:
@@ -88,7 +89,7 @@ def end(launcher: subprocess.Popen) -> str:
 
 def test_a_rank_that_is_killed_ends_all_and_the_others_say_where_they_were(run_dir, accelerator):
     launcher = launch(run_dir)
-    victim, begin_s = at_step(run_dir, 3)["trainer.1"], time.monotonic()
+    victim, begin_s = at_step(launcher, run_dir, 3)["trainer.1"], time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     stderr = end(launcher)
     assert time.monotonic() - begin_s < 20
@@ -103,8 +104,8 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     stopped, asleep = run_dir, tmp_path / "asleep-0123456789ab"
     shutil.copytree(stopped, asleep)
     launchers = {stopped: launch(stopped), asleep: launch(asleep, stuck="1 6")}
-    os.kill(at_step(stopped, 3)["trainer.1"].pid, signal.SIGSTOP)
-    at_step(asleep, 6)
+    os.kill(at_step(launchers[stopped], stopped, 3)["trainer.1"].pid, signal.SIGSTOP)
+    at_step(launchers[asleep], asleep, 6)
     begin_s = time.monotonic()
     said = {path: end(launcher) for path, launcher in launchers.items()}
     assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < 20  # where nothing is scaled: within a minute
@@ -131,7 +132,7 @@ def test_a_rank_that_stands_still_between_steps_ends_all_by_its_name_too(run_dir
     row["trainer"]["checkpoint"]["interval_steps"] = 4
     path.write_bytes(canonical_json(Manifest.model_validate(row)))
     launcher = launch(run_dir, stuck="1 4 copy")
-    at_step(run_dir, 4)
+    at_step(launcher, run_dir, 4)
     begin_s = time.monotonic()
     said = end(launcher)
     assert time.monotonic() - begin_s < 20

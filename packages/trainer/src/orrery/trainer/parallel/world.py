@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from orrery.observe.process import RoleProcess
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 120.0
+JOIN_DEADLINE_S = 600.0  # between the first rank and the last: each imports torch, some of them from a file system that all are reading
 COLLECTIVE_BLOCKS = 16  # multiprocessors that a collective of NCCL may hold; with 8 collectives are what a step waits for
 
 
