@@ -1,5 +1,5 @@
 // Engines of every shape on two H200, in small, a few minutes each: a prompt's cache from device to device, a cache that goes on in host memory
-// and on disk, and one engine whose ranks share the experts. CUDA_VISIBLE_DEVICES puts a trainer beside an engine: what is said below, engines first.
+// and on disk, and one engine whose ranks share the experts; the first two with a mixture's routes too. CUDA_VISIBLE_DEVICES puts a trainer beside an engine: what is said below, engines first.
 local pair = (import 'lib/run.libsonnet') + (import 'hardware/h200_pair.libsonnet') + (import 'memory/plain.libsonnet') + {
   seed: 1,
   hardware+: { devices_per_node: 3 },
@@ -13,6 +13,14 @@ local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algor
   trainer+: { memory+: { max_tokens_per_micro_batch: 8192 } },
   orchestrator+: { rollouts_per_batch: 256, evaluation+: { rollouts_per_problem: 1 } },
 };
+// four layers of Qwen3-30B-A3B; the trainer takes the engines' routes
+local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {
+  answer_tokens:: { median: 64, max: 1024 },
+  model+: { num_layers: 4 },
+  trainer+: { optimizer+: { lr: 1e-6 }, memory+: { max_tokens_per_micro_batch: 8192 } },
+  transport+: { routed_experts: true },
+  orchestrator+: { rollouts_per_batch: 256, drop_zero_advantage_groups: false, evaluation+: { rollouts_per_problem: 1 } },
+};
 (import 'lib/named.libsonnet')({
   // 0,1,1: one engine prefills, one decodes
   h200_prefill_decode: smollm2 {
@@ -24,14 +32,19 @@ local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algor
     hardware+: { devices_per_node: 2 },
     inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
-  // 0,1,1: four layers of Qwen3-30B-A3B; each of two ranks attends to its own requests, and experts are apart; the trainer takes their routes
-  h200_data_parallel: pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {
-    answer_tokens:: { median: 64, max: 1024 },
+  // 0,1,1: each of two ranks attends to its own requests, and experts are apart
+  h200_data_parallel: mixture {
     layout+:: { devices_per_engine: 2 },
-    model+: { num_layers: 4 },
-    trainer+: { optimizer+: { lr: 1e-6 }, memory+: { max_tokens_per_micro_batch: 8192 } },
     inference+: { data_parallel: 2 },
-    transport+: { routed_experts: true },
-    orchestrator+: { rollouts_per_batch: 256, drop_zero_advantage_groups: false, evaluation+: { rollouts_per_problem: 1 } },
+  },
+  // 0,1,1: a token's route comes from the engine that computed it
+  h200_prefill_decode_mixture: mixture {
+    layout+:: { engines: 2, prefill_engines: 1 },
+    inference+: { router: { kind: 'none' } },
+  },
+  // what is preempted comes back from host memory or disk, with its routes
+  h200_kv_tiers_mixture: mixture {
+    hardware+: { devices_per_node: 2 },
+    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
 })

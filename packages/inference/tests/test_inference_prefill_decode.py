@@ -30,7 +30,6 @@ torch.set_num_threads(1)
 
 KINDS = {"nixl": {"kind": "nixl"}, "mooncake": {"kind": "mooncake", "protocol": "tcp"}}
 MOST_UPDATES = MOST_ABORTS = 8
-ROUTES = releases._has(releases.AUX_OUTPUT)  # beside caches that are handed over, 0.26 has none
 MEANWHILE = "meanwhile"  # where engines publish that are started before anybody is to know
 PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six blocks and a part of one
 
@@ -38,7 +37,7 @@ PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)  # six b
 @pytest.fixture(scope="module", params=KINDS)
 def run_dir(request, tmp_path_factory):
     apart = {"prefill_replicas": 1, "kv_transfer": KINDS[request.param], "router": {"kind": "none"}}
-    return make_run(tmp_path_factory.mktemp(request.param) / "run", MIXTURE, num_replicas=2, inference=apart, routed_experts=ROUTES)
+    return make_run(tmp_path_factory.mktemp(request.param) / "run", MIXTURE, num_replicas=2, inference=apart, routed_experts=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +69,8 @@ def drive(engines, scenario, **options):
 
 
 def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
-    routes = {"routes_from": options.pop("routes_from", 0)} if ROUTES else {"routes_from": None}
-    return fleet.generate(
-        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options | routes
-    )
+    options = {"max_tokens": max_tokens, "temperature": 1.0, "ignore_eos": True, "seed": 5, "routes_from": 0} | options
+    return fleet.generate(prompt, cache_salt=salt, request_id=name, **options)
 
 
 def whole(fleet, name, salt, **options):
@@ -85,8 +82,7 @@ def same(one, other):
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.versions.tolist() == other.versions.tolist()
     assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
-    if ROUTES:
-        np.testing.assert_array_equal(routes_of(one), routes_of(other))
+    np.testing.assert_array_equal(routes_of(one), routes_of(other))
 
 
 def routes_of(generation):
@@ -111,8 +107,7 @@ def test_tokens_logprobs_and_routes_are_those_of_one_whole_engine_and_turns_meet
         return before, after, apart, again, other_salt, turn, reference, await whole(fleet, "w2", "c", prompt=longer, routes_from=told)
 
     before, after, apart, again, other_salt, turn, reference, reference_turn = drive(engines, scenario)
-    if ROUTES:
-        assert [part.num_rows for part in apart.routes] == [200, 24] and sum(part.num_rows for part in reference.routes) == 223
+    assert [part.num_rows for part in apart.routes] == [200, 24] and sum(part.num_rows for part in reference.routes) == 223
     same(apart, reference)
     same(again, reference)
     same(turn, reference_turn)

@@ -126,6 +126,29 @@ CORRECTED = {
         ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.hash_block_size"),
         ("distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py", "MooncakeLookupResult.hit_length"),
     ],
+    "vllm_0_26_routes.py": [
+        ("config/vllm.py", "VllmConfig.try_verify_and_update_config"),
+        ("config/kv_transfer.py", "KVTransferConfig.is_kv_transfer_instance"),
+        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.routed_experts_by_slot"),
+        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.attn_gid"),
+        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.block_size"),
+        ("v1/core/block_pool.py", "BlockPool._maybe_evict_cached_block"),
+        ("v1/core/block_pool.py", "BlockPool.cached_block_hash_to_block"),
+        ("v1/core/block_pool.py", "BlockHashToBlockMap.get_one_block"),
+        ("v1/core/kv_cache_manager.py", "KVCacheManager.get_block_ids"),
+        ("v1/core/sched/scheduler.py", "Scheduler._update_waiting_for_remote_kv"),
+        ("v1/core/sched/scheduler.py", "Scheduler.routed_experts_mgr"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler._lookup"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.update_state_after_alloc"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "RequestOffloadState.num_locally_computed_tokens"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "RequestGroupState.offload_keys"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "SchedulerOffloadConfig.blocks_per_chunk"),
+        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "GroupOffloadConfig.tokens_per_block"),
+        ("v1/kv_offload/tiering/manager.py", "TieringOffloadingManager.complete_store"),
+        ("model_executor/layers/fused_moe/cpu_fused_moe.py", "select_experts"),
+        ("model_executor/layers/fused_moe/runner/moe_runner.py", "MoERunner._apply_quant_method"),
+        ("model_executor/layers/fused_moe/router/base_router.py", "BaseRouter.capture_fn"),
+    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
@@ -254,16 +277,15 @@ def manifests():
         yield check(each, "test")
 
 
-def test_routes_beside_an_offloaded_cache_are_refused_by_the_release_that_would_lose_them(monkeypatch):
-    manifest = next(manifests())
+def test_routes_in_a_shared_store_are_refused_by_the_release_that_has_them_in_each_engine_alone(tree):
+    content = next(manifests()).model_dump(mode="json")
     tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 0}
-    offloading = check(manifest.model_dump(mode="json") | {"inference": manifest.inference.model_dump() | {"kv_offload": tiers}}, "test")
-    monkeypatch.setattr(releases, "_has", lambda file, name="": True)
-    assert releases.arguments(offloading) == {}
-    monkeypatch.setattr(releases, "_has", lambda file, name="": False)
-    with pytest.raises(OrreryError, match=r"transport.routed_experts with inference.kv_offload.kind 'tiers'"):
-        releases.arguments(offloading)
-    assert releases.arguments(manifest) == {}
+    store = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
+    for kv_offload in (tiers, store):
+        content["inference"] |= {"kv_offload": kv_offload}
+        is_refused = kv_offload is store and not is_new(tree)
+        with pytest.raises(OrreryError, match=r"routed_experts with inference.kv_offload.kind 'mooncake'") if is_refused else nullcontext():
+            assert releases.arguments(check(content, "test")) == {}
 
 
 def test_restarts_beside_mooncake_are_refused_by_the_release_whose_readers_would_hang(tree):

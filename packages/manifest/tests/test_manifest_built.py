@@ -177,14 +177,10 @@ def test_one_h200_node_of_a_built_network_is_built():
 APART_BY_MOONCAKE = APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
 RELEASES = [
     (
-        {"transport__routed_experts": True, "inference__kv_offload": TIERS},
-        "transport.routed_experts with inference.kv_offload.kind 'tiers': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
-        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
-    ),
-    (
-        {"transport__routed_experts": True, "inference__num_replicas": 2, **APART},
-        "transport.routed_experts with inference.kv_transfer.kind 'nixl': vLLM 0.26 (locks/inference.cuda.txt) keeps routes by the place "
-        "of their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32",
+        {"transport__routed_experts": True, "inference__kv_offload": STORE},
+        "transport.routed_experts with inference.kv_offload.kind 'mooncake': vLLM 0.26 (locks/inference.cuda.txt) has routes in each "
+        "engine alone, and caches of others are of no use without theirs; set inference.kv_offload.kind to 'tiers', "
+        "transport.routed_experts to false, or install vLLM 0.32",
     ),
     (
         {"inference__num_replicas": 2, **APART_BY_MOONCAKE},

@@ -6,7 +6,7 @@
   has left on disk is removed before it could be found.
 - Files on disk take at most `disk_bytes`, caches and routes together: what was used longest ago makes room (`kv_disk`).
 - A block that cannot be read back is computed again. Where routes are returned, so is one whose routes are not known
-  (`patches.vllm_routes_elsewhere`).
+  (`patches.vllm_routes_elsewhere`, of 0.26 `patches.vllm_0_26_routes`).
 """
 
 import json
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from orrery.inference.kv_transfer import refuse_open_interfaces
-from orrery.inference.patches.vllm_routes_elsewhere import FOLDER, FOLDER_BYTES, KEPT
+from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.inference.patches.vllm_routes_shared import SHARED
+from orrery.inference.routes_on_disk import FOLDER, FOLDER_BYTES
 from orrery.manifest.schema import Manifest, disk_block_bytes
 from orrery.observe import scratch_disk
 from orrery.observe.deadline import scaled

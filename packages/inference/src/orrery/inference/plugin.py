@@ -23,7 +23,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
     WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
     from orrery.inference import releases
-    from orrery.inference.patches import vllm_kv_transfer, vllm_routes_elsewhere, vllm_whole_answers
+    from orrery.inference.patches import vllm_kv_transfer, vllm_whole_answers
 
     releases.correct_engine()
     vllm_whole_answers.hold_outputs()
@@ -34,9 +34,6 @@ def register() -> None:
         vllm_kv_transfer.pulls_that_end_with_their_engine()
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
         vllm_kv_transfer.nixl_that_waits()
-    if vllm_routes_elsewhere.KEPT in os.environ:
-        vllm_routes_elsewhere.keep()
-        vllm_routes_elsewhere.beside_transfer()
     # A forked engine core inherits this registration and does not load plugins again, so the tie is made at the fork itself …
     os.register_at_fork(after_in_child=die_with_parent)
     # … while a spawned one (or a worker) is a new interpreter that loads them: multiprocessing tells us that it is a child.

@@ -7,9 +7,10 @@
 | an engine of one rank | listens on every interface: `patches.vllm_0_26` | meets itself by a file |
 | versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
-| routed experts on GPU | Model Runner V1; no KV connector beside them | Model Runner V2; beside one by `patches.vllm_routes_elsewhere` |
+| routed experts | by place; beside a KV connector by `vllm_0_26_routes` | in a store; the same by `vllm_routes_elsewhere` |
+| routed experts on GPU | Model Runner V1 | Model Runner V2 |
 | torch's compiler, as it is imported | needed | left out where nothing is compiled |
-| routed experts on CPU | – | `patches.vllm_routes` |
+| routed experts on CPU | `patches.vllm_0_26_routes` | `patches.vllm_routes` |
 | a cache that Mooncake cannot read | its request hangs: not beside restarts | fails its request |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
@@ -19,12 +20,14 @@
   another where ORRERY_VLLM_SOURCE names its folder.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.release import Feature, check_release
 from orrery.manifest.schema import Manifest
@@ -32,7 +35,7 @@ from orrery.manifest.schema import Manifest
 LAUNCHERS = "entrypoints/launchers/api_server/entry.py"
 AUX_OUTPUT = "distributed/aux_output_connector/worker.py"
 MOONCAKE = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
-FEATURES: dict[Feature, tuple[str, ...]] = {"routes_leave_device": (AUX_OUTPUT,), "lost_caches_fail": (MOONCAKE, "_handle_failed_recv")}
+FEATURES: dict[Feature, tuple[str, ...]] = {"routes_in_store": (AUX_OUTPUT,), "lost_caches_fail": (MOONCAKE, "_handle_failed_recv")}
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,12 @@ def correct(manifest: Manifest) -> None:
         vllm.fork_engine_core()
         vllm.inspect_models_here()
         vllm.draw_again_after_a_part()
-        if manifest.transport.routed_experts:
+        if manifest.transport.routed_experts and _has(AUX_OUTPUT):
             vllm_routes.routes_on_cpu()
+        elif manifest.transport.routed_experts:
+            from orrery.inference.patches import vllm_0_26_routes
+
+            vllm_0_26_routes.capture_on_cpu()
         if manifest.transport.weights == "adapters":
             vllm_adapters.keep_kernels_of_experts()
     if not _has(LAUNCHERS):
@@ -114,6 +121,18 @@ def correct_engine() -> None:
         from orrery.inference.patches import vllm_0_26
 
         vllm_0_26.meet_by_file()
+    if KEPT not in os.environ:
+        return
+    if _has(AUX_OUTPUT):
+        from orrery.inference.patches import vllm_routes_elsewhere
+
+        vllm_routes_elsewhere.keep()
+        vllm_routes_elsewhere.beside_transfer()
+    else:
+        from orrery.inference.patches import vllm_0_26_routes
+
+        vllm_0_26_routes.keep()
+        vllm_0_26_routes.beside_connectors()
 
 
 def _has(file: str, name: str = "") -> bool:

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-# Routes of experts stay known where their cache blocks go elsewhere; a request fails whose cache Mooncake cannot read, and does not hang.
-Feature = Literal["routes_leave_device", "lost_caches_fail"]
+# Engines that share caches share their routes of experts too; a request fails whose cache Mooncake cannot read, and does not hang.
+Feature = Literal["routes_in_store", "lost_caches_fail"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,11 @@ LOCKED = {  # by accelerator
 def check_release(manifest: Manifest, name: str, has: Callable[[Feature], bool]) -> None:
     """Raises `OrreryError` with one sentence for what this release cannot do and another can; `has` is asked only where it matters."""
     inference = manifest.inference
-    kinds = (("kv_offload", inference.kv_offload.kind), ("kv_transfer", inference.kv_transfer.kind))
-    elsewhere = [(field, kind) for field, kind in kinds if kind != "none"]
-    if manifest.transport.routed_experts and elsewhere and not has("routes_leave_device"):
-        field, kind = elsewhere[0]
+    if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake" and not has("routes_in_store"):
         raise OrreryError(
-            f"transport.routed_experts with inference.{field}.kind {kind!r}: {name} keeps routes by the place of "
-            f"their cache blocks on the device; set one of them to false or 'none', or install vLLM 0.32"
+            f"transport.routed_experts with inference.kv_offload.kind 'mooncake': {name} has routes in each engine alone, and caches of "
+            f"others are of no use without theirs; set inference.kv_offload.kind to 'tiers', transport.routed_experts to false, or "
+            f"install vLLM 0.32"
         )
     if inference.max_restarts and inference.kv_transfer.kind == "mooncake" and not has("lost_caches_fail"):
         raise OrreryError(

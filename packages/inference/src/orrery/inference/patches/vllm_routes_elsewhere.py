@@ -4,9 +4,8 @@ Upstream keeps routes in a store of its own, as large as the device's cache and 
 from behind the device has lost its routes by then, and the engine ends over them ("auxiliary output object does not exist"); beside a
 connector that hands caches over it does not start ("PD auxiliary output is not supported").
 
-- `keep`: the store keeps as many routes as device and tiers keep blocks, on disk too where blocks are there (`bounded_folder`: those that
-  were used longest ago make room); a reset of the device's prefix cache takes neither away. A block that is computed again has its routes
-  written again.
+- `keep`: the store keeps as many routes as device and tiers keep blocks, on disk too where blocks are there (`routes_on_disk`); a reset
+  of the device's prefix cache takes neither away. A block that is computed again has its routes written again.
 - Where engines share a store, routes are in it as well (`patches.vllm_routes_shared`).
 - No cache without its routes: what a tier may load of a prompt ends where routes are not known, and is computed from there. The store is
   the worker's, which may be another process than the scheduler's; so a step's output also says which routes came and went, and the
@@ -20,21 +19,15 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
 """
 
 import contextlib
-import logging
 import os
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
-from orrery.inference.bounded_folder import BoundedFolder
 from orrery.inference.patches.vllm_routes_shared import SHARED, SharedRoutes, share
-
-log = logging.getLogger("orrery.inference.routes")
+from orrery.inference.routes_on_disk import FOLDER, RoutesOnDisk, is_on_disk
 
 KEPT = "ORRERY_ROUTES_KEPT"  # how many times the device's blocks the store has room for
-FOLDER = "ORRERY_ROUTES_FOLDER"  # where it keeps them on disk too
-FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"  # at most
 
 CHANGES = "routes that came and went"  # among the outputs of requests, whose names have no blanks
 
@@ -108,13 +101,8 @@ def beside_transfer() -> None:
 
 def _num_known(block_hashes: Any) -> int:
     """How many of these blocks, from the first, have routes here."""
-    keys, folder = (each.hex() for each in block_hashes), os.environ.get(FOLDER)
-    on_disk = (lambda key: _path(Path(folder), key).is_file()) if folder else lambda _: False
-    return next((i for i, key in enumerate(keys) if key not in _known and not on_disk(key)), len(block_hashes))
-
-
-def _path(folder: Path, key: str) -> Path:
-    return folder / key[:2] / key
+    keys = (each.hex() for each in block_hashes)
+    return next((i for i, key in enumerate(keys) if key not in _known and not is_on_disk(key)), len(block_hashes))
 
 
 class _Shelf(Protocol):
@@ -127,48 +115,10 @@ class _Shelf(Protocol):
     def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]: ...
 
 
-class _Disk:
-    """A file a block, `max_bytes` of them; each is written by one thread, which is the store's."""
-
-    far = False
-
-    def __init__(self, folder: Path, max_bytes: int):
-        self._folder, self._files = folder, BoundedFolder(folder, max_bytes)
-
-    def write(self, objects: Iterable[Any]) -> None:
-        """A disk that takes no more costs routes that leave the memory, never the engine."""
-        for each in objects:
-            path = _path(self._folder, each.key)
-            aside = path.with_suffix(f".{os.getpid()}")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with self._files.writing([str(path)], len(each.payload)):
-                    aside.write_bytes(each.payload)
-                    aside.rename(path)
-            except OSError as error:
-                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
-                with contextlib.suppress(OSError):
-                    aside.unlink()
-
-    def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
-        paths = [_path(self._folder, key) for key in keys]
-        self._files.used(map(str, paths))
-        return [self._read(path) for path in paths]
-
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
-            return None
-
-
 def _shelf() -> _Shelf | None:
     if SHARED in os.environ:
         return SharedRoutes()
-    return _Disk(Path(os.environ[FOLDER]), int(os.environ[FOLDER_BYTES])) if FOLDER in os.environ else None
+    return RoutesOnDisk() if FOLDER in os.environ else None
 
 
 class _Slots(OrderedDict[str, int]):
