@@ -4,8 +4,9 @@
   engine core tells of every step), and counts tokens.
 - Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
   its column of routes in place.
-- Between the two (`rows`): the second engine driven as the first is (what routes cost vLLM's own way), and then with log-probs, and one
-  final answer asked for as our client asks for it.
+- Between the two (`rows`): each engine asked for log-probs and for one final answer, as our client asks, without router and client. What
+  routes cost an engine is the difference of these two: `routes_cost`, the median over rounds of the same number, whose goal is 3 % at
+  most. One row more is the second engine driven as the first is: what routes cost vLLM's own way of answering.
 - Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
   alternate. The figure is the median of the ratios of rounds of the same number. A CPU's engine shares its cores with the client, which a
   GPU's does not: no goal there.
@@ -54,9 +55,12 @@ ROOT = Path(__file__).parents[2]
 GOAL = 0.95
 SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
-BETWEEN = {"engine returns routes": {}, "log-probs asked too": {"logprobs": 0, "output_kind": 2}}
+ROUTES_GOAL = 0.03  # of an engine's tokens/s
+FINAL = {"logprobs": 0, "output_kind": 2}  # log-probs of what is sampled, and one answer at the end
+WITHOUT, WITH = "one final answer with log-probs, no routes", "one final answer with log-probs and routes"
+BETWEEN: dict[bool, dict[str, dict[str, int]]] = {False: {WITHOUT: FINAL}, True: {WITH: FINAL, "vLLM's own answers with routes": {}}}
 Stages = dict[bool, list[dict[str, float]]]  # rounds, by whether routes were kept
-Between = dict[str, float]  # tokens/s, by what is asked for
+Between = dict[str, list[float]]  # tokens/s of each round, by what is asked for
 
 
 def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
@@ -217,7 +221,7 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
 
 
 async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen: Callable[[Stages, Between], None]) -> Stages:
-    """Rounds of each of these engines in turn, and then what is between, each in one round; `seen` hears after each of them."""
+    """Rounds of each of these engines in turn, and then as many of what is between; `seen` hears after each number."""
     rows: Stages = {routes: [] for routes in stages}
     between: Between = {}
     async with AsyncExitStack() as stack:
@@ -232,9 +236,12 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen
                 print(f"{'through all' if routes else 'directly'}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
                 rows[routes].append(found)
             seen(rows, between)
-        for index, (name, more) in enumerate(BETWEEN.items() if True in stages else (), 1):
-            between[name] = (await plain(True, 1000 * index, **more))["tokens_per_s"]  # prompts of its own
-            print(f"{name}: {between[name]:.0f} tokens/s", flush=True)
+        asked = [(routes, name, more) for routes in stages for name, more in BETWEEN[routes].items()]
+        for number in range(args.rounds):
+            for index, (routes, name, more) in enumerate(asked, 1):
+                found = await plain(routes, 1000 * index + number, **more)  # prompts of its own
+                print(f"{name}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+                between.setdefault(name, []).append(found["tokens_per_s"])
             seen(rows, between)
     return rows
 
@@ -263,6 +270,12 @@ def measure(args: argparse.Namespace, cases: tuple[bool, ...], seen: Callable[[S
         return runner.run(rounds(args, stages, seen))
 
 
+def routes_cost(between: Between) -> float | None:
+    """The share of an engine's tokens/s that routes take, where both were measured."""
+    pairs = [*zip(between.get(WITHOUT, []), between.get(WITH, []), strict=False)]
+    return statistics.median(1 - with_routes / without for without, with_routes in pairs) if pairs else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware")
@@ -276,9 +289,11 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     on_cpu = manifest(args, False).hardware.accelerator == "cpu"
     directly_alone: Stages = {}
+    found: Between = {}
 
     def keep(rows: Stages, between: Between) -> None:
         """After each round, so that a session which ends early keeps what it has."""
+        found.update(between)
         through = rows.get(True, [])
         direct = (directly_alone | rows)[False][: len(through)]
         if not through:
@@ -295,10 +310,12 @@ def main() -> None:
                 "through_all": through,
                 "tokens_per_s_directly": statistics.median(row["tokens_per_s"] for row in direct),
                 "tokens_per_s_through_all": statistics.median(row["tokens_per_s"] for row in through),
+                "routes_cost": routes_cost(found),
+                "routes_cost_goal": None if on_cpu else ROUTES_GOAL,
                 "load_average_before": load_before,
                 **vars(args),
             },
-            rows=[{"variant": name, "value": each, "unit": "tokens/s"} for name, each in between.items()],
+            rows=[{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in found.items()],
         )
 
     # On a CPU both fit, and rounds that alternate see the same neighbours.
