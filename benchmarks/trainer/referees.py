@@ -1,0 +1,126 @@
+"""The referees that only GPUs can run: kernels, layouts over NCCL against one GPU, offloads, checkpoints at other meshes, flight recorders.
+
+They are tests, which pass or fail; here their outcome is kept. A group of them is a process, which is ended when it takes too long; then
+all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart.
+
+    python benchmarks/trainer/referees.py                       # one GPU does, two do more
+    python benchmarks/trainer/referees.py --only layouts flight_recorders
+    python benchmarks/trainer/referees.py --check               # on any machine: that every group has tests
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import ROOT, record
+
+TRAINER = "packages/trainer/tests"
+GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what pytest is told
+    "kernels": (150, ["packages/kernels/tests"]),
+    "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
+    "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
+    "offloads": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
+    "checkpoints": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
+    "flight_recorders": (90, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
+}
+# Not the project's settings of pytest: they name plugins that a GPU host lacks.
+PYTEST = ["-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "-q", "-rs"]
+
+
+@dataclass
+class Outcome:
+    """What came of one group: names of tests."""
+
+    seconds: float = 0.0
+    passed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # and the first line that says why
+    skipped: list[str] = field(default_factory=list)
+
+
+def run(name: str) -> Outcome:
+    seconds, words = GROUPS[name]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        process = subprocess.Popen([sys.executable, *PYTEST, "--junitxml", str(report), *words], cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(seconds)
+            outcome = read(report)
+        except subprocess.TimeoutExpired:
+            outcome = Outcome(failed={name: f"took more than {seconds} s"})
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            process.wait()
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def read(report: Path) -> Outcome:
+    """pytest's own account; a run that left none has failed as a whole."""
+    outcome = Outcome()
+    if not report.is_file():
+        return Outcome(failed={"all": "pytest ended without a report"})
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = case.get("name", "")
+        bad = next((child for child in case if child.tag in ("failure", "error")), None)
+        if bad is not None:
+            outcome.failed[name] = (bad.get("message") or "").split("\n")[0][:300]
+        elif case.find("skipped") is not None:
+            outcome.skipped.append(name)
+        else:
+            outcome.passed.append(name)
+    return outcome
+
+
+def keep(outcomes: dict[str, Outcome]) -> None:
+    passed = sum(len(each.passed) for each in outcomes.values())
+    failed = sum(len(each.failed) for each in outcomes.values())
+    if not passed + failed:
+        return
+    record(
+        Path(__file__).with_name("referees_gpu.json"),
+        figure="referees on GPUs that pass, of those that ran",
+        value=passed / (passed + failed),
+        unit="share",
+        goal=1.0,
+        better="higher",
+        details={"gpus": torch.cuda.device_count(), "passed": passed, "failed": failed},
+        rows=[
+            {"variant": name, "value": len(each.passed), "unit": "tests", "seconds": round(each.seconds, 1), "failed": each.failed}
+            | {"passed": each.passed, "skipped": each.skipped}
+            for name, each in outcomes.items()
+        ],
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--check", action="store_true", help="collect the tests and run none")
+    args = parser.parse_args()
+    if args.check:
+        return max(subprocess.run([sys.executable, *PYTEST, "--collect-only", *GROUPS[name][1]], cwd=ROOT).returncode for name in args.only)
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: the referees of a CPU run with `make test`; --check shows what would run")
+    outcomes: dict[str, Outcome] = {}
+    for name in args.only:
+        outcomes[name] = run(name)
+        keep(outcomes)
+    for name, each in outcomes.items():
+        print(f"{name:20} {len(each.passed):3} pass, {len(each.failed)} fail, {len(each.skipped)} skipped, {each.seconds:.0f} s")
+        for test, why in each.failed.items():
+            print(f"    {test}: {why}")
+    return 1 if any(each.failed for each in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
