@@ -1,6 +1,9 @@
 """Slurm's words, read: states, queue, accounting, endings of tasks. The lines are what Slurm 22.05 prints."""
 
+import asyncio
+import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,3 +86,34 @@ def test_how_tasks_ended():
 def test_a_lost_node_is_named():
     assert failed_node("srun: error: Node failure on node2\nsrun: Job step aborted") == "node2"
     assert failed_node("srun: error: node3: task 1: Killed") is None
+
+
+def test_jobs_are_cancelled_also_while_slurm_is_asked_about_them(monkeypatch):
+    """Snakemake lets its list of jobs go while it asks, and Ctrl-C comes when it likes."""
+    plugin = pytest.importorskip("snakemake_executor_plugin_orrery_slurm")
+    executor = object.__new__(plugin.Executor)
+    executor._going, executor._troubled, cancelled = ["12", "13"], {}, []
+    executor.report_job_success = lambda info: None
+    monkeypatch.setattr(plugin.slurm, "cancel", lambda ids: cancelled.append(list(ids)))
+    jobs = [SimpleNamespace(external_jobid=job) for job in ("12", "13")]
+
+    def words(_ids):
+        executor.cancel_jobs([])
+        return {"12": "COMPLETED", "13": "RUNNING"}
+
+    monkeypatch.setattr(plugin.slurm, "words", words)
+
+    async def check():
+        return [info.external_jobid async for info in executor.check_active_jobs(jobs)]
+
+    assert asyncio.run(check()) == ["13"]
+    executor.cancel_jobs(jobs)
+    assert cancelled == [["12", "13"], ["13"]]
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monkeypatch):
+    command = tmp_path / "squeue"
+    command.write_text("#!/bin/sh\nps -o pgid= -p $$\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert int(slurm.call("squeue")) != os.getpgrp()

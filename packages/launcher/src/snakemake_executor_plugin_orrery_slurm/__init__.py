@@ -66,6 +66,7 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # since when a job is lost or unknown
+        self._going: list[str] = []  # Slurm's numbers; while it is asked about them, Snakemake's own list is empty
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
@@ -97,6 +98,7 @@ class Executor(RemoteExecutor):
             self._fail(info, f"{run} {stage}: {error}")
             return
         info.external_jobid = going.id
+        self._going.append(going.id)
         self.logger.info(f"{stage} of {run} is Slurm job {going.id}" + (f" already, {going.word.lower()}" if going.word else ""))
         self.report_job_submission(info)
 
@@ -130,6 +132,7 @@ class Executor(RemoteExecutor):
                 self._troubled.pop(job, None)
                 yield info
             elif state == "done":
+                self._going.remove(job)
                 self.report_job_success(info)
             elif state == "failed":
                 self._fail(info, self._why(info, word))
@@ -154,11 +157,13 @@ class Executor(RemoteExecutor):
         return own or f"{stage}: job {info.external_jobid} ended with {word}" + (f": {line}" if line else "") + f"; its output is {log}"
 
     def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:
+        if info.external_jobid:
+            self._going.remove(str(info.external_jobid))
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         self.report_job_error(info, msg=f"{sentence}. ")
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
-        ids = [str(info.external_jobid) for info in active_jobs if info.external_jobid]
+        ids = list(self._going)
         try:
             slurm.cancel(ids)
         except OrreryError as error:

@@ -73,9 +73,10 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Standard output of one of Slurm's commands; raises `OrreryError` with what it said."""
+    """Standard output of one of Slurm's commands, which Ctrl-C does not reach; raises `OrreryError` with what it said."""
+    env = clean_environment(os.environ)
     try:
-        done = subprocess.run(command, env=clean_environment(os.environ), capture_output=True, text=True, timeout=COMMAND_S)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_S, start_new_session=True)
     except FileNotFoundError:
         raise OrreryError(f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)") from None
     except subprocess.TimeoutExpired:
