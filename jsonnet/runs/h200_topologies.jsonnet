@@ -42,7 +42,7 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
     layout+:: { engines: 2, prefill_engines: 1 },
     inference+: { router: { kind: 'none' } },
   },
-  // what is preempted comes back from host memory or disk, with its routes
+  // the prompt of what is preempted comes back from host memory or disk, with its routes
   h200_kv_tiers_mixture: mixture {
     hardware+: { devices_per_node: 2 },
     inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },

@@ -25,10 +25,17 @@ def test_blocks_come_back_elsewhere_with_the_routes_that_they_had_when_they_were
     routes, before = KeptRoutes(slots, BLOCK, max_blocks=3), blocks(slots).copy()
     routes.keep((KEYS[place], place) for place in (0, 1, 2))
     slots[:] = 7  # other requests have their places
-    routes.keep([(KEYS[0], 0)])  # known: stays as it is
     routes.put_back([5, 3], routes.read([KEYS[0], KEYS[2]]).result())
     np.testing.assert_array_equal(blocks(slots)[[5, 3]], before[[0, 2]])
     assert (blocks(slots)[[0, 1, 2, 4]] == 7).all()
+
+
+def test_a_block_that_was_computed_again_has_its_newer_routes(slots):
+    routes, before = KeptRoutes(slots, BLOCK, max_blocks=3), blocks(slots).copy()
+    routes.keep([(KEYS[0], 0)])
+    routes.keep([(KEYS[0], 1)])
+    routes.put_back([5], routes.read([KEYS[0]]).result())
+    np.testing.assert_array_equal(blocks(slots)[5], before[1])
 
 
 def test_what_was_not_used_for_longest_is_forgotten_and_a_prompt_is_known_up_to_the_first_gap(slots):

@@ -198,6 +198,31 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
         same(one, other)
 
 
+def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engine(tmp_path):
+    inference = SMALL_TIERS | {"max_batched_tokens": 64}  # a prompt takes six steps, and the cache holds two of them
+    run_dir = make_run(tmp_path / "run", MIXTURE, inference=inference, routed_experts=True)
+
+    async def abort_all(url):
+        async with EngineClient(url) as client:
+            seen = set()
+            for round in range(4):
+                names = [f"{round}-{i}" for i in range(8)]
+                asked = [asyncio.create_task(ask(client, name, name)) for name in names]
+                while (load := await client.metrics()).waiting < 2:
+                    await asyncio.sleep(0.01)
+                seen |= {"waiting", *(["running"] if load.running else [])}
+                await asyncio.sleep(0.02 * round)
+                await client.abort(names)
+                await asyncio.gather(*asked, return_exceptions=True)
+            return seen, await ask(client, "after", "a", routes_from=0), await until_found(client, "a", "again", routes_from=0)
+
+    with engine(run_dir) as (_, url):
+        seen, after, again = asyncio.run(abort_all(url))
+    assert seen == {"waiting", "running"}
+    assert again.cached_tokens == BLOCKS
+    same(after, again)
+
+
 def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves_those_of_others(tmp_path):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}})
     folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))

@@ -2,7 +2,7 @@
 
 - Upstream: the `fs` tier (`FileSystemTierManager`) has neither capacity nor eviction; "evicting chunks if capacity is needed" is the
   matter of a tier's `submit_store`. vLLM loads tiers and specs of others by name, so nothing of its is patched: loading this module names
-  the tier, and `BoundedTiers` is how a configuration has it loaded (`spec_module_path`).
+  the tier, and `Tiers` is how a configuration has it loaded (`spec_module_path`).
 - A block is used when it is written, written again, or loaded. Room is made by the thread that writes, never by the scheduler's.
 - A file may be gone between the lookup that saw it and its load, which then fails. 0.32 gives back the blocks that it had, and has the
   lookups of this tier answer that the others are missing: they are computed. 0.26 gives back all of them but not that answer: the lookup
@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from orrery.inference import releases
 from orrery.inference.bounded_folder import BoundedFolder
 from orrery.inference.kv_offload import DISK_TIER
 
@@ -65,8 +66,9 @@ class BoundedFiles(FileSystemTierManager):
             task()
 
 
-class BoundedTiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec`, loaded with this module."""
+class Tiers(TieringOffloadingSpec):
+    """`TieringOffloadingSpec`, loaded with this module: with a disk tier that has a bound, and what tiers of this release need."""
 
 
+releases.correct_tiers()
 SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import spec as cpu_spec
 from vllm.v1.kv_offload.tiering import spec as tiering_spec
 
-from orrery.inference.kv_disk import BoundedTiers
+from orrery.inference.kv_disk import Tiers
 
 
 class _Event:
@@ -120,5 +120,5 @@ if current_platform.is_cpu() and not isinstance(gpu_worker.current_platform, _Pl
     _stand_in()
 
 
-class CpuTiers(BoundedTiers):
-    """`BoundedTiers` of an engine on CPU."""
+class CpuTiers(Tiers):
+    """`Tiers` of an engine on CPU."""

@@ -12,6 +12,7 @@
 | torch's compiler, as it is imported | needed | left out where nothing is compiled |
 | routed experts on CPU | `patches.vllm_0_26_routes` | `patches.vllm_routes` |
 | a cache that Mooncake cannot read | its request hangs: not beside restarts | fails its request |
+| tiers, of a request that was aborted | end the engine: `patches.vllm_0_26` | store what was computed |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
 - A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
@@ -133,6 +134,14 @@ def correct_engine() -> None:
 
         vllm_0_26_routes.keep()
         vllm_0_26_routes.beside_connectors()
+
+
+def correct_tiers() -> None:
+    """Apply the corrections that tiers of this release need, before they are made."""
+    if not _has(LAUNCHERS):
+        from orrery.inference.patches import vllm_0_26
+
+        vllm_0_26.store_nothing_of_the_ended()
 
 
 def _has(file: str, name: str = "") -> bool:

@@ -1,5 +1,5 @@
 """Corrections to vLLM 0.26, which 0.32 does not need. None touches vLLM's files; each is one call before the engine client is built,
-the last in every process of an engine.
+the third in every process of an engine, the last where tiers are made.
 
 1. `keep_signal_handlers`. Upstream: `uvicorn.Server.serve` installs its own SIGTERM handler over the one with which `serve_http` stops the
    engine; requests in flight then hold the server for as long as they take (vllm-project/vllm#49668). Versions: 0.26 (read). Remove with
@@ -11,6 +11,10 @@ the last in every process of an engine.
    Versions: 0.26 (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
 3. `meet_by_file`. Upstream: ranks of an engine meet by torch's TCPStore, which listens on every interface and has no token, an engine of
    one rank too. Versions: 0.26 (seen: `test_servers_listen_on_loopback_only`). Remove with 0.26: in 0.32 one rank has a file.
+4. `store_nothing_of_the_ended`. Upstream: when a request has ended, tiers are given what of its prompt they have not got. Of one that was
+   aborted before it was computed there are no blocks, and the engine ends over an assertion (vllm-project/vllm#49118); of one that a full
+   tier has refused before, the account is closed, and it ends over a KeyError (vllm-project/vllm#49635). What can be stored has been by
+   then, in the step that computed it. Versions: 0.26 (seen: `test_inference_kv_offload.py`). Remove with 0.26: 0.32 counts what is there.
 """
 
 import contextlib
@@ -126,3 +130,22 @@ def _attach_spans(request_state: Any, account: Account) -> None:
         return output
 
     request_state._new_completion_output = with_spans
+
+
+def store_nothing_of_the_ended() -> None:
+    """Have tiers take a request's blocks while it lives."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+
+    finish = OffloadingConnectorScheduler.request_finished
+    if getattr(finish, "orrery", False):
+        return
+
+    def finish_and_close(self: Any, request: Any) -> Any:
+        answer = finish(self, request)
+        status = self._req_status.get(request.request_id)
+        for group in status.group_states if status is not None else ():
+            group.next_stored_chunk_idx = len(group.offload_keys)
+        return answer
+
+    finish_and_close.orrery = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler.request_finished = finish_and_close  # type: ignore[method-assign]

@@ -4,9 +4,10 @@ Upstream keeps routes in the scheduler, by the place of a token's cache on the d
 asks or answers here is in the scheduler's process, and its one thread.
 
 - `beside_connectors`: the configuration passes.
-- `keep`: when a tier has a block, its routes are kept by the block's hash, on disk too where blocks are there (`routes_on_disk`); so are
-  those of a block that leaves the device before a tier says so. When a block comes back, they are put where it lies, before any request
-  finds it there. No cache without its routes: what a tier may load of a prompt ends where they are not known.
+- `keep`: when a tier has got a block, its routes are kept by the block's hash, on disk too where blocks are there (`routes_on_disk`). When
+  a block comes back, they are put where it lies, before any request finds it there. No cache without its routes: what a tier may load of
+  a prompt ends where they are not known. On disk a cache that was computed again under the same salt stays the older one, with the newer
+  one's routes: they may be of two versions, as tokens of one rollout are.
 - Prefill apart needs no more: routes of the prompt are the prefill engine's, and the decode engine is asked for those from the prompt's
   last token, which it computes itself (`orrery.transport.prefill_decode`).
 - `capture_on_cpu`: an engine on a CPU chooses experts where upstream's capture does not look.
@@ -30,7 +31,7 @@ from orrery.inference.routes_on_disk import FOLDER, RoutesOnDisk, is_on_disk
 
 log = logging.getLogger("orrery.inference.routes")
 
-WAITING_BATCHES = 4096  # that may wait for the disk; a step makes one
+WAITING_BATCHES = 4096  # that may wait for the disk; a request's step makes one
 
 
 class _Block(NamedTuple):
@@ -39,7 +40,7 @@ class _Block(NamedTuple):
 
 
 class KeptRoutes:
-    """Routes of whole blocks by the blocks' hashes: as many as there is room for, those that were kept last.
+    """Routes of whole blocks by the blocks' hashes: as many as there is room for, those that were kept or read last.
 
     Args:
         slots: upstream's routes by place, [blocks · block_size, layers, top_k].
@@ -57,9 +58,11 @@ class KeptRoutes:
             threading.Thread(target=self._write_all, name="orrery-routes-writer", daemon=True).start()
 
     def keep(self, blocks: Iterable[tuple[str, int]]) -> None:
-        """The routes of these blocks, each a hash and where it is on the device; known ones stay as they are."""
-        new = [_Block(key, self._slots[place].tobytes()) for key, place in blocks if key not in self._rows]
-        self._rows.update(new)
+        """The routes of these blocks, each a hash and where it is on the device; one computed again may be of newer weights."""
+        new = [_Block(key, self._slots[place].tobytes()) for key, place in blocks]
+        for key, payload in new:
+            self._rows[key] = payload
+            self._rows.move_to_end(key)
         while len(self._rows) > self._max_blocks:
             self._rows.popitem(last=False)
         if self._disk is not None and new:
@@ -132,12 +135,11 @@ def beside_connectors() -> None:
 def keep() -> None:
     """In each process that may be an engine core, before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
 
     start, arrive = Scheduler.__init__, Scheduler._update_waiting_for_remote_kv
     connect, look_up = OffloadingConnectorScheduler.__init__, OffloadingConnectorScheduler._lookup
-    load, evict = OffloadingConnectorScheduler.update_state_after_alloc, BlockPool._maybe_evict_cached_block
+    load, promote = OffloadingConnectorScheduler.update_state_after_alloc, Scheduler._try_promote_blocked_waiting_request
     if getattr(start, "orrery", False):
         return
     tiers: list[Any] = []  # of this process: their connector, which a scheduler makes as it starts
@@ -172,7 +174,10 @@ def keep() -> None:
         if not num_tokens:
             return num_tokens
         size, keys = _keys(self, status)
-        return min(num_tokens, size * engine[1].num_known(keys[: num_tokens // size]))
+        asked = status.num_locally_computed_tokens, num_tokens
+        if status.req.__dict__.get("routes_asked", (None, 0))[0] != asked:  # who waits for room is looked up in every step
+            status.req.routes_asked = asked, size * engine[1].num_known(keys[: num_tokens // size])
+        return min(num_tokens, status.req.routes_asked[1])
 
     def load_with_routes(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
         load(self, request, blocks, num_external_tokens)
@@ -190,10 +195,9 @@ def keep() -> None:
             engine[1].put_back(places[first : first + len(rows)], rows)
         arrive(self, request)
 
-    def keep_and_evict(self: Any, block: Any) -> bool:
-        if block.block_hash is not None and block.ref_cnt == 0 and engine:  # a cache that could not be loaded still has an owner
-            engine[1].keep([(_name(block.block_hash), block.block_id)])
-        return evict(self, block)
+    def promote_with_routes(self: Any, request: Any) -> bool:
+        coming = request.__dict__.get("routes_of_load")
+        return (coming is None or coming[1].done()) and promote(self, request)  # like the load itself, they hold up nobody else
 
     start_with_routes.orrery = True  # type: ignore[attr-defined]
     Scheduler.__init__ = start_with_routes  # type: ignore[method-assign]
@@ -201,7 +205,7 @@ def keep() -> None:
     OffloadingConnectorScheduler.__init__ = connect_and_listen  # type: ignore[method-assign]
     OffloadingConnectorScheduler._lookup = look_up_with_routes  # type: ignore[method-assign]
     OffloadingConnectorScheduler.update_state_after_alloc = load_with_routes  # type: ignore[method-assign]
-    BlockPool._maybe_evict_cached_block = keep_and_evict  # type: ignore[method-assign]
+    Scheduler._try_promote_blocked_waiting_request = promote_with_routes  # type: ignore[method-assign]
 
 
 def _name(key: bytes) -> str:
