@@ -182,6 +182,7 @@ def keep() -> None:
     def load_with_routes(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
         load(self, request, blocks, num_external_tokens)
         if num_external_tokens:
+            request.__dict__.pop("routes_asked", None)
             status = self._req_status[request.request_id]
             size, keys = _keys(self, status)
             request.routes_of_load = status.num_locally_computed_tokens // size, engine[1].read(keys[: num_external_tokens // size])
