@@ -109,9 +109,13 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
-    # An engine that only prefills looks nowhere; every other one looks, and would compute what it does not find.
+    # An engine that only prefills looks nowhere; every other one looks, and would compute what it does not find. Of two that share a store
+    # one finds what the other has computed first, which is now the one and now the other (`test_inference_kv_offload.py` has both).
     hits = found_outside(folder, spec)
-    assert [tokens > 0 for tokens in hits] == [index >= spec.inference.prefill_replicas for index in range(len(hits))], hits
+    if inference is SHARED:
+        assert sum(hits) > 0
+    else:
+        assert [tokens > 0 for tokens in hits] == [index >= spec.inference.prefill_replicas for index in range(len(hits))], hits
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)
