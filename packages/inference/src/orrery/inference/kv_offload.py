@@ -43,8 +43,7 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
         return None
     if offload.kind == "mooncake":
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    extra: dict[str, Any] = {"cpu_bytes_to_use": offload.host_bytes}
-    extra |= {"spec_name": "Tiers", "spec_module_path": "orrery.inference.kv_disk"}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": offload.host_bytes, "spec_name": "Tiers", "spec_module_path": "orrery.inference.kv_disk"}
     if offload.disk_bytes:
         extra["secondary_tiers"] = [{"type": DISK_TIER, "root_dir": str(disk), "max_bytes": _shares(manifest, offload.disk_bytes)[0]}]
     if manifest.hardware.accelerator == "cpu":
