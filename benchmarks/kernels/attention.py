@@ -110,7 +110,7 @@ def torch_packed_cudnn() -> Contender:
 def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     """What can run here, and why the rest cannot."""
     found, absent = {}, {}
-    for name in ("cudnn_dense", "cudnn_packed", "flash"):
+    for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
         form = forms.FORMS[name]
         found[name] = Contender(form.forward, form.backward, form.supports)
     if forms.cudnn_packed.library() is None:

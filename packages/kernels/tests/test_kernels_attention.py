@@ -473,7 +473,7 @@ def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
-@pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash"])
+@pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash4", "flash"])
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])
 def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, monkeypatch):
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))

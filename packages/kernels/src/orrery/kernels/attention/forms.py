@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import batched, cudnn_dense, cudnn_packed, flash, padded, plain
+from orrery.kernels.attention import batched, cudnn_dense, cudnn_packed, flash, flash4, padded, plain
 from orrery.kernels.attention.layout import Layout, lse_dtype
 
 log = logging.getLogger("orrery.kernels.attention")
@@ -24,6 +24,7 @@ log = logging.getLogger("orrery.kernels.attention")
 FORMS: dict[str, ModuleType] = {
     "cudnn_dense": cudnn_dense,
     "cudnn_packed": cudnn_packed,
+    "flash4": flash4,
     "flash": flash,
     "padded": padded,
     "batched": batched,

@@ -1,0 +1,73 @@
+"""FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
+
+They are compiled by CuTe DSL the first time that a head shape is seen (some 15 s a pass; `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps
+them), for any lengths. The kernels of other devices are not asked for. Needs `pip install flash-attn-4`, never a hard import.
+"""
+
+import inspect
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.attention.layout import Layout
+
+log = logging.getLogger("orrery.kernels.attention")
+
+_TAKEN = {
+    "_flash_attn_fwd": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal return_lse",
+    "_flash_attn_bwd": "q k v out dout lse softmax_scale causal cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k deterministic",
+}
+
+
+@cache
+def library() -> Any:
+    """The package's interface, or None where it is not installed or takes other arguments; said once."""
+    try:
+        from flash_attn.cute import interface
+
+        missing = [
+            f"{name}({word})"
+            for name, words in _TAKEN.items()
+            for word in words.split()
+            if word not in inspect.signature(getattr(interface, name)).parameters
+        ]
+        if missing:
+            raise AttributeError(f"no {', '.join(missing)}")
+    except Exception as error:  # an installed package that does not load must not stop a run that can do without
+        log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
+        return None
+    return interface
+
+
+def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] in (64, 128)
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and (layout.shared or not layout.causal)
+        and library() is not None
+    )
+
+
+def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    out_THD, lse_HT, *_ = library()._flash_attn_fwd(q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout))
+    return out_THD, lse_HT
+
+
+def backward(
+    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(
+        q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, deterministic=torch.are_deterministic_algorithms_enabled(), **_documents(layout)
+    )
+    return dq_THD, dk_SGD, dv_SGD
+
+
+def _documents(layout: Layout) -> dict[str, Any]:
+    cu_q, cu_k, max_q, max_k, causal, scale = layout
+    names = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    return names | {"causal": causal, "softmax_scale": scale}
