@@ -22,9 +22,9 @@ from orrery.kernels.attention.layout import Layout, lse_dtype
 log = logging.getLogger("orrery.kernels.attention")
 
 FORMS: dict[str, ModuleType] = {
+    "flash4": flash4,
     "cudnn_dense": cudnn_dense,
     "cudnn_packed": cudnn_packed,
-    "flash4": flash4,
     "flash": flash,
     "padded": padded,
     "batched": batched,
