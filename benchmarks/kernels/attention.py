@@ -2,7 +2,7 @@
 
 Packs of 16,384 to 65,536 tokens as one document and as several of unequal lengths, for the head shapes of Qwen3-30B-A3B (32 query
 and 4 key heads of 128), Qwen3-8B (32, 8) and Qwen3-0.6B (16, 8), in bfloat16. Beside the forms of `orrery.kernels.attention.forms`
-stand torch's `varlen_attn`, torch's own packed cuDNN operator, and FlashAttention 4 where it is installed. `chosen` is what a model
+stand torch's `varlen_attn` and torch's own packed cuDNN operator. `chosen` is what a model
 calls: the operator, its form chosen by the rule, with autograd around it.
 
 FLOPs count the causal half: 2·Σ L²·H·D forward (two products of L²/2·D each), 2.5 times that backward. An error is the Frobenius norm
@@ -12,6 +12,7 @@ of the difference over that of the referee; 1e-2 is some five roundings to bfloa
 """
 
 import argparse
+import importlib.metadata
 import json
 import math
 import os
@@ -113,8 +114,9 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
         form = forms.FORMS[name]
         found[name] = Contender(form.forward, form.backward, form.supports)
-    if forms.cudnn_packed.library() is None:
-        absent["cudnn_packed"] = "the package nvidia-cudnn-frontend is not installed"
+    for name, form, package in (("cudnn_packed", forms.cudnn_packed, "nvidia-cudnn-frontend"), ("flash4", forms.flash4, "flash-attn-4")):
+        if form.library() is None:
+            absent[name] = f"the package {package} is not installed"
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         return varlen_attention(q, k, v, Documents(layout.cu_seqlens_q, layout.max_q))
@@ -138,19 +140,6 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     except ImportError as error:
         absent["torch varlen_attn"] = str(error)
     found["torch packed cuDNN"] = torch_packed_cudnn()
-    try:
-        from flash_attn.cute import flash_attn_varlen_func
-
-        def fourth(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-            cu_q, cu_k, max_q, max_k, causal, scale = layout
-            out = flash_attn_varlen_func(
-                q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, causal=causal, softmax_scale=scale
-            )
-            return out[0] if isinstance(out, tuple) else out
-
-        found["flash-attn-4"] = differentiable(fourth)
-    except Exception as error:
-        absent["flash-attn-4"] = f"{type(error).__name__}: {error}"
     return found, absent
 
 
@@ -260,7 +249,7 @@ def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
     wide = [x.float() for x in (dout, q, k, v)]
     out, lse = plain.forward(*wide[1:], layout)
     expected = out, *plain.backward(*wide, out, lse, layout)
-    for name in ("cudnn_packed", "flash"):
+    for name in ("cudnn_packed", "flash4", "flash"):
         contender = entrants[name]
         row: dict[str, Any] = {"form": name, "variant": f"{name}, queries {lengths_q}, keys {lengths_k}", "unit": "largest relative error"}
         if not contender.supports(q, k, layout):
@@ -348,6 +337,8 @@ def versions() -> dict[str, str]:
     library = forms.cudnn_packed.library()
     if library is not None:
         found["cudnn_frontend"] = library.__version__
+    if forms.flash4.library() is not None:
+        found["flash_attn_4"] = importlib.metadata.version("flash-attn-4")
     return found
 
 

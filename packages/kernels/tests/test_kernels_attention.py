@@ -486,3 +486,40 @@ def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, mo
     expected = outcome(reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens)
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).abs().max() <= 2e-2 * e.abs().max()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.parametrize("form", ["cudnn_packed", "flash4", "flash"])
+def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(form, monkeypatch):
+    """What ring attention asks: no mask, documents without keys or without queries."""
+    q, _, _, cu_q = pack([300, 0, 513, 40], head_dim=64)
+    _, k, v, cu_k = pack([129, 64, 0, 700], head_dim=64, seed=1)
+    q, k, v = (x.cuda().bfloat16() for x in (q, k, v))
+    layout = Layout(cu_q.cuda(), cu_k.cuda(), 513, 700, False, 64**-0.5)
+    if not forms.FORMS[form].supports(q, k, layout):
+        pytest.skip(f"{form} does not take this here")
+    dout = torch.linspace(-1, 1, q.numel(), device="cuda").view_as(q).bfloat16()
+    wide = [x.double() for x in (dout, q, k, v)]
+    out, lse = plain.forward(*wide[1:], layout)
+    expected = out, lse, *plain.backward(*wide, out, lse, layout)
+    given = forms.FORMS[form].forward(q, k, v, layout)
+    actual = *given, *forms.FORMS[form].backward(dout, q, k, v, *given, layout)
+    for a, e in zip(actual, expected, strict=True):
+        seen = e > -torch.inf
+        assert (a[~seen] == -torch.inf).all()
+        assert (a.double() - e)[seen].abs().max() <= 2e-2 * e[seen].abs().max()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (32, 4)])
+def test_a_gpu_that_is_asked_for_the_same_bits_gives_them(num_heads, num_kv_heads):
+    lengths = [4000, 1, 96, 8000, 700]
+    q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, num_heads, num_kv_heads, head_dim=128))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (outcome(varlen_attention, q, k, v, cu_seqlens) for _ in range(8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
