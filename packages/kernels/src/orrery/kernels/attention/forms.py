@@ -1,10 +1,10 @@
 """Which form of attention runs where, and what happens when one cannot.
 
-The order below is the rule, until benchmarks/kernels/attention.json says otherwise: cuDNN wherever it takes the layout on compute
-capability 9.0 and above (599 against 346 TFLOP/s forward, 551 against 326 with the backward pass, for 32 query and 4 key heads of
-128 at 32,768 tokens on one H200), FlashAttention 2 for the rest of half precision on a GPU, torch's CPU kernel for packs of
-documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents that are short in batches; queries and keys
-of different tokens on a CPU).
+The order below is the rule, until benchmarks/kernels/attention.json says otherwise: FlashAttention 4 on Hopper where it is installed
+(with the backward pass 596 TFLOP/s for 32 query and 4 key heads of 128 at 16,384 tokens on one H200, 503 for eight documents), cuDNN
+wherever it takes the layout on compute capability 9.0 and above (543 and 402), FlashAttention 2 for the rest of half precision on a GPU
+(318 and 262), torch's CPU kernel for packs of documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents
+that are short in batches; queries and keys of different tokens on a CPU).
 
 Every form gives and takes the same things: out [T, H, D], log-sum-exp [H, T] over natural logarithms. So the backward pass may run in
 another form than the forward pass did, and a form that fails is left out from then on.
