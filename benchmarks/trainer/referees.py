@@ -1,7 +1,8 @@
 """The referees that only GPUs can run: kernels, layouts over NCCL against one GPU, offloads, checkpoints at other meshes, flight recorders.
 
 They are tests, which pass or fail; here their outcome is kept. A group of them is a process, which is ended when it takes too long; then
-all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart.
+all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart. With `--only` the other groups' rows
+stay as they are, each with the commit that it ran at.
 
     python benchmarks/trainer/referees.py                       # one GPU does, two do more
     python benchmarks/trainer/referees.py --only layouts flight_recorders
@@ -9,6 +10,7 @@ all its tests count as one that failed. A test that was skipped has shown nothin
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -22,8 +24,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.observe.provenance import commit
 from record import ROOT, record
 
+RECORD = Path(__file__).with_name("referees_gpu.json")
 TRAINER = "packages/trainer/tests"
 GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what pytest is told
     "kernels": (150, ["packages/kernels/tests"]),
@@ -31,7 +35,7 @@ GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what 
     "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
     "offloads": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
     "checkpoints": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
-    "flight_recorders": (90, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
+    "flight_recorders": (200, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
 }
 # Not the project's settings of pytest: they name plugins that a GPU host lacks.
 PYTEST = ["-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "-q", "-rs"]
@@ -81,24 +85,25 @@ def read(report: Path) -> Outcome:
     return outcome
 
 
-def keep(outcomes: dict[str, Outcome]) -> None:
-    passed = sum(len(each.passed) for each in outcomes.values())
-    failed = sum(len(each.failed) for each in outcomes.values())
+def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
+    """Write the record: rows of these outcomes, and of the groups that are not among them those that it has."""
+    before = {row["variant"]: row for row in json.loads(path.read_text())["rows"]} if path.is_file() else {}
+    rows = {name: before[name] for name in GROUPS if name in before}
+    for name, each in outcomes.items():
+        rows[name] = {"variant": name, "value": len(each.passed), "unit": "tests", "seconds": round(each.seconds, 1), "failed": each.failed}
+        rows[name] |= {"passed": each.passed, "skipped": each.skipped, "commit": commit(ROOT, ".", ":!benchmarks/**/*.json")}
+    passed, failed = (sum(len(row[word]) for row in rows.values()) for word in ("passed", "failed"))
     if not passed + failed:
         return
     record(
-        Path(__file__).with_name("referees_gpu.json"),
+        path,
         figure="referees on GPUs that pass, of those that ran",
         value=passed / (passed + failed),
         unit="share",
         goal=1.0,
         better="higher",
         details={"gpus": torch.cuda.device_count(), "passed": passed, "failed": failed},
-        rows=[
-            {"variant": name, "value": len(each.passed), "unit": "tests", "seconds": round(each.seconds, 1), "failed": each.failed}
-            | {"passed": each.passed, "skipped": each.skipped}
-            for name, each in outcomes.items()
-        ],
+        rows=[rows[name] for name in GROUPS if name in rows],
     )
 
 
