@@ -4,8 +4,12 @@
 - `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py` and
   `patches/vllm_answers.py`, with requests that ask for one final output. The same requests, sampled log-probs included; rounds alternate.
 - Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
+- With `--hollow` there is no network at all (`hollow.py`; vLLM 0.26), so the engine core's share is its host side, of any model's shape. A
+  step of so many requests in flight takes that many tokens' worth of it, beside which the device computes; what is longer than that, the
+  device waits for.
 
     python benchmarks/inference/answer_cost.py       # the installed release of vLLM, on a CPU, a minute
+    python benchmarks/inference/answer_cost.py --hollow --routes --run qwen3_30b_a3b_16k --requests 512 --record host_cost_routes
 """
 
 import argparse
@@ -27,11 +31,17 @@ from record import record
 HERE = Path(__file__).resolve().parent
 THEIRS, OURS = "theirs", "ours"
 SAMPLING = {THEIRS: {"logprobs": 0}, OURS: {"logprobs": 0, "output_kind": 2}}
+HOLLOW = " hollow"
 
 
 def serve(way: str) -> None:
     """This process as an engine of dummies that answers in this way."""
-    if way == THEIRS:
+    if way.endswith(HOLLOW):
+        from orrery.inference import __main__ as role
+
+        arguments = role.server_arguments
+        role.server_arguments = lambda *given: [*arguments(*given), "--distributed-executor-backend", "hollow.Hollow"]
+    if way.startswith(THEIRS):
         from orrery.inference.patches import vllm_answers, vllm_whole_answers
 
         vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
@@ -39,9 +49,10 @@ def serve(way: str) -> None:
 
 
 def spent_s(server: psutil.Process) -> dict[str, float]:
-    """Processor seconds until now of the API server, and of its engine core."""
-    found = {"api_server": server.cpu_times(), "engine_core": server.children()[0].cpu_times()}
-    return {name: times.user + times.system for name, times in found.items()}
+    """Processor seconds until now of the API server, and of its engine core (beside which Python's tracker of resources does nothing)."""
+    found = {"api_server": [server], "engine_core": server.children()}
+    times = {name: [process.cpu_times() for process in each] for name, each in found.items()}
+    return {name: sum(one.user + one.system for one in each) for name, each in times.items()}
 
 
 def main() -> None:
@@ -50,15 +61,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of an answer")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--routes", action="store_true", help="of a mixture's tokens, in each answer")
+    parser.add_argument("--hollow", action="store_true", help="an engine without a network")
     parser.add_argument("--record", default="answer_cost", help="name of the JSON beside this script")
     parser.set_defaults(quantization="none")
     args = parser.parse_args()
-    spec, load_before = throughput.manifest(args, False), psutil.getloadavg()[0]
+    spec, load_before = throughput.manifest(args, args.routes), psutil.getloadavg()[0]
     rounds: dict[str, list[dict[str, float]]] = {THEIRS: [], OURS: []}
     with ExitStack() as stack:
         servers = {}
         for way in rounds:
-            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way)}))
+            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way + HOLLOW * args.hollow)}))
             servers[way] = me.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
         for number in range(args.rounds):
             for way, endpoint in servers.items():
@@ -77,7 +90,7 @@ def main() -> None:
     medians = {way: {name: statistics.median(row[name] for row in each[1:]) for name in each[0]} for way, each in rounds.items()}
     record(
         HERE / f"{args.record}.json",
-        figure="processor time of the API server a sampled token, answers with log-probs",
+        figure=f"processor time of the API server a sampled token, answers with log-probs{' and routes' if args.routes else ''}",
         value=medians[OURS]["api_server"],
         unit="us/token",
         goal=None,

@@ -14,8 +14,10 @@ an interval for the engine core.
 - Outputs that carry more than tokens, log-probs and routes are passed on as they are, in order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -76,14 +78,18 @@ class Held:
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
         """Of these outputs of a step, and of what is held, what goes out now. `requests` are those that run, by id."""
         found: list[Any] = []
-        for output in outputs:
+        if not outputs:
+            return found
+        others, none = _others(outputs[0].__struct_fields__)
+        for output in outputs:  # hundreds, while the device computes the next step: what is done here is as little as can be
             name, is_last = output.request_id, output.finish_reason is not None
             before = self.parts.get(name)
-            parts = [] if before is None else before[1]
-            if not _is_plain(output):
+            if others(output) != none:
+                parts = [] if before is None else before[1]
                 found += [*([merged(parts)] if parts else ()), output]
                 parts.clear()
             elif before is not None:
+                parts = before[1]
                 if output.routed_experts is not None:
                     output.routed_experts = output.routed_experts.copy()  # else it keeps those of all its step
                 parts.append(output)
@@ -135,14 +141,11 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
     return type(logprobs[0])(*(np.concatenate(each) for each in zip(*rows, strict=True)))
 
 
-def _is_plain(output: Any) -> bool:
-    return all(getattr(output, name) is None for name in _others(output.__struct_fields__))
-
-
 @cache
-def _others(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Of these fields, those that are None where there are but tokens, log-probs and routes."""
-    return tuple(name for name in fields if name not in (*MERGED, *LAST))
+def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
+    """What reads an output's other fields than tokens, log-probs and routes, and what it reads where there are but those."""
+    names = [name for name in fields if name not in (*MERGED, *LAST)]
+    return attrgetter(*names), (None,) * len(names)
 
 
 def _is_whole(request: Any) -> bool:
