@@ -1,8 +1,9 @@
 """What an answer costs an engine's processes beside the network: processor time a sampled token, in vLLM's way and in ours.
 
 - A tiny network, so that what is computed a token is little; the API server computes nothing of it at all.
-- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py` and
-  `patches/vllm_answers.py`, with requests that ask for one final output. The same requests, sampled log-probs included; rounds alternate.
+- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py`,
+  `patches/vllm_answers.py` and of 0.26 `patches/vllm_0_26_routes.py`, with requests that ask for one final output. The same requests,
+  sampled log-probs included; rounds alternate.
 - Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
 - With `--hollow` there is no network at all (`hollow.py`; vLLM 0.26), so the engine core's share is its host side, of any model's shape. A
   step of so many requests in flight takes that many tokens' worth of it, beside which the device computes; what is longer than that, the
@@ -42,9 +43,9 @@ def serve(way: str) -> None:
         arguments = role.server_arguments
         role.server_arguments = lambda *given: [*arguments(*given), "--distributed-executor-backend", "hollow.Hollow"]
     if way.startswith(THEIRS):
-        from orrery.inference.patches import vllm_answers, vllm_whole_answers
+        from orrery.inference.patches import vllm_0_26_routes, vllm_answers, vllm_whole_answers
 
-        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
+        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = vllm_0_26_routes.list_blocks_of_prompts = lambda: None
     throughput.serve_dummies()
 
 
