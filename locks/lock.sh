@@ -37,7 +37,7 @@ for name in "${names[@]}"; do
         inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
         trainer.cuda)
             UV_FIND_LINKS='' compile "$name" --constraints <(grep -oE '^[^ #]+==[^ ]+' locks/inference.cuda.txt |
-                grep -vE '^(apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels|torch-c-dlpack-ext)==') ;;
+                grep -vE '^(apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels)==') ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
     esac
 done

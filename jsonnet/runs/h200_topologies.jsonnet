@@ -27,10 +27,10 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
     layout+:: { engines: 2, prefill_engines: 1 },
     inference+: { router: { kind: 'none' } },
   },
-  // a cache of a few dozen rollouts, and 256 in flight
+  // a cache of some 60 rollouts, and 256 in flight
   h200_kv_tiers: smollm2 {
     hardware+: { devices_per_node: 2 },
-    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
+    inference+: { kv_cache_bytes: 50331648, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
   // 0,1,1: each of two ranks attends to its own requests, and experts are apart
   h200_data_parallel: mixture {
@@ -45,6 +45,6 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
   // the prompt of what is preempted comes back from host memory or disk, with its routes
   h200_kv_tiers_mixture: mixture {
     hardware+: { devices_per_node: 2 },
-    inference+: { kv_cache_bytes: 201326592, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
+    inference+: { kv_cache_bytes: 67108864, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
 })

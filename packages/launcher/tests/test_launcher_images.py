@@ -76,7 +76,11 @@ def test_every_file_of_a_lock_has_a_hash_and_none_an_address(lock):
 def test_what_trainer_and_engines_share_on_gpus_has_one_version():
     trainer, engines = pins("trainer.cuda"), pins("inference.cuda")
     shared = trainer.keys() & engines.keys()
-    assert "torch" in shared and {name: trainer[name] for name in shared} == {name: engines[name] for name in shared}
+    apart = {name for name in shared if trainer[name] != engines[name]}
+    # vLLM pins the compiler of its kernels; FlashAttention 4 asks for a newer one
+    assert "torch" in shared - apart and all(
+        re.fullmatch("apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels", name) for name in apart
+    )
 
 
 @pytest.mark.parametrize("lock", ["login", "orchestrator"])

@@ -1,8 +1,9 @@
 """FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
 
 CuTe DSL compiles them the first time that a host sees a head shape, some 15 s a pass, for any lengths, and keeps them in its temporary
-folder. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. Its kernels for other
-devices are not asked for. Needs `pip install flash-attn-4`, never a hard import.
+folder. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. It takes what it was
+measured on (attention.json): causal attention of documents to themselves, heads of 128, Hopper. Needs `pip install flash-attn-4`, never a
+hard import.
 """
 
 import inspect
@@ -50,9 +51,10 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] in (64, 128)
+        and q.shape[-1] == 128
         and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and (layout.shared or not layout.causal)
+        and layout.causal
+        and layout.shared
         and library() is not None
     )
 
