@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import os
 import types
 
 import pytest
@@ -20,6 +21,7 @@ from orrery.kernels.attention import (
     cudnn_dense,
     cudnn_packed,
     flash,
+    flash4,
     forms,
     padded,
     plain,
@@ -201,14 +203,16 @@ def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_form_that_fails_is_left_out_and_the_next_one_answers(monkeypatch, caplog):
+@pytest.mark.parametrize("module", ["builtins", "cudnn", "cutlass.base_dsl.common"])
+def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypatch, caplog):
     q, k, v, cu = pack([5, 8])
     expected = varlen_attention(q, k, v, cu)
     asked = []
+    kind = RuntimeError if module == "builtins" else type("ItsOwnError", (Exception,), {"__module__": module})
 
     def no_plan(*_):
         asked.append(1)
-        raise RuntimeError("No valid execution plans built.")
+        raise kind("No valid execution plans built.")
 
     monkeypatch.setattr(forms, "_failed", set())
     monkeypatch.setattr(padded, "forward", no_plan)
@@ -227,6 +231,27 @@ def test_running_out_of_memory_is_not_taken_for_a_form_that_cannot(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         varlen_attention(*pack([5, 8]))
     assert not forms._failed
+
+
+def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tmp_path):
+    names = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    monkeypatch.setattr(flash4.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is set below goes with the test
+        monkeypatch.delenv(name)
+    folder = tmp_path / f"orrery-flash4-{os.getuid()}"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    folder.symlink_to(elsewhere)
+    flash4._keep_what_is_compiled()
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    flash4._keep_what_is_compiled()
+    assert not set(names) & os.environ.keys()
+    folder.rmdir()
+    flash4._keep_what_is_compiled()
+    assert [os.environ[name] for name in names] == ["1", str(folder)] and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog):

@@ -1,15 +1,18 @@
 """FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
 
-CuTe DSL compiles them the first time that a host sees a head shape, some 15 s a pass, for any lengths, and keeps them in its temporary
-folder. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. It takes what it was
-measured on (attention.json): causal attention of documents to themselves, heads of 128, Hopper. Needs `pip install flash-attn-4`, never a
-hard import.
+CuTe DSL compiles them the first time that a host sees a head shape, some 15 s a pass, for any lengths, and keeps them in a folder that is
+this user's alone. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. It takes
+what it was measured on (benchmarks/kernels/attention.json): causal attention of documents to themselves, heads of 128, Hopper. Needs
+`pip install flash-attn-4`, never a hard import.
 """
 
 import inspect
 import logging
 import os
+import stat
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ _TAKEN = {
 @cache
 def library() -> Any:
     """The package's interface, or None where it is not installed or takes other arguments; said once."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read as it is imported
+    _keep_what_is_compiled()
     try:
         from flash_attn.cute import interface
 
@@ -44,6 +47,19 @@ def library() -> Any:
         log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
         return None
     return interface
+
+
+def _keep_what_is_compiled() -> None:
+    """Before the package is imported: it runs what it finds kept, and its own choice of a folder is a name that anybody can take."""
+    folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -66,7 +66,7 @@ def _first_that_runs(pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors:
         except Exception as error:
             # Out of memory and device faults are subclasses of RuntimeError, and no other form would mend them; a kernel library
             # that has no plan for a shape raises RuntimeError itself, or an error type of its own.
-            if type(error) is not RuntimeError and not type(error).__module__.startswith("cudnn"):
+            if type(error) is not RuntimeError and not type(error).__module__.startswith(("cudnn", "cutlass")):
                 raise
             _failed.add(name)
             log.warning(
