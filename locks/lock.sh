@@ -36,8 +36,11 @@ for name in "${names[@]}"; do
         # vLLM pins and the trainer's FlashAttention asks for in a newer one.
         inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
         trainer.cuda)
-            UV_FIND_LINKS='' compile "$name" --constraints <(grep -oE '^[^ #]+==[^ ]+' locks/inference.cuda.txt |
-                grep -vE '^(apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels)==') ;;
+            shared=locks/engines.txt
+            grep -oE '^[^ #]+==[^ ]+' locks/inference.cuda.txt | grep -vE '^(apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels)==' >"$shared"
+            UV_FIND_LINKS='' compile "$name" --constraints "$shared"
+            rm "$shared"
+            ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
     esac
 done

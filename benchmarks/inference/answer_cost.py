@@ -6,8 +6,7 @@
   sampled log-probs included; rounds alternate.
 - Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
 - With `--hollow` there is no network at all (`hollow.py`; vLLM 0.26), so the engine core's share is its host side, of any model's shape. A
-  step of so many requests in flight takes that many tokens' worth of it, beside which the device computes; what is longer than that, the
-  device waits for.
+  step of so many requests in flight takes that many tokens' worth of it, beside which the device computes the step before.
 
     python benchmarks/inference/answer_cost.py       # the installed release of vLLM, on a CPU, a minute
     python benchmarks/inference/answer_cost.py --hollow --routes --run qwen3_30b_a3b_16k --requests 512 --record host_cost_routes
@@ -96,7 +95,7 @@ def main() -> None:
         unit="us/token",
         goal=None,
         better="lower",
-        details={"load_average_before": load_before, "rounds": rounds, **vars(args)},
+        details={**vars(args), "load_average_before": load_before, "measured": rounds},
         rows=[
             {"variant": way, "value": each["api_server"], "unit": "us/token", "better": "lower", "goal": None,
              "engine_core": each["engine_core"], "tokens_per_s": each["tokens_per_s"]}

@@ -2,8 +2,8 @@
 
 Packs of 16,384 to 65,536 tokens as one document and as several of unequal lengths, for the head shapes of Qwen3-30B-A3B (32 query
 and 4 key heads of 128), Qwen3-8B (32, 8) and Qwen3-0.6B (16, 8), in bfloat16. Beside the forms of `orrery.kernels.attention.forms`
-stand torch's `varlen_attn` and torch's own packed cuDNN operator. `chosen` is what a model
-calls: the operator, its form chosen by the rule, with autograd around it.
+stand torch's `varlen_attn` and torch's own packed cuDNN operator. `chosen` is what a model calls: the operator, its form chosen by the
+rule, with autograd around it.
 
 FLOPs count the causal half: 2·Σ L²·H·D forward (two products of L²/2·D each), 2.5 times that backward. An error is the Frobenius norm
 of the difference over that of the referee; 1e-2 is some five roundings to bfloat16's 8 bits, and NaN is never below it.

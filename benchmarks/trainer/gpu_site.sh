@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 ours=(pydantic pydantic-core annotated-types typing-extensions typing-inspection psutil msgspec pyzmq gojsonnet nvidia-cudnn-frontend)
 peer=(torchtitan==0.2.2 torchdata datasets dill multiprocess tyro docstring-parser typeguard tomli)
 flash=(flash-attn-4 apache-tvm-ffi einops nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core
-       nvidia-cutlass-dsl-libs-cu13 quack-kernels torch-c-dlpack-ext)
+       nvidia-cutlass-dsl-libs-cu13 protobuf quack-kernels torch-c-dlpack-ext)
 
 locked() { # NAME LOCK …: the version that the rest is tested with
   local name=$1

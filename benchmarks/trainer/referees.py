@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.observe.provenance import commit
-from record import ROOT, record
+from record import ROOT, hardware, record
 
 RECORD = Path(__file__).with_name("referees_gpu.json")
 TRAINER = "packages/trainer/tests"
@@ -91,7 +91,12 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
     rows = {name: before[name] for name in GROUPS if name in before}
     for name, each in outcomes.items():
         rows[name] = {"variant": name, "value": len(each.passed), "unit": "tests", "seconds": round(each.seconds, 1), "failed": each.failed}
-        rows[name] |= {"passed": each.passed, "skipped": each.skipped, "commit": commit(ROOT, ".", ":!benchmarks/**/*.json")}
+        rows[name] |= {
+            "passed": each.passed,
+            "skipped": each.skipped,
+            "commit": commit(ROOT, ".", ":!benchmarks/**/*.json"),
+            "hardware": hardware(),
+        }
     passed, failed = (sum(len(row[word]) for row in rows.values()) for word in ("passed", "failed"))
     if not passed + failed:
         return

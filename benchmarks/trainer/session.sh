@@ -6,6 +6,7 @@
 # Each argument is a row and options of rows.py. Out: $OUT/rows.tar.gz with every JSON and log, and the smallest six traces beside it
 # (`--profile`). Wheels: gpu_site.sh, gpu_site.sh flash and gpu_site.sh peer, run where there is a network.
 set -uo pipefail
+shopt -s nullglob # a folder of wheels that was not fetched is none
 cd "$(dirname "$0")/../.."
 out=${OUT:-/tmp/orrery-out} work=/tmp/orrery-rows
 mkdir -p "$out" "$work"

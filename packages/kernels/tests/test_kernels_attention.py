@@ -222,6 +222,13 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
     assert len(asked) == 1 and sum("No valid execution plans" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("kind", [AssertionError, OSError, ValueError])
+def test_what_flash_attention_4_refuses_another_form_computes(kind):
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught, flash4._as_one_that_cannot():
+        raise kind("no")
+    assert type(caught.value) is RuntimeError  # what `forms` takes for a form that cannot
+
+
 def test_running_out_of_memory_is_not_taken_for_a_form_that_cannot(monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -119,9 +119,12 @@ def correct(manifest: Manifest) -> None:
 def correct_engine() -> None:
     """Apply the corrections that this release needs in each process of an engine."""
     if not _has(LAUNCHERS):
-        from orrery.inference.patches import vllm_0_26, vllm_0_26_routes
+        from orrery.inference.patches import vllm_0_26
 
         vllm_0_26.meet_by_file()
+    if not _has(AUX_OUTPUT):
+        from orrery.inference.patches import vllm_0_26_routes
+
         vllm_0_26_routes.list_blocks_of_prompts()
     if KEPT not in os.environ:
         return

@@ -11,7 +11,6 @@ asks or answers here is in the scheduler's process, and its one thread.
 - Prefill apart needs no more: routes of the prompt are the prefill engine's, and the decode engine is asked for those from the prompt's
   last token, which it computes itself (`orrery.transport.prefill_decode`).
 - `list_blocks_of_prompts`: upstream lists all blocks of every request in every step, and reads them once, when the first token has come.
-  What that is of a step's time: `benchmarks/inference/host_cost_routes.json`.
 - `capture_on_cpu`: an engine on a CPU chooses experts where upstream's capture does not look.
 - Versions: 0.26 (seen: `test_inference_kv_offload.py`, `test_inference_prefill_decode.py` and `test_inference_routes.py` with its Python).
   Remove with 0.26: in 0.32 routes are in a store of their own (`vllm_routes_elsewhere`).

@@ -1,16 +1,19 @@
 """FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
 
-CuTe DSL compiles them the first time that a host sees a head shape, some 15 s a pass, for any lengths, and keeps them in a folder that is
-this user's alone. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives them. It takes
-what it was measured on (benchmarks/kernels/attention.json): causal attention of documents to themselves, heads of 128, Hopper. Needs
+CuTe DSL compiles them, some seconds a pass, when a host first meets a head shape, for all lengths that are taken here, and keeps them in a
+folder that is this user's alone. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives
+them. It takes what it was measured on (benchmarks/kernels/attention.json): bfloat16, causal attention of documents to themselves, 128
+numbers a head, 2, 4 or 8 query heads to a key head. Packs of short documents alone, and of more than 256, would be other kernels. Needs
 `pip install flash-attn-4`, never a hard import.
 """
 
+import contextlib
 import inspect
 import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,8 +69,11 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
-        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == torch.bfloat16
         and q.shape[-1] == 128
+        and q.shape[1] in (2 * k.shape[1], 4 * k.shape[1], 8 * k.shape[1])
+        and layout.max_q > 128
+        and layout.num_documents <= 256
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and layout.causal
         and layout.shared
@@ -76,15 +82,26 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    out_THD, lse_HT, *_ = library()._flash_attn_fwd(q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout))
+    with _as_one_that_cannot():
+        out_THD, lse_HT, *_ = library()._flash_attn_fwd(q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout))
     return out_THD, lse_HT
 
 
 def backward(
     dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout))
+    with _as_one_that_cannot():
+        dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout))
     return dq_THD, dk_SGD, dv_SGD
+
+
+@contextlib.contextmanager
+def _as_one_that_cannot() -> Iterator[None]:
+    """What the package says of arguments that it does not take, and of a folder that it cannot write, is no end: other forms can."""
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _documents(layout: Layout) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Which form of attention runs where, and what happens when one cannot.
 
 The order below is the rule, until benchmarks/kernels/attention.json says otherwise: FlashAttention 4 on Hopper where it is installed
-(with the backward pass 596 TFLOP/s for 32 query and 4 key heads of 128 at 16,384 tokens on one H200, 503 for eight documents), cuDNN
+(with the backward pass 596 TFLOP/s for 32 query and 4 key heads of 128 at 16,384 tokens on one H200, 502 for eight documents), cuDNN
 wherever it takes the layout on compute capability 9.0 and above (543 and 402), FlashAttention 2 for the rest of half precision on a GPU
-(318 and 262), torch's CPU kernel for packs of documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents
+(318 and 253), torch's CPU kernel for packs of documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents
 that are short in batches; queries and keys of different tokens on a CPU).
 
 Every form gives and takes the same things: out [T, H, D], log-sum-exp [H, T] over natural logarithms. So the backward pass may run in
@@ -65,7 +65,7 @@ def _first_that_runs(pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors:
             return _contiguous(getattr(FORMS[name], pass_)(*tensors, layout))
         except Exception as error:
             # Out of memory and device faults are subclasses of RuntimeError, and no other form would mend them; a kernel library
-            # that has no plan for a shape raises RuntimeError itself, or an error type of its own.
+            # that has no plan for a shape, or cannot compile one, raises RuntimeError itself, or an error type of its own.
             if type(error) is not RuntimeError and not type(error).__module__.startswith(("cudnn", "cutlass")):
                 raise
             _failed.add(name)

@@ -24,7 +24,17 @@ from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request
 from orrery.trainer.memory_plan.plan import plan
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "transformers",
+    "numpy",
+    "pydantic",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)
 
 
 def result(request: Request, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float) -> dict[str, Any]:
