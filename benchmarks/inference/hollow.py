@@ -1,7 +1,7 @@
 """An executor of vLLM 0.26 without a model: its steps take no processor time, and give tokens, log-probs and routes of the right shapes.
 
-What is left of an engine is its host side: scheduler, answers, API server. Not in it: what the model's own process does on the host. `--distributed-executor-backend hollow.Hollow`; the scheduler
-is told to work ahead of the device, as it is on a GPU.
+What is left of an engine is its host side: scheduler, answers, API server. Not in it: what the model's own process does on the host.
+`--distributed-executor-backend hollow.Hollow`; the scheduler is told to work ahead of the device, as it is on a GPU.
 """
 
 import os
