@@ -10,7 +10,8 @@
 
     python benchmarks/inference/admission.py --per cpu                                  # CPU, about 15 minutes
     python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 --prompt 512 --median 700 --longest 4096 \
-      --fixed 16 32 48 64 96 128 192 --rollouts 1500 --warm-up 500                      # one GPU, vLLM 0.26 or later, no network
+      --fixed 16 32 48 64 96 128 192 --rollouts 1500 --warm-up 500 --record admission_h200
+      # one GPU, vLLM 0.26 or later, no network
 """
 
 import argparse
@@ -28,11 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import psutil
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
@@ -181,7 +178,15 @@ def means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
-    """Throughput and preemptions by limit, and how the adaptive limit found its place."""
+    """Throughput and preemptions by limit, and how the adaptive limit found its place; no picture where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"{path.name} is not drawn: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     rates, preemptions = means(rows, key), means(rows, "preemptions_per_rollout")
     fixed = [variant for variant in rates if variant.startswith("fixed")]
@@ -222,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--record", default="admission", help="name of the JSON and of the picture beside this script")
     parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the record")
     args = parser.parse_args()
 
@@ -260,7 +266,7 @@ def main() -> None:
         return
     chosen = {name: value for name, value in vars(args).items() if name != "dry_run"}
     record(
-        Path(__file__).with_suffix(".json"),
+        Path(__file__).with_name(f"{args.record}.json"),
         figure=f"adaptive admission, {key} as a share of the best fixed limit's",
         value=rates["adaptive"] / rates[best],
         unit="share",
@@ -272,7 +278,7 @@ def main() -> None:
             for row in rows
         ],
     )
-    draw(rows, key, Path(__file__).with_suffix(".png"))
+    draw(rows, key, Path(__file__).with_name(f"{args.record}.png"))
 
 
 if __name__ == "__main__":
