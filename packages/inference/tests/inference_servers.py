@@ -1,6 +1,7 @@
 """Real servers for the tests: run directories with tiny random models, and role processes as the launcher starts them."""
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -9,13 +10,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
+from orrery.transport.engine import EngineGone
 from orrery.transport.fleet import EngineFleet
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -174,6 +176,26 @@ def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
             return await scenario(fleet)
 
     return asyncio.run(main())
+
+
+async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
+    """Tasks of `requests`, each of which makes a long request's coroutine of its id's last part, that were seen to run all at once.
+
+    They are sent again where one has ended by the time a busy machine's engines answer that they run.
+    """
+    end = time.monotonic() + 60
+    for attempt in itertools.count():
+        tasks = [asyncio.ensure_future(request(f"{i}-{attempt}")) for i, request in enumerate(requests)]
+        loads = []
+        while not any(task.done() for task in tasks):
+            with suppress(EngineGone):  # slow to answer, on a busy machine
+                loads = list((await fleet.metrics()).values())
+                if sum(load.running for load in loads) >= len(tasks) and not any(task.done() for task in tasks):
+                    return tasks
+            assert time.monotonic() < end, f"requests neither run nor end: {loads}"
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*tasks)
+    raise AssertionError
 
 
 def stop(process: "subprocess.Popen[bytes]") -> float:

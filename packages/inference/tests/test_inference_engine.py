@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -14,7 +15,19 @@ import psutil
 import pytest
 import torch
 from direct_trainer import damaged_on_its_way, direct_trainer, end_half_way, our_logprobs
-from inference_servers import DENSE, await_published, engine, family, free_port, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    DENSE,
+    await_published,
+    engine,
+    family,
+    free_port,
+    in_flight,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
@@ -97,9 +110,7 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
 
     async def scenario(fleet):
         published = await asyncio.to_thread(publish, version, module)
-        flight = asyncio.ensure_future(sample(fleet, f"in-flight-{kind}", max_tokens=300))
-        while (await fleet.metrics())[0].running == 0:
-            await asyncio.sleep(0)
+        [flight] = await in_flight(fleet, lambda part: sample(fleet, f"in-flight-{kind}-{part}", max_tokens=300))
         report = await fleet.update(published)
         return published, report, await fleet.fingerprints(), await flight, await sample(fleet, f"after-{kind}")
 
@@ -122,9 +133,7 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_samp
 
     async def scenario(fleet):
         published = await asyncio.to_thread(publish, version, module)
-        flight = asyncio.ensure_future(sample(fleet, f"over-damage-{kind}", max_tokens=450, ignore_eos=True))
-        while (await fleet.metrics())[0].running == 0:
-            await asyncio.sleep(0)
+        [flight] = await in_flight(fleet, lambda part: sample(fleet, f"over-damage-{kind}-{part}", max_tokens=450, ignore_eos=True))
         for tensor, how in (("model.layers.1.mlp.down_proj.weight", "as_consumed"), ("model.norm.weight", "resident")):
             with (
                 damaged_on_its_way(tensor),
@@ -191,12 +200,10 @@ def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_vers
     published, _ = policies.publish()
 
     async def scenario(fleet):
-        running = [
-            asyncio.create_task(sample(fleet, f"flight-{i}", [*PROMPT, i], max_tokens=450, temperature=1.0, ignore_eos=True))
-            for i in range(6)
-        ]
-        while (await fleet.metrics())[0].running < 6:
-            await asyncio.sleep(0.005)
+        def request(part):
+            return sample(fleet, f"flight-{part}", [*PROMPT, int(part[0])], max_tokens=450, temperature=1.0, ignore_eos=True)
+
+        running = await in_flight(fleet, *[request] * 6)
         await fleet.update(published)
         return await asyncio.gather(*running)
 
@@ -245,10 +252,14 @@ def test_a_stop_token_ends_a_request_and_is_part_of_it(server):
 
 def test_an_aborted_request_returns_what_there_is(server):
     async def scenario(fleet):
-        running = asyncio.create_task(sample(fleet, "abandoned", max_tokens=490, ignore_eos=True))
-        while (await fleet.metrics())[0].running < 1:
-            await asyncio.sleep(0.005)
-        await fleet.abort(["abandoned", "never-existed"])
+        names = []
+
+        def request(part):
+            names.append(f"abandoned-{part}")
+            return sample(fleet, names[-1], max_tokens=490, ignore_eos=True)
+
+        [running] = await in_flight(fleet, request)
+        await fleet.abort([names[-1], "never-existed"])
         return await running
 
     generation = drive(server[1], scenario)
@@ -337,18 +348,18 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     assert list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
 
     async def scenario(fleet):
-        running = asyncio.create_task(sample(fleet, "cut-off", max_tokens=490, ignore_eos=True))
-        while (await fleet.metrics())[0].running < 1:
-            await asyncio.sleep(0.005)
+        [running] = await in_flight(fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True))
+        mapped = {Path(each.path) for member in members for each in member.memory_maps() if each.path.startswith("/dev/shm/")}
         took_s = await asyncio.to_thread(stop, process)
         await asyncio.gather(running, return_exceptions=True)
-        return took_s
+        return took_s, mapped
 
-    took_s = drive(url, scenario)
+    took_s, mapped = drive(url, scenario)
     assert took_s < 3
     assert not [member for member in members if alive(member)]
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
-    assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and owned_by(path, members)]
+    assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and named_by(path, members)]
+    assert not [path.name for path in mapped if path.exists()]
 
 
 def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(run_dir, tmp_path):
@@ -399,9 +410,9 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def owned_by(path: Path, members: list[psutil.Process]) -> bool:
-    """vLLM and torch name their shared memory by process id."""
-    return any(str(member.pid) in path.name for member in members)
+def named_by(path: Path, members: list[psutil.Process]) -> bool:
+    """vLLM and torch name much of their shared memory by process id."""
+    return bool({str(member.pid) for member in members} & set(re.findall(r"[0-9]+", path.name)))
 
 
 def flip_byte(published: Published, name: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, family, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import MIXTURE, await_published, family, in_flight, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
@@ -96,12 +96,14 @@ def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(s
 
 def test_requests_through_the_router_can_be_aborted(stage):
     async def scenario(fleet):
-        running = asyncio.create_task(
-            fleet.generate(PROMPT, max_tokens=480, temperature=1.0, cache_salt="a", request_id="routed", ignore_eos=True)
-        )
-        while not any(each.running for each in (await fleet.metrics()).values()):
-            await asyncio.sleep(0.005)
-        await fleet.abort(["routed"])
+        names = []
+
+        def request(part):
+            names.append(f"routed-{part}")
+            return fleet.generate(PROMPT, max_tokens=480, temperature=1.0, cache_salt="a", request_id=names[-1], ignore_eos=True)
+
+        [running] = await in_flight(fleet, request)
+        await fleet.abort(names[-1:])
         return await running
 
     assert drive(stage, scenario).finish_reason == "abort"

@@ -1,16 +1,14 @@
 """One real vLLM on CPU of four workers, two tensor-parallel in each of two data-parallel engine cores, whose takes fail in some of them."""
 
 import asyncio
-import itertools
 import time
-from contextlib import suppress
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from direct_trainer import direct_trainer, end_half_way, our_logprobs
-from inference_servers import DENSE, await_published, family, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import DENSE, await_published, family, in_flight, make_module, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.identity import load
 from orrery.transport.engine import EngineGone, TakenAlong, UpdateFailed
@@ -54,19 +52,6 @@ async def sample(fleet, request_id, **options):
     return await fleet.generate(PROMPT, request_id=request_id, **options)
 
 
-async def two_flights(fleet):
-    """Two long requests that run at once; anew where they have ended by the time a busy machine's engine answers that they run."""
-    for attempt in itertools.count():
-        options = {"max_tokens": FLIGHT_TOKENS, "ignore_eos": True}
-        flights = [asyncio.ensure_future(sample(fleet, f"flight-{attempt}-{i}", **options)) for i in range(2)]
-        while not any(flight.done() for flight in flights):
-            with suppress(EngineGone):  # slow to answer, on a busy machine
-                if (await fleet.metrics())[0].running == 2 and not any(flight.done() for flight in flights):
-                    return flights
-            await asyncio.sleep(0.02)
-        await asyncio.gather(*flights)
-
-
 async def holds_nothing(engine):
     """None of its workers vouches for anything."""
     held = await engine._ask_workers("fingerprints")
@@ -92,7 +77,7 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, 1, module)
         claimed = claim(published, ["engine 0", "engine 1"])
-        flights = await two_flights(fleet)
+        flights = await in_flight(fleet, *[lambda part: sample(fleet, f"flight-{part}", max_tokens=FLIGHT_TOKENS, ignore_eos=True)] * 2)
         await engine.pause()
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
         taken, _ = await asyncio.gather(engine.update_weights(claimed), ending, return_exceptions=True)
