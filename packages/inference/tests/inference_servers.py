@@ -216,6 +216,12 @@ def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
+def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
+    """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as soon as they are made."""
+    paths = {Path(each.path) for member in members for each in member.memory_maps() if each.path.startswith("/dev/shm/")}
+    return {path for path in paths if path.exists()}
+
+
 def get(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=10) as answer:
         return answer.read()

@@ -22,6 +22,7 @@ from inference_servers import (
     family,
     free_port,
     in_flight,
+    in_shared_memory,
     make_module,
     make_run,
     start_role,
@@ -349,7 +350,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
 
     async def scenario(fleet):
         [running] = await in_flight(fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True))
-        mapped = {Path(each.path) for member in members for each in member.memory_maps() if each.path.startswith("/dev/shm/")}
+        mapped = in_shared_memory(members)
         took_s = await asyncio.to_thread(stop, process)
         await asyncio.gather(running, return_exceptions=True)
         return took_s, mapped

@@ -208,9 +208,9 @@ def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engi
             for round in range(4):
                 names = [f"{round}-{i}" for i in range(8)]
                 asked = [asyncio.create_task(ask(client, name, name)) for name in names]
-                while (load := await client.metrics()).waiting < 2:
+                while (load := await client.metrics()).waiting < 2 and not all(task.done() for task in asked):
                     await asyncio.sleep(0.01)
-                seen |= {"waiting", *(["running"] if load.running else [])}
+                seen |= {*(["waiting"] if load.waiting else []), *(["running"] if load.running else [])}
                 await asyncio.sleep(0.02 * round)
                 await client.abort(names)
                 await asyncio.gather(*asked, return_exceptions=True)

@@ -69,6 +69,10 @@ CORRECTED = {
         ("v1/worker/gpu_worker.py", "Worker.init_device"),
         ("config/parallel.py", "ParallelConfig.data_parallel_index"),
     ],
+    "vllm_shared_memory.py": [
+        ("distributed/device_communicators/cpu_communicator.py", "_CPUSHMDistributed.make_group_name"),
+        ("v1/kv_offload/cpu/shared_offload_region.py", "SharedOffloadRegion.mmap_path"),
+    ],
     "vllm_kv_transfer.py": [
         ("v1/core/sched/scheduler.py", "Scheduler.has_finished_requests"),
         ("distributed/nixl_utils.py", "_load_nixl_attr"),

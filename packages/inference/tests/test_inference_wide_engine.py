@@ -8,9 +8,21 @@ import psutil
 import pytest
 import torch
 from direct_trainer import direct_trainer, end_half_way, our_logprobs
-from inference_servers import DENSE, await_published, family, in_flight, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    DENSE,
+    await_published,
+    family,
+    in_flight,
+    in_shared_memory,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.identity import load
+from orrery.observe import shared_memory
 from orrery.transport.engine import EngineGone, TakenAlong, UpdateFailed
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import claim, claim_again, release
@@ -34,11 +46,16 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(run_dir):
+    of_a_start_that_was_killed = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}4.mmap"
+    of_another_engine = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.00')}4.mmap"
+    for path in (of_a_start_that_was_killed, of_another_engine):
+        path.touch()
     process = start_role("wide_engine", run_dir, 0)
     try:
         yield process, await_published(run_dir, "inference", 0, process)
     finally:
         stop(process)
+        assert shared_memory.remove(shared_memory.prefix(run_dir)) == [of_another_engine]
 
 
 @pytest.fixture
@@ -140,6 +157,9 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
     process, url = server
     members = family(process)
     assert len([each for each in members if each.name().startswith("VLLM::Worker")]) == NUM_WORKERS
+    mapped = in_shared_memory(members)
+    assert len(mapped) >= 4
+    assert not [path.name for path in mapped if shared_memory.of_role(run_dir, "inference.0") not in path.name]
     (run_dir / "fault.0").write_text("dies")
 
     async def scenario(fleet):
@@ -151,3 +171,4 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
     assert process.wait(10) == 1
     assert "error: inference 0: the engine core died" in (run_dir / "logs/wide_engine.0.log").read_text()
     assert not psutil.wait_procs(members, 5)[1]
+    assert not [path for path in mapped if path.exists()]

@@ -92,7 +92,7 @@ def test_shared_memory_of_this_run_is_removed_and_that_of_the_same_run_elsewhere
     run_dir, elsewhere, root = tmp_path / "a" / "r-0123456789ab", tmp_path / "b" / "r-0123456789ab", tmp_path / "shm"
     for path in (run_dir, elsewhere):
         (root / f"{shared_memory.prefix(path)}attempt1" / "version_3").mkdir(parents=True)
-    assert [path.name for path in shared_memory.remove(run_dir, root)] == [f"{shared_memory.prefix(run_dir)}attempt1"]
+    assert [path.name for path in shared_memory.remove(shared_memory.prefix(run_dir), root)] == [f"{shared_memory.prefix(run_dir)}attempt1"]
     assert [path.name for path in root.iterdir()] == [f"{shared_memory.prefix(elsewhere)}attempt1"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orrery.launcher import allocation as of_allocation
 from orrery.launcher.allocation import allocation
 from orrery.launcher.containers import CODE, snapshot
 from orrery.launcher.site import Containers, Site
@@ -17,6 +18,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
+from orrery.observe import shared_memory
 
 ROOT = Path(__file__).parents[3]
 TASK = ROOT / "packages/launcher/src/orrery/launcher/task.sh"
@@ -143,7 +145,12 @@ def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node
     site = SITE.model_copy(update={"environment": environment, "containers": Containers(images="images", scratch=str(tmp_path))})
     for name in ("orrery-7", "orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", "orrery-kv-run-b-rl", "orrery-8"):
         (tmp_path / name / "attempt_1").mkdir(parents=True)
-    replace(made, site=site).clean("orrery-kv-run-a-")
+    ours, theirs = (shared_memory.prefix(tmp_path / f"run-{name}") for name in "ab")
+    monkeypatch.setattr(of_allocation, "SHARED_MEMORY", tmp_path)
+    for name in (f"{ours}attempt1", f"vllm_offload_{ours}inference.0-4", f"vllm_offload_{theirs}inference.0-4"):
+        (tmp_path / name).touch()
+    replace(made, site=site).clean("orrery-kv-run-a-", ours)
+    assert [path.name for path in tmp_path.glob("*inference*")] == [f"vllm_offload_{theirs}inference.0-4"]
     assert sorted(path.name for path in tmp_path.glob("orrery-*")) == ["orrery-8", "orrery-kv-run-b-rl"]
 
 

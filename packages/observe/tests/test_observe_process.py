@@ -142,7 +142,7 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
         me.lifeline._run_callbacks()
         assert weights.exists() is not launched
     finally:
-        shared_memory.remove(run_dir)
+        shared_memory.remove(shared_memory.prefix(run_dir))
 
 
 def test_a_full_disk_is_named_in_health_with_the_file_and_what_to_do(tmp_path):

@@ -12,6 +12,7 @@
 import json
 import os
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.inference.patches.vllm_routes_shared import SHARED
 from orrery.inference.routes_on_disk import FOLDER, FOLDER_BYTES
 from orrery.manifest.schema import Manifest, disk_block_bytes
-from orrery.observe import scratch_disk
+from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
@@ -69,6 +70,7 @@ def offload(me: RoleProcess) -> list[str]:
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
     else:
+        config["engine_id"] = f"{shared_memory.of_role(me.run_dir, me.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
         prepare_disk(disk)
     os.environ.update(routes_environment(me.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]

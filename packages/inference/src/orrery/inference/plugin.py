@@ -2,12 +2,15 @@
 
 - Registers the receivers of weights and of adapters, by name, so that they are imported only where a worker lives.
 - Ties every vLLM process to the one that started it: none outlives a killed server.
+- Gives the memory that they share names of this run (SHARED): who is killed removes nothing, but who comes after knows what to remove.
 """
 
 import os
 
 from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND
 from orrery.observe.lifeline import die_with_parent
+
+SHARED = "ORRERY_SHARED_MEMORY"  # `observe.shared_memory.of_role`
 
 _registered = False
 
@@ -23,8 +26,10 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
     WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
     from orrery.inference import releases
-    from orrery.inference.patches import vllm_kv_transfer, vllm_whole_answers
+    from orrery.inference.patches import vllm_kv_transfer, vllm_shared_memory, vllm_whole_answers
 
+    if SHARED in os.environ:
+        vllm_shared_memory.name_shared_memory(os.environ[SHARED])
     releases.correct_engine()
     vllm_whole_answers.hold_outputs()
     vllm_kv_transfer.pause_beside_unread_blocks()

@@ -31,6 +31,7 @@ from orrery.inference import plugin, releases
 from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
 from orrery.manifest.errors import RunFailed
+from orrery.observe import shared_memory
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
@@ -43,6 +44,8 @@ START_DEADLINE_S = 300.0
 
 def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
+    os.environ[plugin.SHARED] = shared = shared_memory.of_role(me.run_dir, me.name)
+    shared_memory.remove(shared)  # what a start that was killed has left
     plugin.register()
     releases.correct(me.manifest)
     vllm = releases.api_server()
@@ -58,6 +61,7 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     finally:
         _kill_children()
         shutil.rmtree(scratch, ignore_errors=True)
+        shared_memory.remove(shared)
     forget(disk)
 
 
@@ -81,6 +85,7 @@ def _exit_now(disk: Path) -> None:
     _kill_children()
     if os.path.basename(tempfile.gettempdir()).startswith(f"orrery-inference-{os.getpid()}-"):
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    shared_memory.remove(os.environ[plugin.SHARED])
     forget(disk)  # last: it may be large, and the launcher waits for seconds only
     os._exit(128 + signal.SIGTERM)
 

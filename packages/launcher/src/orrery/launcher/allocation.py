@@ -23,6 +23,7 @@ from orrery.launcher.submission import components
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
+from orrery.observe.shared_memory import SHARED_MEMORY
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes
@@ -81,10 +82,11 @@ class Allocation:
             probe.kill()
         return [name for name, probe in probes.items() if not ended_within(probe, KILLED_S) or probe.returncode != 0]
 
-    def clean(self, caches: str) -> None:
-        """Remove from every node the job's scratch folder, and folders of engines' caches, whose names begin with `caches` and which lie
-        beside it where roles are in no containers; what cannot be reached in CLEAN_S stays."""
-        remove = ["sh", "-c", 'rm -rf "$1" "${TMPDIR:-${TEMP:-${TMP:-/tmp}}}/$2"*', "sh", str(self.scratch), caches]
+    def clean(self, caches: str, shared: str) -> None:
+        """Remove from every node the job's scratch folder, folders of engines' caches, whose names begin with `caches` and which lie beside
+        it where roles are in no containers, and shared memory with `shared` in its name; what cannot be reached in CLEAN_S stays."""
+        paths = f'"$1" "${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}/$2"* {SHARED_MEMORY}/*"$3"*'
+        remove = ["sh", "-c", f"rm -rf {paths}", "sh", str(self.scratch), caches, shared]
         steps = [
             self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), *remove)
             for number, names in enumerate(self.nodes)

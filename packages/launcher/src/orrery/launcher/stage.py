@@ -229,7 +229,7 @@ class _Stage:
             self.metrics.close()
             self._end_strays()
             if self.job.allocation is not None:
-                self.job.allocation.clean(self.caches)
+                self.job.allocation.clean(self.caches, shared_memory.prefix(self.run_dir))
             self._remove_weights()
             self._remove_caches()
             self.status.ended_s = time.time()
@@ -253,8 +253,8 @@ class _Stage:
                 self._log(f"not put back in the queue: {error}")
 
     def _remove_weights(self) -> None:
-        """What engines and trainer pass on: in shared memory on one node, in the run's folder on several."""
-        shared_memory.remove(self.run_dir)
+        """What engines and trainer pass on: in shared memory on one node, in the run's folder on several. With it what engines share."""
+        shared_memory.remove(shared_memory.prefix(self.run_dir))
         shutil.rmtree(self.run_dir / "weights" / "wire", ignore_errors=True)
 
     def _remove_caches(self) -> None:

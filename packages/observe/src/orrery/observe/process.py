@@ -51,7 +51,7 @@ class RoleProcess:
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.lifeline = Lifeline()
         if self.lifeline.is_launched:  # a report that a person draws must leave a live run its weights
-            self.on_orphaned(lambda: shared_memory.remove(run_dir))
+            self.on_orphaned(lambda: shared_memory.remove(shared_memory.prefix(run_dir)))
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
-"""Shared memory of one run: `/dev/shm/orrery-<run id12>-<place>-*`, which weights pass through; none of it outlives the run.
+"""Shared memory of one run: what stands in `/dev/shm` under a name with `orrery-<run id12>-<place>-`; none of it outlives the run.
 
 `place` is the first 8 hex digits of the sha256 of the run folder's path: the same run in two checkouts does not share, or remove, anything.
-The launcher removes it when a stage begins and ends; a role whose launcher was killed removes it just before its own end.
-`orrery.transport.weight_wire` names its folders with `prefix`.
+The launcher removes it when a stage begins, on its own node, and when it ends, on every node of its job; a role whose launcher was killed
+removes it just before its own end. Weights pass through folders that `orrery.transport.weight_wire` names with `prefix`; an engine names
+with `of_role` what its processes share (queues, the host tier of its cache), and removes at its start what a start that was killed left.
 """
 
 import hashlib
@@ -19,9 +20,14 @@ def prefix(run_dir: Path) -> str:
     return f"orrery-{run_dir.name.rpartition('-')[2]}-{place}-"
 
 
-def remove(run_dir: Path, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what this run left there; call it only when no process of the run is to go on."""
-    found = sorted(root.glob(f"{prefix(run_dir)}*")) if root.exists() else []
+def of_role(run_dir: Path, name: str) -> str:
+    """What the names of all shared memory of the role's processes have in them; `name` as in `inference.0`."""
+    return f"{prefix(run_dir)}{name}-"
+
+
+def remove(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove what has `name` (`prefix` or `of_role`) in its own name; call it only when no process of that run, or role, is to go on."""
+    found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
