@@ -34,7 +34,7 @@ def state(tmp_path_factory) -> dict[str, str]:
     """The environment of a Nix that keeps all that it writes in one temporary folder, on a machine whose PATH is empty."""
     folder = tmp_path_factory.mktemp("nix")
     places = {f"NIX_{name}_DIR": str(folder / name.lower()) for name in ("STORE", "STATE", "LOG", "CONF")}
-    return {"PATH": str(folder / "bin"), "HOME": str(folder), "NIX_CONFIG": SETTINGS, **places}
+    return {"PATH": str(folder / "bin"), "HOME": str(folder), "TMPDIR": str(folder), "NIX_CONFIG": SETTINGS, **places}
 
 
 @pytest.fixture

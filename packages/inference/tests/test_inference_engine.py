@@ -32,6 +32,7 @@ from inference_servers import (
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
+from orrery.observe import scratch_disk
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed, WeightsDiffer
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
@@ -339,14 +340,14 @@ def test_servers_listen_on_loopback_only(server):
 # The tests below end servers; the shared one goes first, then one is started whose parts are killed.
 
 
-def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server):
+def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server, run_dir):
     process, url = server
     members = family(process)
     assert len(members) == 2  # the server and its engine core: no worker process
     # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie by then: a traceback in the log.
     held = {connection.laddr.port for connection in members[1].net_connections("inet") if connection.status == psutil.CONN_LISTEN}
     assert urlsplit(url).port not in held
-    assert list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
+    assert list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir, 'inference.0')}*"))
 
     async def scenario(fleet):
         [running] = await in_flight(fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True))
@@ -358,7 +359,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     took_s, mapped = drive(url, scenario)
     assert took_s < 3
     assert not [member for member in members if alive(member)]
-    assert not list(Path(tempfile.gettempdir()).glob(f"orrery-inference-{process.pid}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir)}*"))
     assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and named_by(path, members)]
     assert not [path.name for path in mapped if path.exists()]
 
@@ -389,6 +390,7 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        scratch_disk.remove(scratch_disk.of_start(run_dir), Path(tempfile.gettempdir()))  # of the killed one, which nobody starts again
 
 
 def listening(process) -> set[str]:

@@ -168,12 +168,13 @@ def test_caches_on_the_scratch_disk_go_with_their_stage_however_it_ends(run_dir,
     others.rmdir()
 
 
-def test_caches_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
-    (tmp_path / "orrery-kv-run-a-rl").mkdir()
+def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
+    for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
+        (tmp_path / name).mkdir()
     ending = object.__new__(stage._Stage)
-    ending.caches = "orrery-kv-run-a-"
+    ending.scratch = "orrery-kv-run-a-", "orrery-0123abcd-"
     ending.job = SimpleNamespace(site=SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
-    ending._remove_caches()
+    ending._remove_scratch()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
-from orrery.observe import shared_memory
+from orrery.observe import scratch_disk, shared_memory
 
 ROOT = Path(__file__).parents[3]
 TASK = ROOT / "packages/launcher/src/orrery/launcher/task.sh"
@@ -143,15 +143,20 @@ def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node
         monkeypatch.setenv("TMPDIR", str(tmp_path))
     environment = {"TMPDIR": str(tmp_path)} if where == "the site says" else {}
     site = SITE.model_copy(update={"environment": environment, "containers": Containers(images="images", scratch=str(tmp_path))})
-    for name in ("orrery-7", "orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", "orrery-kv-run-b-rl", "orrery-8"):
+    (ours, ours_shared), (theirs, theirs_shared) = (
+        (scratch_disk.of_start(path), shared_memory.prefix(path)) for path in (tmp_path / "run-a", tmp_path / "run-b")
+    )
+    others = {"orrery-8", "orrery-kv-run-b-rl", f"{theirs}inference.0-x"}
+    for name in (*others, "orrery-7", "orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", f"{ours}inference.0-x"):
         (tmp_path / name / "attempt_1").mkdir(parents=True)
-    ours, theirs = (shared_memory.prefix(tmp_path / f"run-{name}") for name in "ab")
-    monkeypatch.setattr(of_allocation, "SHARED_MEMORY", tmp_path)
-    for name in (f"{ours}attempt1", f"vllm_offload_{ours}inference.0-4", f"vllm_offload_{theirs}inference.0-4"):
-        (tmp_path / name).touch()
-    replace(made, site=site).clean("orrery-kv-run-a-", ours)
-    assert [path.name for path in tmp_path.glob("*inference*")] == [f"vllm_offload_{theirs}inference.0-4"]
-    assert sorted(path.name for path in tmp_path.glob("orrery-*")) == ["orrery-8", "orrery-kv-run-b-rl"]
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(of_allocation, "SHARED_MEMORY", shared)
+    for name in (f"{ours_shared}attempt1", f"vllm_offload_{ours_shared}inference.0-4", f"vllm_offload_{theirs_shared}inference.0-4"):
+        (shared / name).touch()
+    replace(made, site=site).clean("orrery-kv-run-a-", ours, ours_shared)
+    assert {path.name for path in tmp_path.glob("orrery-*")} == others
+    assert [path.name for path in shared.iterdir()] == [f"vllm_offload_{theirs_shared}inference.0-4"]
 
 
 def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_path):

@@ -11,13 +11,13 @@
 import asyncio
 import gc
 import os
-import shutil
 import signal
 import tempfile
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from orrery.inference import plugin, releases
 from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
 from orrery.manifest.errors import RunFailed
-from orrery.observe import shared_memory
+from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
@@ -44,53 +44,62 @@ START_DEADLINE_S = 300.0
 
 def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
-    os.environ[plugin.SHARED] = shared = shared_memory.of_role(me.run_dir, me.name)
-    shared_memory.remove(shared)  # what a start that was killed has left
+    left = Left.by(me)
+    left.remove()  # of a start that was killed
+    os.environ[plugin.SHARED] = left.shared
     plugin.register()
     releases.correct(me.manifest)
     vllm = releases.api_server()
     args = vllm.make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     vllm.validate_parsed_serve_args(args)
-    disk = disk_folder(me)  # before TMPDIR is another
-    signal.signal(signal.SIGTERM, partial(_stop_early, disk))
-    scratch = _scratch_folder()
+    signal.signal(signal.SIGTERM, partial(_stop_early, left))
+    # For the sockets and rendezvous files that vLLM makes under TMPDIR and leaves there. Directly under the system's: a socket's path may
+    # have 107 characters.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
-        uvloop.run(_serve(me, vllm, args, disk))
+        uvloop.run(_serve(me, vllm, args, left))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting; its own log has the cause
         raise RunFailed(f"inference {me.index}: vLLM did not start ({error}); read logs/{me.name}.log") from error
     finally:
         _kill_children()
-        shutil.rmtree(scratch, ignore_errors=True)
-        shared_memory.remove(shared)
-    forget(disk)
+        left.remove()
+    forget(left.disk)
 
 
-def _scratch_folder() -> str:
-    """A folder for the sockets and rendezvous files that vLLM makes under TMPDIR and leaves there; ours goes when the server ends.
+@dataclass(frozen=True)
+class Left:
+    """What an engine that is killed leaves on its node, by names that are this role's alone."""
 
-    Directly under the system's: a socket's path may have 107 characters.
-    """
-    tempfile.tempdir = None
-    folder = tempfile.mkdtemp(prefix=f"orrery-inference-{os.getpid()}-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    return folder
+    scratch: Path  # the system's folder
+    start: str  # what names of folders there begin with, one a start
+    shared: str  # what names in shared memory have in them
+    disk: Path  # blocks of cache, which the next start finds again: they go at an orderly end alone
+
+    @staticmethod
+    def by(me: RoleProcess) -> "Left":
+        """Call it before TMPDIR is another."""
+        tempfile.tempdir = None
+        names = scratch_disk.of_start(me.run_dir, me.name), shared_memory.of_role(me.run_dir, me.name)
+        return Left(Path(tempfile.gettempdir()), *names, disk_folder(me))
+
+    def remove(self) -> None:
+        scratch_disk.remove(self.start, self.scratch)
+        shared_memory.remove(self.shared)
 
 
-def _stop_early(disk: Path, _signal: int, _frame: object) -> None:
+def _stop_early(left: Left, _signal: int, _frame: object) -> None:
     """SIGTERM before vLLM's own handler is in place: nothing is in flight, so nothing needs winding down."""
-    _exit_now(disk)
+    _exit_now(left)
 
 
-def _exit_now(disk: Path) -> None:
+def _exit_now(left: Left) -> None:
     _kill_children()
-    if os.path.basename(tempfile.gettempdir()).startswith(f"orrery-inference-{os.getpid()}-"):
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
-    shared_memory.remove(os.environ[plugin.SHARED])
-    forget(disk)  # last: it may be large, and the launcher waits for seconds only
+    left.remove()
+    forget(left.disk)  # last: it may be large, and the launcher waits for seconds only
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, disk: Path) -> None:
+async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, left: Left) -> None:
     address, socket = vllm.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
@@ -99,7 +108,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, dis
     async with vllm.build_async_engine_client(args) as engine:
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
-        stopping = _announce_stop(engine, disk)
+        stopping = _announce_stop(engine, left)
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
@@ -123,7 +132,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, dis
         socket.close()
 
 
-def _announce_stop(engine: EngineClient, disk: Path) -> threading.Event:
+def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """An event that is set when vLLM's SIGTERM handler begins to stop the engine: afterwards a dead engine core is no failure.
 
     From then on the end is also certain: a timer kills what hangs.
@@ -134,16 +143,16 @@ def _announce_stop(engine: EngineClient, disk: Path) -> threading.Event:
     def announced(*args: object, **kwargs: object) -> None:
         if not stopping.is_set():
             stopping.set()
-            threading.Thread(target=_end_by_force, args=(disk,), name="end-by-force", daemon=True).start()
+            threading.Thread(target=_end_by_force, args=(left,), name="end-by-force", daemon=True).start()
         shutdown(*args, **kwargs)
 
     engine.shutdown = announced  # type: ignore[method-assign]
     return stopping
 
 
-def _end_by_force(disk: Path) -> None:
+def _end_by_force(left: Left) -> None:
     time.sleep(STOP_S)
-    _exit_now(disk)
+    _exit_now(left)
 
 
 def _kill_children() -> None:

@@ -82,11 +82,11 @@ class Allocation:
             probe.kill()
         return [name for name, probe in probes.items() if not ended_within(probe, KILLED_S) or probe.returncode != 0]
 
-    def clean(self, caches: str, shared: str) -> None:
-        """Remove from every node the job's scratch folder, folders of engines' caches, whose names begin with `caches` and which lie beside
-        it where roles are in no containers, and shared memory with `shared` in its name; what cannot be reached in CLEAN_S stays."""
-        paths = f'"$1" "${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}/$2"* {SHARED_MEMORY}/*"$3"*'
-        remove = ["sh", "-c", f"rm -rf {paths}", "sh", str(self.scratch), caches, shared]
+    def clean(self, caches: str, starts: str, shared: str) -> None:
+        """Remove from every node the job's scratch folder, engines' folders, whose names begin with `caches` or `starts` and which lie
+        beside it where roles are in no containers, and shared memory with `shared` in its name; what cannot be reached in CLEAN_S stays."""
+        script = f'cd "${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}" && rm -rf "$1" ./"$2"* ./"$3"* {SHARED_MEMORY}/*"$4"*'
+        remove = ["sh", "-c", script, "sh", str(self.scratch), caches, starts, shared]
         steps = [
             self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), *remove)
             for number, names in enumerate(self.nodes)

@@ -173,11 +173,11 @@ class _Stage:
         self.job, self.interrupts = job, interrupts
         self.run_dir, self.stage = job.run_dir, job.plan.name
         self.last = statuses.read(self.run_dir)
-        self.caches = scratch_disk.prefix(self.run_dir)
+        self.scratch = scratch_disk.prefix(self.run_dir), scratch_disk.of_start(self.run_dir)
         if self.last is not None:
             _end_leftovers(self.run_dir, self.last)
         self._remove_weights()
-        self._remove_caches()
+        self._remove_scratch()
         self.attempt = self.last.attempt + 1 if self.last else 1
         self.token = secrets.token_hex(16)
         self.processes: Sequence[Process | Task] = []
@@ -229,9 +229,9 @@ class _Stage:
             self.metrics.close()
             self._end_strays()
             if self.job.allocation is not None:
-                self.job.allocation.clean(self.caches, shared_memory.prefix(self.run_dir))
+                self.job.allocation.clean(*self.scratch, shared_memory.prefix(self.run_dir))
             self._remove_weights()
-            self._remove_caches()
+            self._remove_scratch()
             self.status.ended_s = time.time()
             with suppress(OSError):  # on a full disk the sentence still reaches stderr
                 self._say_state(outcome.state, outcome.message)
@@ -257,9 +257,10 @@ class _Stage:
         shared_memory.remove(shared_memory.prefix(self.run_dir))
         shutil.rmtree(self.run_dir / "weights" / "wire", ignore_errors=True)
 
-    def _remove_caches(self) -> None:
+    def _remove_scratch(self) -> None:
         """What engines keep on this node's scratch disk, where they are told it is."""
-        scratch_disk.remove(self.caches, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir()))
+        for name in self.scratch:
+            scratch_disk.remove(name, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir()))
 
     def _receipt(self, outcome: Outcome) -> None:
         allocation = self.job.allocation

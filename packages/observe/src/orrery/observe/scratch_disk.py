@@ -1,15 +1,19 @@
-"""Scratch disk of one run: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`, where engines keep blocks of cache; none outlives its stage.
+"""Scratch disk of one run: where engines keep blocks of cache, and the sockets of one start of a role; none outlives its stage.
 
-`which` is made of the run folder's path and of its manifest's file: a run folder that was removed and made again is another run, whose
-versions of weights count from 0 once more, and the same run in two checkouts does not share, or remove, anything.
-The launcher removes it when a stage begins, on its own node, and when it ends, on every node of its job; an engine that is asked to end
-removes its own part, and one that begins removes what it finds of earlier attempts.
+Blocks are in `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` is made of the run folder's path and of its manifest's file: a run folder
+that was removed and made again is another run, whose versions of weights count from 0 once more, and the same run in two checkouts does
+not share, or remove, anything.
+Sockets are in `<TMPDIR>/orrery-<place of the run>-<role>-*`; their paths may have 107 characters.
+The launcher removes both when a stage begins, on its own node, and when it ends, on every node of its job; an engine that is asked to end
+removes its own part, and one that begins removes what it finds of earlier attempts, and of its own starts that were killed.
 """
 
 import hashlib
 import shutil
 import tempfile
 from pathlib import Path
+
+from orrery.observe.shared_memory import place
 
 
 def prefix(run_dir: Path) -> str:
@@ -24,7 +28,12 @@ def folder(run_dir: Path, stage: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{prefix(run_dir)}{stage}"
 
 
+def of_start(run_dir: Path, name: str = "") -> str:
+    """What the names of folders of single starts of the role `name`, as in `inference.0`, begin with; without it, of every role."""
+    return f"orrery-{place(run_dir)}-{name}{'-' if name else ''}"
+
+
 def remove(name: str, root: Path) -> None:
-    """Remove what a run whose `prefix` this is left under `root`; call it only when no process of the run is to go on."""
+    """Remove what `name` (`prefix`, `of_start`) begins the name of; call it only when no process of that run, or role, is to go on."""
     for path in root.glob(f"{name}*"):
         shutil.rmtree(path, ignore_errors=True)

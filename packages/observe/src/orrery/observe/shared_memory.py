@@ -13,11 +13,14 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def place(run_dir: Path) -> str:
+    """8 hexadecimal digits of where the run is."""
+    return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
+
+
 def prefix(run_dir: Path) -> str:
     """What the names of all shared memory of this run begin with."""
-    run_dir = run_dir.resolve()
-    place = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    return f"orrery-{run_dir.name.rpartition('-')[2]}-{place}-"
+    return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def of_role(run_dir: Path, name: str) -> str:
