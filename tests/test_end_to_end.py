@@ -127,7 +127,7 @@ def test_the_report_and_its_line_are_there(finished):
 
 def test_nothing_is_left_behind(finished):
     assert processes_of(finished) == []
-    assert list(Path("/dev/shm").glob(f"orrery-{finished.name[-12:]}-*")) == []
+    assert list(Path("/dev/shm").glob(f"*orrery-{finished.name[-12:]}-*")) == []
 
 
 def test_a_finished_run_is_not_run_again(finished):
@@ -315,5 +315,5 @@ def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -
     kept = latest(folder)
     assert f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
     assert kept is not None and kept >= after_step
-    assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"orrery-{folder.name[-12:]}-*")) == []
+    assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"*orrery-{folder.name[-12:]}-*")) == []
     return kept, sentence

@@ -81,6 +81,7 @@ local cpu_lock = std.sha256(importstr 'locks/cpu.txt'), cuda_lock = std.sha256(i
   orchestrator: {
     algorithm: { kind: error 'orchestrator.algorithm: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     rollouts_per_batch: error 'orchestrator.rollouts_per_batch: say it in the run file',
+    keep_batches: 500,
   },
 
   transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },

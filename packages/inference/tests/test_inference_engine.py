@@ -347,7 +347,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie by then: a traceback in the log.
     held = {connection.laddr.port for connection in members[1].net_connections("inet") if connection.status == psutil.CONN_LISTEN}
     assert urlsplit(url).port not in held
-    assert list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir, 'inference.0')}*"))
+    assert list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir, 0)}*"))
 
     async def scenario(fleet):
         [running] = await in_flight(fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True))

@@ -21,6 +21,7 @@ from orrery.inference.kv_offload import disk_folder, prepare_disk
 from orrery.inference.kv_offload import forget as forget_disk
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
+from orrery.observe import shared_memory
 from orrery.transport.engine import EngineClient
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import RouteShape
@@ -98,17 +99,27 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
         processes.append(start_role("orrery.inference", run_dir, 0))
         return await_published(run_dir, "inference", 0, processes[-1])
 
+    def host_tiers():
+        """By the process that has it: names in shared memory, and the bytes that stand under them."""
+        paths = shared_memory.SHARED_MEMORY.glob(f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}*")
+        return [(path.name, path.stat().st_size) for path in paths]
+
     try:
         fresh, found, newer, evicted = asyncio.run(look_behind(start()))
+        [(first, first_bytes)] = host_tiers()
         processes[-1].kill()
         processes[-1].wait()
         (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
         newest, restarted, without_routes = asyncio.run(second(start()))
+        [(second_one, second_bytes)] = host_tiers()
+        stop(processes[-1])
+        assert not host_tiers()
     finally:
         for process in processes:
             if process.poll() is None:
                 stop(process)
         shutil.rmtree(folder.parent.parent, ignore_errors=True)
+    assert first != second_one and first_bytes == second_bytes == 0, "a tier that all have opened needs no name"
     # A cache whose routes are not known is not used.
     assert (fresh.cached_tokens, newer.cached_tokens, newest.cached_tokens, without_routes.cached_tokens) == (0, 0, 0, 0)
     assert found.cached_tokens == evicted.cached_tokens == restarted.cached_tokens == BLOCKS

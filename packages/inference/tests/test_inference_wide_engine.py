@@ -49,10 +49,12 @@ def server(run_dir):
     of_a_start_that_was_killed = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}4.mmap"
     of_another_engine = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.00')}4.mmap"
     for path in (of_a_start_that_was_killed, of_another_engine):
-        path.touch()
-    process = start_role("wide_engine", run_dir, 0)
+        path.write_bytes(bytes(1))
     try:
+        process = start_role("wide_engine", run_dir, 0)
         yield process, await_published(run_dir, "inference", 0, process)
+        stop(process)
+        assert of_another_engine.stat().st_size == 1
     finally:
         stop(process)
         assert shared_memory.remove(shared_memory.prefix(run_dir)) == [of_another_engine]

@@ -135,19 +135,20 @@ def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(in
     assert sorted(env.splitlines()) == sorted(before.split("\n\n", 1)[1].splitlines())
 
 
-@pytest.mark.parametrize("where", ["the site says", "the job says"])
+@pytest.mark.parametrize("where", ["the site says", "the job says", "nowhere"])
 def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node(inside, monkeypatch, where):
     made, _, _, tmp_path = inside
     (tmp_path / "bin" / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     if where == "the job says":
         monkeypatch.setenv("TMPDIR", str(tmp_path))
-    environment = {"TMPDIR": str(tmp_path)} if where == "the site says" else {}
+    environment = {"the site says": {"TMPDIR": str(tmp_path)}, "nowhere": {"TMPDIR": str(tmp_path / "not-here")}}.get(where, {})
     site = SITE.model_copy(update={"environment": environment, "containers": Containers(images="images", scratch=str(tmp_path))})
     (ours, ours_shared), (theirs, theirs_shared) = (
         (scratch_disk.of_start(path), shared_memory.prefix(path)) for path in (tmp_path / "run-a", tmp_path / "run-b")
     )
-    others = {"orrery-8", "orrery-kv-run-b-rl", f"{theirs}inference.0-x"}
-    for name in (*others, "orrery-7", "orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", f"{ours}inference.0-x"):
+    others = {"orrery-8", "orrery-kv-run-b-rl", f"{theirs}0-x"}
+    beside = () if where == "nowhere" else ("orrery-kv-run-a-rl", "orrery-kv-run-a-evaluate", f"{ours}0-x")
+    for name in (*others, *beside, "orrery-7"):
         (tmp_path / name / "attempt_1").mkdir(parents=True)
     shared = tmp_path / "shared"
     shared.mkdir()

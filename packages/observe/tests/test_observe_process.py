@@ -36,6 +36,12 @@ def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
     assert (row["step"], row["attempt"], row["stage"], row["loss"]) == (4, 3, "rl", 1.5)
 
 
+def test_a_role_may_open_as_many_files_as_its_user(tmp_path):
+    prelude = "import resource; most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))"
+    process = role(tmp_path, "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude)
+    assert process.wait(20) == 0, process.stderr.read()
+
+
 @pytest.mark.parametrize(("error", "code"), [("OrreryError", 2), ("RunFailed", 1)])
 def test_an_orrery_error_is_one_line_without_a_traceback(tmp_path, error, code):
     process = role(tmp_path, f"raise {error}('trainer.mesh: does not fit')")

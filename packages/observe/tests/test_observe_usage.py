@@ -1,11 +1,13 @@
 """Usage: what a process and its children take, and what it costs to know."""
 
+import itertools
 import os
 import subprocess
 import sys
 import time
 
 from orrery.observe.metrics import MetricsFile, rows
+from orrery.observe.pace import Pace
 from orrery.observe.usage import PERIOD_S, TICKS_PER_S, Sampler, UsageRows, parse, tree
 
 
@@ -68,6 +70,23 @@ def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {("usage", "rl", 3, None)}
     assert all(row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found)
     metrics.close()
+
+
+def test_rows_of_a_long_run_come_once_a_minute_and_of_a_short_one_at_every_look():
+    pace, now_s, due = Pace(0.5, 0.0), 0.0, []
+    while now_s < 100_000:
+        if pace.due(now_s):
+            due.append(now_s)
+        now_s += 0.5 if now_s < 1000 else 10.0
+    early, late = [at for at in due if at <= 400], [at for at in due if at >= 80_000]
+    assert early == [0.5 * i for i in range(801)]
+    assert {later - at for at, later in itertools.pairwise(late)} == {60.0}
+    assert sum(60.0 <= at < 61.0 for at in due) == 2
+
+
+def test_looks_that_come_a_little_early_are_not_left_out():
+    pace = Pace(0.5, 10.0)
+    assert all(pace.due(10.0 + 0.499 * look) for look in range(100))
 
 
 def test_a_look_costs_less_than_half_a_percent_of_a_core():

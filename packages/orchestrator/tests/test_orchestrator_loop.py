@@ -105,6 +105,13 @@ def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
     assert lines[0].keys() >= {"step", "version", "task", "messages", "reward"}
 
 
+def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
+    run(tmp_path, fakes.manifest(keep_batches=4))
+    assert rollout_store.steps(tmp_path) == [3, 4, 5, 6]
+    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
+
+
 def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(tmp_path):
     manifest = fakes.manifest(checkpoint_steps=2)
     me, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))

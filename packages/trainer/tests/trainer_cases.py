@@ -139,6 +139,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "drop_zero_advantage_groups": True,
                 "max_off_policy_steps": 2,
                 "max_batches_ahead": 1,
+                "keep_batches": 500,
                 "admission": {"kind": "fixed", "max_in_flight": 4},
                 "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
                 "rollout_timeout_s": 5.0,

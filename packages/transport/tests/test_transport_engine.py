@@ -1,7 +1,11 @@
 """The engine client against a stand-in server: what it makes of answers, good and bad. The real vLLM is in the inference room's tests."""
 
+import asyncio
 import base64
 import io
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -119,6 +123,53 @@ def test_a_slow_generation_fails_alone_and_an_absent_engine_is_gone():
                 await engine.pause()
 
     run([], scenario)
+
+
+NO_ROOM = """
+import asyncio, os, resource, sys
+import numpy as np
+from orrery.transport.engine import EngineClient, GenerationFailed
+
+async def main():
+    async with EngineClient(sys.argv[1], token="secret") as engine:
+        def generate(**options):
+            prompt = np.array([1, 2], dtype=np.int32)
+            return engine.generate(prompt, max_tokens=4, temperature=0.5, cache_salt="3", request_id="r", **options)
+
+        assert await engine.health()
+        await asyncio.sleep(0.2)  # until its connection is closed
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = []
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        try:
+            await generate(timeout_s=0.3)
+        except GenerationFailed as error:
+            assert "no room here" in str(error) and "ulimit" in str(error), error
+        else:
+            raise AssertionError("it had room")
+        waiting, dying = asyncio.ensure_future(generate()), asyncio.ensure_future(engine.death())
+        await asyncio.sleep(0.5)
+        assert not waiting.done() and not dying.done()
+        for each in held:
+            os.close(each)
+        assert len((await waiting).token_ids) == 2 and await dying is None
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_without_room_for_a_connection_waits_and_takes_no_engine_for_dead():
+    async def scenario(urls):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", NO_ROOM, urls[0]]
+        return await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60)
+
+    done = run([StandIn(generated=answer([5, 6], [("default", 0, 2)]))], scenario)
+    assert done.returncode == 0, done.stderr
 
 
 def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():

@@ -168,6 +168,17 @@ def test_a_full_disk_is_one_sentence_that_says_how_to_enlarge_it(tmp_path):
     assert watch.latest() is None
 
 
+def test_a_marker_is_decoded_once_however_often_it_is_looked_for(tmp_path, monkeypatch):
+    publisher, watch, decoded = WeightPublisher(tmp_path / "w"), WeightWatch(tmp_path / "w"), []
+    monkeypatch.setattr(watch, "version", lambda version: decoded.append(version) or WeightWatch.version(watch, version))
+    for version in (0, 1):
+        publisher.publish(version, [("a", torch.ones(4))])
+        assert [watch.latest().version for _ in range(5)] == [version] * 5
+    assert decoded == [0, 1]
+    (tmp_path / "w" / "version_1.json").unlink()
+    assert watch.latest().version == 0
+
+
 def test_a_damaged_marker_is_named(tmp_path):
     (tmp_path / "version_7.json").write_text("{")
     with pytest.raises(OrreryError, match=r"version_7\.json: not a marker"):

@@ -30,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from orrery.inference import plugin, releases
 from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
+from orrery.inference.patches import vllm_shared_memory
 from orrery.manifest.errors import RunFailed
 from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
@@ -63,7 +64,7 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     finally:
         _kill_children()
         left.remove()
-    forget(left.disk)
+    left.remove(ended=True)
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,23 @@ class Left:
     start: str  # what names of folders there begin with, one a start
     shared: str  # what names in shared memory have in them
     disk: Path  # blocks of cache, which the next start finds again: they go at an orderly end alone
+    pid: int  # of the server: a fork that inherits its handlers removes nothing
 
     @staticmethod
     def by(me: RoleProcess) -> "Left":
         """Call it before TMPDIR is another."""
         tempfile.tempdir = None
-        names = scratch_disk.of_start(me.run_dir, me.name), shared_memory.of_role(me.run_dir, me.name)
-        return Left(Path(tempfile.gettempdir()), *names, disk_folder(me))
+        names = scratch_disk.of_start(me.run_dir, me.index), shared_memory.of_role(me.run_dir, me.name)
+        return Left(Path(tempfile.gettempdir()), *names, disk_folder(me), os.getpid())
 
-    def remove(self) -> None:
+    def remove(self, *, ended: bool = False) -> None:
+        """With the blocks on disk where the engine has `ended` in order, last: they may be many, and the launcher does not wait long."""
+        if os.getpid() != self.pid:
+            return
         scratch_disk.remove(self.start, self.scratch)
         shared_memory.remove(self.shared)
+        if ended:
+            forget(self.disk)
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
@@ -94,8 +101,7 @@ def _stop_early(left: Left, _signal: int, _frame: object) -> None:
 
 def _exit_now(left: Left) -> None:
     _kill_children()
-    left.remove()
-    forget(left.disk)  # last: it may be large, and the launcher waits for seconds only
+    left.remove(ended=True)
     os._exit(128 + signal.SIGTERM)
 
 
@@ -110,7 +116,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, lef
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
         stopping = _announce_stop(engine, left)
         serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
-        announcing = asyncio.ensure_future(_announce(me, args))
+        announcing = asyncio.ensure_future(_announce(me, args, left))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         awaited = {serving, announcing, watching}
         while {serving, watching} <= awaited:
@@ -169,7 +175,7 @@ async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None
         await asyncio.sleep(WATCH_S)
 
 
-async def _announce(me: RoleProcess, args: Namespace) -> None:
+async def _announce(me: RoleProcess, args: Namespace, left: Left) -> None:
     """Publish this server's address as soon as /health answers 200."""
     host, port = args.host, args.port
     deadline_s = scaled(START_DEADLINE_S)
@@ -178,6 +184,7 @@ async def _announce(me: RoleProcess, args: Namespace) -> None:
         if time.monotonic() > end:
             raise RunFailed(f"inference {me.index}: /health did not answer within {deadline_s:g} s of the engine being up")
         await asyncio.sleep(0.02)
+    vllm_shared_memory.without_name(left.shared)
     gc.collect()
     gc.freeze()  # what start-up made stays; later collections need not look at it again
     gc.enable()

@@ -85,7 +85,7 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove from every node the job's scratch folder, engines' folders, whose names begin with `caches` or `starts` and which lie
         beside it where roles are in no containers, and shared memory with `shared` in its name; what cannot be reached in CLEAN_S stays."""
-        script = f'cd "${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}" && rm -rf "$1" ./"$2"* ./"$3"* {SHARED_MEMORY}/*"$4"*'
+        script = f'tmp=${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}; rm -rf "$1" "$tmp/$2"* "$tmp/$3"* {SHARED_MEMORY}/*"$4"*'
         remove = ["sh", "-c", script, "sh", str(self.scratch), caches, starts, shared]
         steps = [
             self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), *remove)

@@ -30,7 +30,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.publish import write_atomic
 from orrery.observe.deadline import scaled
-from orrery.observe.metrics import read
+from orrery.observe.metrics import merge_attempts, rows
 
 WITHIN_S = 60.0  # for git, for an image's Python, for nvidia-smi
 READ_S = 600.0  # for all images of a stage
@@ -268,14 +268,14 @@ def _sha256(path: Path) -> str:
 def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
     """The figures that a run is judged by: steps, tokens, last loss and rewards of a trained stage; held-out rewards of the evaluation."""
     table: dict[str, Any] = {}
-    steps = [row for row in read(run_dir / "metrics/trainer.0.jsonl") if row["stage"] == stage and "loss" in row]
+    sums = ("num_samples", "num_tokens", "num_trained_tokens")
+    steps = _few(run_dir / "metrics/trainer.0.jsonl", stage, ("loss", *sums))
     if steps:
         table |= {"steps": steps[-1]["step"], "loss": steps[-1]["loss"]}
-        table |= {name: sum(row.get(name) or 0 for row in steps) for name in ("num_samples", "num_tokens", "num_trained_tokens")}
-    orchestrated = [row for row in read(run_dir / "metrics/orchestrator.0.jsonl") if row["stage"] == stage]
-    rewards = [row["reward_mean"] for row in orchestrated if row.get("event") == "batch"]
-    if rewards:
-        table["reward_last_batch"] = rewards[-1]
+        table |= {name: sum(row.get(name) or 0 for row in steps) for name in sums}
+    batches = _few(run_dir / "metrics/orchestrator.0.jsonl", stage, ("reward_mean",), event="batch")
+    if batches:
+        table["reward_last_batch"] = batches[-1]["reward_mean"]
     result = run_dir / "stages" / stage / "result.json"
     if result.is_file():
         table |= {
@@ -284,3 +284,14 @@ def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
             if when in ("before", "after")
         }
     return {name: value for name, value in table.items() if value is not None}
+
+
+def _few(path: Path, stage: str, names: tuple[str, ...], event: str | None = None) -> list[dict[str, Any]]:
+    """The rows that count of those of this stage and `event` that have the first of `names`, oldest first. Without what else they say: a
+    long run's rows, whole, would fill the memory."""
+    kept = ("stage", "event", "name", "attempt", "step", "time_s", *names)
+    return merge_attempts(
+        {name: row[name] for name in kept if name in row}
+        for row in rows(path)
+        if row["stage"] == stage and row.get("event") == event and names[0] in row
+    )

@@ -236,8 +236,11 @@ class _Stage:
             with suppress(OSError):  # on a full disk the sentence still reaches stderr
                 self._say_state(outcome.state, outcome.message)
                 self._log(outcome.message)
-            with suppress(OSError):
+            try:
                 self._receipt(outcome)
+            except Exception as error:  # the boundary: what a stage has done does not hang on what is told of it
+                with suppress(OSError):
+                    self._log(f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}")
         if outcome.state == "done":
             wall_s = self.status.ended_s - self.status.started_s
             row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}

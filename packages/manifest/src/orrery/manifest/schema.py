@@ -703,7 +703,10 @@ class Evaluation(Record):
 
 
 class Orchestrator(Record):
-    """How rollouts are made and which of them may train."""
+    """How rollouts are made and which of them may train.
+
+    - `keep_batches`: of trained batches, the newest whose tokens, log-probs and routes stay in the run's folder.
+    """
 
     algorithm: Algorithm
     rollouts_per_batch: PositiveInt
@@ -713,6 +716,7 @@ class Orchestrator(Record):
     admission: Admission
     sampling: Sampling
     rollout_timeout_s: PositiveFloat
+    keep_batches: PositiveInt
     evaluation: Evaluation
 
     @model_validator(mode="after")

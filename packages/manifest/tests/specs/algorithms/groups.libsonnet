@@ -10,6 +10,7 @@
     drop_zero_advantage_groups: true,
     max_off_policy_steps: 1,
     max_batches_ahead: 0,
+    keep_batches: 20,
     sampling+: { temperature: 1.0 },
   },
 }

@@ -12,6 +12,7 @@
 import argparse
 import faulthandler
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
 
 TERMINATED = 128 + signal.SIGTERM
+OPEN_FILES = 1 << 20
 
 
 class RoleProcess:
@@ -93,6 +95,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     _log_to_stderr()
+    _allow_open_files()
     me = parse_role(role, argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
@@ -127,6 +130,14 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     finally:
         usage.stop()
         me.metrics.close()
+
+
+def _allow_open_files() -> None:
+    """As many as we may have: a rollout in flight is a connection, and shells often give 1,024."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

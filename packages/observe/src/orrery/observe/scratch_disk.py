@@ -1,9 +1,9 @@
-"""Scratch disk of one run: where engines keep blocks of cache, and the sockets of one start of a role; none outlives its stage.
+"""Scratch disk of one run: where engines keep blocks of cache, and the sockets of one start of an engine; none outlives its stage.
 
 Blocks are in `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` is made of the run folder's path and of its manifest's file: a run folder
 that was removed and made again is another run, whose versions of weights count from 0 once more, and the same run in two checkouts does
 not share, or remove, anything.
-Sockets are in `<TMPDIR>/orrery-<place of the run>-<role>-*`; their paths may have 107 characters.
+Sockets are in `<TMPDIR>/orrery-<place of the run>-<engine>-*`, short since their paths may have 107 characters.
 The launcher removes both when a stage begins, on its own node, and when it ends, on every node of its job; an engine that is asked to end
 removes its own part, and one that begins removes what it finds of earlier attempts, and of its own starts that were killed.
 """
@@ -28,9 +28,9 @@ def folder(run_dir: Path, stage: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{prefix(run_dir)}{stage}"
 
 
-def of_start(run_dir: Path, name: str = "") -> str:
-    """What the names of folders of single starts of the role `name`, as in `inference.0`, begin with; without it, of every role."""
-    return f"orrery-{place(run_dir)}-{name}{'-' if name else ''}"
+def of_start(run_dir: Path, engine: int | None = None) -> str:
+    """What the names of folders of single starts of this engine begin with; without one, of every engine."""
+    return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 
 def remove(name: str, root: Path) -> None:

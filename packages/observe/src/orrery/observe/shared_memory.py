@@ -8,6 +8,7 @@ with `of_role` what its processes share (queues, the host tier of its cache), an
 
 import hashlib
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -19,7 +20,7 @@ def place(run_dir: Path) -> str:
 
 
 def prefix(run_dir: Path) -> str:
-    """What the names of all shared memory of this run begin with."""
+    """What the names of all shared memory of this run have in them; those of our own making begin with it."""
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
@@ -35,5 +36,6 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
-    return found
+            with suppress(OSError):  # gone, or another user's, who ran this folder before
+                path.unlink()
+    return [path for path in found if not path.exists()]

@@ -1,4 +1,4 @@
-"""Usage: a process's own processor time and memory, with all that it started, as a row every PERIOD_S.
+"""Usage: a process's own processor time and memory, with all that it started, as a row every PERIOD_S, later more seldom (`pace`).
 
 - Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` in the role's metrics; 100 % is one core busy.
 - Reads /proc itself: listing the children of one process through psutil reads the state of every process of the machine.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.observe.metrics import MetricsFile
+from orrery.observe.pace import period_s
 
 PERIOD_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -83,8 +84,8 @@ class UsageRows:
             self._thread.join()
 
     def _run(self) -> None:
-        sampler = Sampler(os.getpid())
-        while not self._stop.wait(self._period_s):
+        sampler, begin_s = Sampler(os.getpid()), time.monotonic()
+        while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
             except OSError:

@@ -1,22 +1,28 @@
-"""Engine load: what the engines say of themselves, written down and given to admission."""
+"""Engine load: what the engines say of themselves, given to admission, and written down at a pace."""
 
+import time
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.pace import Pace
 from orrery.orchestrator.admission import Admission
 from orrery.transport.engine import EngineMetrics
 
 ENGINE_POLL_S = 0.5
 
 
-async def look(me: Any, fleet: Any, admission: Admission) -> dict[int, EngineMetrics]:
-    """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is."""
+async def look(me: Any, fleet: Any, admission: Admission, pace: Pace | None = None) -> dict[int, EngineMetrics]:
+    """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is.
+
+    Rows are written where `pace` says that they are due; without one, always.
+    """
     try:
         loads: dict[int, EngineMetrics] = await fleet.metrics()
     except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
         me.log.warning("no numbers from the engines: %s", error)
         return {}
-    for index, load in loads.items():
+    due = pace is None or pace.due(time.monotonic())
+    for index, load in loads.items() if due else ():
         me.metrics.write(
             None, event="engine", engine=index, running=load.running, waiting=load.waiting, kv_usage=load.kv_usage,
             preemptions=load.preemptions_total, external_hit_tokens=load.external_hit_tokens_total,
@@ -26,7 +32,8 @@ async def look(me: Any, fleet: Any, admission: Admission) -> dict[int, EngineMet
     before = admission.limit
     admission.observe(serving)
     if admission.need is not None:
-        me.metrics.write(None, event="admission", limit=admission.limit, num_in_flight=admission.taken, share=admission.need.share)
+        if due:
+            me.metrics.write(None, event="admission", limit=admission.limit, num_in_flight=admission.taken, share=admission.need.share)
         if admission.limit != before:
             me.log.debug("rollouts in flight: %d of %d at most, before %d", admission.taken, admission.limit, before)
     return loads

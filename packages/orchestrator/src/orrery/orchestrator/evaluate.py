@@ -13,6 +13,7 @@ from typing import Any
 
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import write_atomic
+from orrery.observe.pace import Pace
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import Dispatch
@@ -88,9 +89,10 @@ class HeldOut:
                 await watching
 
     async def _watch_engines(self) -> None:
+        pace = Pace(ENGINE_POLL_S, time.monotonic())
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await look(self.me, self.fleet, self.dispatch.admission)
+            await look(self.me, self.fleet, self.dispatch.admission, pace)
             self.pulse.ring()
 
     async def _play(self, version: int) -> EvaluationResult:

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from orrery.observe.deadline import scaled
+from orrery.observe.pace import Pace
 from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import Activity
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
@@ -49,6 +50,7 @@ class Loop:
         self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self.manifest.stages.rl.num_steps)
         self.updates = Updates(me, state, self.stage, fleet, watch)
         self.activity = Activity(me.metrics.add_span)
+        self._pace = Pace(ENGINE_POLL_S, time.monotonic())
         self._evaluation: EvaluationResult | None = None  # the newest that is finished
         self._said: str | None = None
         self._wind_down = WindDownRequest(me)
@@ -117,7 +119,7 @@ class Loop:
             await asyncio.sleep(ENGINE_POLL_S)
             if self.state.updating:  # what is paused says nothing of what fits
                 continue
-            loads = await look(self.me, self.fleet, self.state.dispatch.admission)
+            loads = await look(self.me, self.fleet, self.state.dispatch.admission, self._pace)
             for index, load in loads.items():
                 if self._routed:
                     self.activity.observe(index, load.running + load.waiting, time.time())
@@ -191,6 +193,7 @@ class Loop:
 
     def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
         rollout_store.write_batch(self.me.run_dir, batch.step, documents, digests=digests)
+        rollout_store.prune(self.me.run_dir, batch.step, self.manifest.orchestrator.keep_batches)
         samples.append(
             self.me.run_dir / "rollouts" / "samples.jsonl",
             (

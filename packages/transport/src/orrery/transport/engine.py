@@ -4,7 +4,8 @@
 - Always: every call has a deadline. Every generated token carries the policy version that sampled it.
 - Generation may pass a router; control calls (pause, update, abort, fingerprints) go to each engine itself, because a router forwards
   them to one.
-- Never: retries. A failed generation is data for the caller; what a failed update means `orrery.transport.fleet` decides.
+- Never: retries of what has left this process. A failed generation is data for the caller; what a failed update means
+  `orrery.transport.fleet` decides.
 
     OrreryError
     ├── GenerationFailed      the engine is there and did not finish this request (refused it, died over it, or took too long)
@@ -16,7 +17,10 @@
             └── WeightsDiffer it says that it did, and holds others
 """
 
+import asyncio
+import errno
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -37,6 +41,8 @@ T = TypeVar("T")
 
 START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
 CONNECT_TIMEOUT_S = 10.0
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}  # of a connect: nothing has left yet
+NO_ROOM_POLL_S = 0.2
 CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints; scaled
 LOAD_TIMEOUT_S = 300.0  # beyond what a wire waits for a peer that does not come: its own sentence says more
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
@@ -366,6 +372,7 @@ class EngineClient:
     ) -> tuple[int, bytes]:
         """Status and body of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
 
+        Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room.
         Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
         """
         connections = self._sessions.get(keep_connection)
@@ -378,15 +385,23 @@ class EngineClient:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if session is not None:
             headers[SESSION_HEADER] = session
-        try:
-            async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
-                return response.status, await response.read()
-        except aiohttp.ServerTimeoutError as error:
-            raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
-        except TimeoutError as error:
-            raise on_timeout(f"{self.name} did not finish {what} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
+                    return response.status, await response.read()
+            except aiohttp.ServerTimeoutError as error:
+                raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
+            except TimeoutError as error:
+                raise on_timeout(f"{self.name} did not finish {what} within {timeout_s:g} s") from error
+            except (aiohttp.ClientError, OSError) as error:
+                if getattr(error, "errno", None) not in NO_ROOM:
+                    raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
+                if time.monotonic() > end_s:
+                    raise on_timeout(
+                        f"no room here to ask {self.name} for {what} within {timeout_s:g} s ({error}); see `ulimit -n`"
+                    ) from error
+            await asyncio.sleep(NO_ROOM_POLL_S)
 
 
 def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None) -> Generation:

@@ -1,6 +1,7 @@
 """The batches that were trained, kept in the run directory: `rollouts/step_<n>.safetensors`.
 
-Each file holds one batch as columns, with a dict of JSON values beside them; it appears whole or not at all.
+Each file holds one batch as columns, with a dict of JSON values beside them; it appears whole or not at all. `prune` keeps the newest ones
+(`orchestrator.keep_batches`).
 """
 
 from pathlib import Path
@@ -26,6 +27,13 @@ def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Pat
 def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
     """(columns, info) of batch `step`, mapped from the file."""
     return safetensors_columns.read(batch_path(run_dir, step))
+
+
+def prune(run_dir: Path, step: int, keep: int) -> None:
+    """Once batch `step` is there: of it and those before it, keep the newest `keep`."""
+    for old in steps(run_dir):
+        if old <= step - keep:
+            batch_path(run_dir, old).unlink(missing_ok=True)
 
 
 def steps(run_dir: Path) -> list[int]:
