@@ -168,6 +168,15 @@ def test_caches_on_the_scratch_disk_go_with_their_stage_however_it_ends(run_dir,
     others.rmdir()
 
 
+def test_a_stage_whose_receipt_cannot_be_written_is_done_all_the_same_and_says_so(run_dir):
+    (run_dir / "stages" / "rl").mkdir(parents=True)
+    (run_dir / "stages" / "rl" / "result.json").write_text("{")
+    code, stderr = end(launch(run_dir, ("trainer", ["ready"])))
+    assert code == 0, stderr
+    assert (run_dir / "stages/rl/DONE").exists() and not (run_dir / "receipt.json").exists()
+    assert "no receipt: JSONDecodeError" in (run_dir / "logs" / "launcher.0.log").read_text()
+
+
 def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
     for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
         (tmp_path / name).mkdir()

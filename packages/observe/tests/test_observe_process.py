@@ -37,8 +37,8 @@ def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
 
 
 def test_a_role_may_open_as_many_files_as_its_user(tmp_path):
-    prelude = "import resource; most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))"
-    process = role(tmp_path, "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude)
+    prelude = "from resource import *\nmost = getrlimit(RLIMIT_NOFILE)[1]\nsetrlimit(RLIMIT_NOFILE, (64, most))"
+    process = role(tmp_path, "assert getrlimit(RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude)
     assert process.wait(20) == 0, process.stderr.read()
 
 

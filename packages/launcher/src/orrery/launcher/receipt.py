@@ -293,5 +293,5 @@ def _few(path: Path, stage: str, names: tuple[str, ...], event: str | None = Non
     return merge_attempts(
         {name: row[name] for name in kept if name in row}
         for row in rows(path)
-        if row["stage"] == stage and row.get("event") == event and names[0] in row
+        if row.get("stage") == stage and row.get("event") == event and names[0] in row
     )
