@@ -95,35 +95,45 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Every whole row in the order written, all attempts; a missing file has none."""
+    """Every whole row in the order written, all attempts, one at a time; a missing file has none."""
     try:
-        data = Path(path).read_bytes()
+        file = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:
         return
-    for line in data.split(b"\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill
-        if isinstance(row, dict):
-            yield row
+    with file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill
+            if isinstance(row, dict):
+                yield row
+
+
+class Attempts:
+    """Where each attempt of each series begins: a stage's rows of one `event`, or spans of one `name`."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple, dict[int, int]] = {}
+
+    def add(self, row: Row) -> None:
+        if (step := row.get("step")) is not None:
+            steps, attempt = self._first.setdefault(_series(row), {}), row.get("attempt", 0)
+            if step < steps.get(attempt, math.inf):
+                steps[attempt] = step
+
+    def counts(self, row: Row) -> bool:
+        """Whether no newer attempt made the row's step again. Only once all rows are added."""
+        step, attempt = row.get("step"), row.get("attempt", 0)
+        return step is None or not any(newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items())
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """What counts: within a stage and kind of row (`event`, or a span's `name`), an attempt replaces older ones from its first step on."""
-    all_rows = list(all_rows)
-    first: dict[tuple, dict[int, int]] = {}
+    """What counts: within a series, an attempt replaces older ones from its first step on."""
+    all_rows, attempts = list(all_rows), Attempts()
     for row in all_rows:
-        if row.get("step") is not None:
-            steps = first.setdefault(_series(row), {})
-            attempt = row.get("attempt", 0)
-            steps[attempt] = min(steps.get(attempt, row["step"]), row["step"])
-
-    def counts(row: Row) -> bool:
-        step, attempt = row.get("step"), row.get("attempt", 0)
-        return step is None or not any(newer > attempt and begin <= step for newer, begin in first[_series(row)].items())
-
-    return sorted(filter(counts, all_rows), key=lambda row: row["time_s"] if "time_s" in row else row["start_s"])
+        attempts.add(row)
+    return sorted(filter(attempts.counts, all_rows), key=lambda row: row["time_s"] if "time_s" in row else row["start_s"])
 
 
 def _series(row: Row) -> tuple:

@@ -121,4 +121,7 @@ def _short(value: Any) -> str:
 
 
 def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(max(0.0, seconds)))
+    """`04:12`, `03:04:12`, `41 d 16:04:12`."""
+    days, rest_s = divmod(max(0, int(seconds)), 86400)
+    text = time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(rest_s))
+    return f"{days} d {text}" if days else text

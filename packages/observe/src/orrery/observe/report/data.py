@@ -2,30 +2,37 @@
 
 - In: `metrics/`, `stages/`, `rollouts/`, `manifest.json` of one run directory. Nothing else is opened.
 - Out: `RunData`; a file that is not there is an empty list, so a report of an unfinished run is a shorter report.
-- Always: for a step that ran in several attempts, the newest attempt's row stands (`observe.metrics.read`). Spans are of the newest
+- Always: for a step that ran in several attempts, the newest attempt's row stands (`observe.metrics.Attempts`). Spans are of the newest
   attempt alone: between two attempts nobody worked.
+- Always: one row at a time becomes numbers in columns (`table.py`), so that a run of weeks fits into memory. None is left out.
 """
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import Row, read, rows
+from orrery.observe.metrics import Attempts, Row, rows
+from orrery.observe.report.spans import Span, Spans
+from orrery.observe.report.table import Table
 
 Interval = tuple[float, float]
 
-
-@dataclass(frozen=True)
-class Span:
-    """One named stretch of a role's time, in seconds of the host's clock."""
-
-    role: str
-    name: str
-    start_s: float
-    end_s: float
-    step: int | None
+KINDS = {  # of rows that say an `event`: process and event -> the table of `RunData`
+    ("trainer.0", "validation"): "validation",
+    ("trainer.0", "compare"): "compared",
+    ("orchestrator.0", "batch"): "batches",
+    ("orchestrator.0", "evaluation"): "evaluations",
+    ("orchestrator.0", "update"): "updates",
+    ("orchestrator.0", "admission"): "admission",
+    ("orchestrator.0", "engine"): "engines",
+    ("launcher.0", "engine_restart"): "engine_restarts",
+}
 
 
 @dataclass(frozen=True)
@@ -35,18 +42,19 @@ class RunData:
     run_dir: Path
     manifest: Manifest
     stages: dict[str, Row]  # stage -> its DONE marker
-    rl: list[Row]  # trainer rows of the RL stage, by step
-    sft: list[Row]
-    validation: list[Row]  # losses on examples that SFT never trains
-    compared: list[Row]  # log-probs of the last version, trainer against engine
-    batches: list[Row]
-    evaluations: list[Row]
-    updates: list[Row]
-    engine_restarts: list[Row]
-    admission: list[Row]  # rollouts in flight and their limit, where it follows the engines
-    engines: list[Row]  # what engines say of themselves
-    usage: list[Row]
-    spans: list[Span]  # of the RL stage's newest attempt
+    rl: Table  # trainer rows of the RL stage, by step
+    sft: Table
+    validation: Table  # losses on examples that SFT never trains
+    compared: Table  # log-probs of the last version, trainer against engine
+    batches: Table
+    evaluations: Table
+    updates: Table
+    engine_restarts: Table
+    admission: Table  # rollouts in flight and their limit, where it follows the engines
+    engines: Mapping[int, Table]  # what each engine says of itself
+    usage: Sequence[Row]  # of each attempt of a stage: when its processes said first and last what they used
+    processors: Mapping[str, Table]  # CPU use of each process in the RL stage
+    spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row  # stages/evaluate/result.json
     evaluated: list[Row]  # decoded rollouts of the evaluate stage
 
@@ -54,30 +62,13 @@ class RunData:
     def load(cls, run_dir: Path) -> "RunData":
         """Raises OrreryError where `run_dir` holds no valid manifest."""
         manifest = load(run_dir / "manifest.json")
-        metrics = run_dir / "metrics"
-        trainer = read(metrics / "trainer.0.jsonl")
-        orchestrator = read(metrics / "orchestrator.0.jsonl")
-
-        def event(name: str) -> list[Row]:
-            return [row for row in orchestrator if row.get("event") == name and row.get("stage") == "rl"]
-
         stages = [path.parent.name for path in (run_dir / "stages").glob("*/DONE")]
         return cls(
             run_dir=run_dir,
             manifest=manifest,
             stages={stage: json.loads((run_dir / "stages" / stage / "DONE").read_text()) for stage in stages},
-            rl=[row for row in trainer if row.get("stage") == "rl" and row.get("step") is not None and row.get("event") is None],
-            sft=[row for row in trainer if row.get("stage") == "sft" and row.get("step") is not None and row.get("event") is None],
-            validation=[row for row in trainer if row.get("event") == "validation"],
-            compared=[row for row in trainer if row.get("event") == "compare"],
-            batches=event("batch"),
-            evaluations=event("evaluation"),
-            updates=event("update"),
-            engine_restarts=[row for row in read(metrics / "launcher.0.jsonl") if row.get("event") == "engine_restart"],
-            admission=event("admission"),
-            engines=event("engine"),
-            usage=_usage(metrics),
-            spans=_spans(metrics),
+            **_metrics(run_dir / "metrics"),
+            spans=_spans(run_dir / "metrics"),
             result=_json(run_dir / "stages" / "evaluate" / "result.json"),
             evaluated=list(rows(run_dir / "rollouts" / "evaluate.jsonl")),
         )
@@ -86,7 +77,7 @@ class RunData:
 def same_weights(run: RunData) -> list[tuple[int, float]]:
     """(policy version, largest |Δ log-prob| between trainer and engine on tokens of that version alone), where there were such tokens."""
     key = "logprob_max_abs_diff_same_weights"
-    found = [(row["step"] - 1, row[key]) for row in run.rl if row.get(key) is not None]
+    found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:]]
 
 
@@ -96,41 +87,73 @@ def _json(path: Path) -> Row:
 
 def wall_s(run: RunData, *left_out: str) -> float:
     """Seconds of work on the finished stages; of an attempt that came to nothing, from its launcher's first row to its last."""
-    attempts: dict[tuple[str, int], list[float]] = {}
-    for row in run.usage:
-        attempts.setdefault((row["stage"], row["attempt"]), []).append(row["time_s"])
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
-    lost = [max(times) - min(times) for (stage, one), times in attempts.items() if stage in finished and one != finished[stage]["attempt"]]
+    lost = [
+        row["last_s"] - row["first_s"]
+        for row in run.usage
+        if row["stage"] in finished and row["attempt"] != finished[row["stage"]]["attempt"]
+    ]
     return sum(done["wall_s"] for done in finished.values()) + sum(lost)
 
 
-def _usage(metrics: Path) -> list[Row]:
-    """Every process's rows of its own processor time and memory, oldest first."""
-    files = (path for path in metrics.glob("*.jsonl") if not path.name.endswith(".spans.jsonl"))
-    found = (row for path in files for row in rows(path) if row.get("event") == "usage")
-    return sorted(found, key=lambda row: row["time_s"])
+def _metrics(folder: Path) -> dict[str, Any]:
+    """What `RunData` holds of all processes' rows, by its field."""
+    tables = {name: Table() for name in ("rl", "sft", *KINDS.values())}
+    tables["admission"] = Table(("time_s", "limit", "num_in_flight"))
+    engines: dict[int, Table] = defaultdict(lambda: Table(("time_s", "kv_usage")))
+    processors: dict[str, Table] = defaultdict(lambda: Table(("time_s", "cpu_percent")))
+    usage: dict[tuple[str, int], Row] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if path.name.endswith(".spans.jsonl"):
+            continue
+        process, attempts, found = path.name.removesuffix(".jsonl"), Attempts(), set()
+        for row in rows(path):
+            attempts.add(row)
+            if row.get("event") == "usage":
+                _take_usage(row, usage, processors)
+            elif (kind := _kind(process, row)) == "engines":
+                engines[row["engine"]].append(row)
+            elif kind is not None:
+                tables[kind].append(row)
+                found.add(kind)
+        for kind in found:
+            tables[kind].settle(attempts)
+    for table in (*engines.values(), *processors.values()):
+        table.sort("time_s")
+    return tables | {"engines": engines, "processors": processors, "usage": list(usage.values())}
 
 
-def _spans(metrics: Path) -> list[Span]:
+def _kind(process: str, row: Row) -> str | None:
+    """The table that a row belongs in."""
+    event, stage = row.get("event"), row.get("stage")
+    if event is None:
+        return stage if process == "trainer.0" and stage in ("rl", "sft") and row.get("step") is not None else None
+    return KINDS.get((process, event)) if process != "orchestrator.0" or stage == "rl" else None
+
+
+def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[str, Table]) -> None:
+    time_s, stage, attempt = row["time_s"], row["stage"], row["attempt"]
+    ends = usage.setdefault((stage, attempt), {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s})
+    ends["first_s"], ends["last_s"] = min(ends["first_s"], time_s), max(ends["last_s"], time_s)
+    if stage == "rl":
+        for process, used in row["processes"].items():
+            processors[process].append({"time_s": time_s, "cpu_percent": used["cpu_percent"]})
+
+
+def _spans(metrics: Path) -> Spans:
     """Spans of the RL stage's newest attempt, by whoever they are about: an engine's work is recorded by the orchestrator."""
-    found = [
-        (path.name.removesuffix(".spans.jsonl"), row)
-        for path in sorted(metrics.glob("*.spans.jsonl"))
-        for row in rows(path)
-        if row.get("stage") == "rl"
-    ]
-    newest = max((row["attempt"] for _, row in found), default=None)
-    return [
-        Span(
-            role=f"inference.{row['engine']}" if "engine" in row else role,
-            name=row["name"],
-            start_s=row["start_s"],
-            end_s=row["end_s"],
-            step=row.get("step"),
-        )
-        for role, row in found
-        if row["attempt"] == newest
-    ]
+    found, newest = Spans(), None
+    for path in sorted(metrics.glob("*.spans.jsonl")):
+        process = path.name.removesuffix(".spans.jsonl")
+        for row in rows(path):
+            if row.get("stage") != "rl":
+                continue
+            if newest is None or row["attempt"] > newest:
+                found, newest = Spans(), row["attempt"]
+            if row["attempt"] == newest:
+                role = f"inference.{row['engine']}" if "engine" in row else process
+                found.add(Span(role, row["name"], row["start_s"], row["end_s"], row.get("step")))
+    return found
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
@@ -166,14 +189,28 @@ class Shares:
     overlapped: float  # share of the trainer's busy time in which an engine was generating
 
 
-def shares(spans: list[Span]) -> Shares | None:
+def shares(spans: Iterable[Span]) -> Shares | None:
     """None where there is no training to speak of."""
-    training = [(s.start_s, s.end_s) for s in spans if s.role.startswith("trainer.0") and s.name in ("forward_backward", "optimizer")]
-    generating = [(s.start_s, s.end_s) for s in spans if s.role.startswith("inference.") and s.name == "generate"]
+    training: dict[str, list[Interval]] = defaultdict(list)
+    generating: dict[str, list[Interval]] = defaultdict(list)
+    for role, name, start_s, end_s, _ in spans:
+        if role.startswith("trainer.0") and name in ("forward_backward", "optimizer"):
+            _join(training[role], start_s, end_s)
+        elif role.startswith("inference.") and name == "generate":
+            _join(generating[role], start_s, end_s)
     if not training:
         return None
-    start = min([*training, *generating])[0]
-    window = [(start, max(end for _, end in training))]
+    trained, generated = union([*chain(*training.values())]), union([*chain(*generating.values())])
+    start = min([*trained, *generated])[0]
+    window = [(start, max(end for _, end in trained))]
     window_s = window[0][1] - start
-    busy_s = overlap_s(training, window)
-    return Shares(window_s, busy_s / window_s, overlap_s(generating, window) / window_s, overlap_s(training, generating) / busy_s)
+    busy_s = overlap_s(trained, window)
+    return Shares(window_s, busy_s / window_s, overlap_s(generated, window) / window_s, overlap_s(trained, generated) / busy_s)
+
+
+def _join(intervals: list[Interval], start_s: float, end_s: float) -> None:
+    """Append one, or lengthen the last one that it touches: what a role does for weeks is recorded in pieces of seconds."""
+    if intervals and intervals[-1][0] <= start_s <= intervals[-1][1]:
+        intervals[-1] = (intervals[-1][0], max(intervals[-1][1], end_s))
+    else:
+        intervals.append((start_s, end_s))

@@ -1,14 +1,29 @@
-"""The report's pictures: each function takes `RunData` and returns a plotly figure, or None where there is nothing to draw."""
+"""The report's pictures: each function takes `RunData` and returns a plotly figure, or None where there is nothing to draw.
+
+- A line has `POINTS` points at most (`thinning.py`), and so has each row of bars; counts and totals are of all rows.
+- What a figure leaves out or sums up it keeps in `layout.meta`, and its caption says it.
+"""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappush, heappushpop
 from statistics import median
+from typing import Any
 
 import plotly.graph_objects as go
 
+from orrery.observe.duration import duration
 from orrery.observe.report.data import RunData, same_weights
+from orrery.observe.report.spans import Span
+from orrery.observe.report.table import Table
+from orrery.observe.report.thinning import POINTS, Thinning, extremes, largest, means, piece_size
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
-POINTS = 1000  # of a line that a long run would fill a page with
+SAYS = {
+    means: "Each point is the mean of up to {} rows.",
+    extremes: "Of each {} rows the lowest and the highest is drawn.",
+    largest: "Of each {} versions the largest difference is drawn.",
+}
 SPAN_COLORS = {
     "forward_backward": TRAINER,
     "optimizer": "#7ba5f0",
@@ -40,11 +55,40 @@ def _figure(x: str, y: str, **axes) -> go.Figure:
     return figure
 
 
-def _line(figure: go.Figure, rows: list[dict], key: str, name: str, color: str, shape: str = "linear") -> None:
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    figure.add_scatter(
-        x=[x for x, _ in points], y=[y for _, y in points], name=name, line={"color": color, "width": 2, "shape": shape}, mode="lines"
-    )
+def _scatter(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any) -> None:
+    """A line, or markers, of all points or of what `thin` makes of too many."""
+    xs, ys = _thinned(figure, xs, ys, thin)
+    figure.add_scatter(x=xs, y=ys, **style)
+
+
+def _thinned(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning) -> tuple[Sequence[Any], Sequence[Any]]:
+    if len(xs) <= POINTS:
+        return xs, ys
+    _say(figure, SAYS[thin], piece_size(len(xs), thin))
+    return thin(xs, ys)
+
+
+def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
+    """Let the caption say it, of several lines with the largest number."""
+    said = figure.layout.meta or {}
+    figure.update_layout(meta={**said, sentence: max(number, said.get(sentence, 0))})
+
+
+def about(doc: str, figure: go.Figure) -> str:
+    """The caption: what the figure's function says of it, and what is thinned or cut."""
+    return " ".join([doc.split("\n")[0], *(sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items())])
+
+
+def _line(figure: go.Figure, rows: Table, key: str, name: str, color: str, thin: Thinning, shape: str = "linear") -> None:
+    points = [(step, value) for step, value in rows.each("step", key) if value is not None]
+    line = {"color": color, "width": 2, "shape": shape}
+    _scatter(figure, [x for x, _ in points], [y for _, y in points], thin, name=name, line=line, mode="lines")
+
+
+def _since(start_s: float, end_s: float) -> tuple[float, str]:
+    """The unit of an axis of time, in seconds, and its name."""
+    hours = (end_s - start_s) / 3600
+    return (1.0, "seconds") if hours < 24 else (3600.0, "hours") if hours < 24 * 7 else (86400.0, "days")
 
 
 def reward(run: RunData) -> go.Figure | None:
@@ -52,14 +96,16 @@ def reward(run: RunData) -> go.Figure | None:
     if not run.batches:
         return None
     figure = _figure("step", "mean reward", yaxis_range=[0, 1.02])
-    _line(figure, run.batches, "reward_mean", "training batch", ENGINE)
+    _line(figure, run.batches, "reward_mean", "training batch", ENGINE, means)
     by_task = defaultdict(list)
-    for row in run.evaluations:
-        by_task[row["task"]].append(row)
-    for task, rows in by_task.items():
-        figure.add_scatter(
-            x=[row["version"] for row in rows],
-            y=[row["reward_mean"] for row in rows],
+    for task, version, mean in run.evaluations.each("task", "version", "reward_mean"):
+        by_task[task].append((version, mean))
+    for task, points in by_task.items():
+        _scatter(
+            figure,
+            [version for version, _ in points],
+            [mean for _, mean in points],
+            means,
             name=f"held-out {task}",
             mode="lines+markers",
             line={"color": TRAINER, "width": 2},
@@ -73,17 +119,17 @@ def warm_start(run: RunData) -> go.Figure | None:
     if not run.sft and not run.validation:
         return None
     figure = _figure("SFT step", "nats a token", yaxis_rangemode="tozero")
-    _line(figure, run.sft, "loss", "trained examples", TRAINER)
+    _line(figure, run.sft, "loss", "trained examples", TRAINER, means)
     if run.validation:
-        _line(figure, run.validation, "validation_loss", "validation", ORCHESTRATOR)
+        _line(figure, run.validation, "validation_loss", "validation", ORCHESTRATOR, means)
     return figure
 
 
 def staleness(run: RunData) -> go.Figure | None:
     """Trained tokens by how many versions they were behind the policy that they trained."""
     counts: dict[int, int] = defaultdict(int)
-    for row in run.batches:
-        for behind, tokens in enumerate(row.get("staleness_counts", [])):
+    for each in run.batches.column("staleness_counts"):
+        for behind, tokens in enumerate(each or ()):
             counts[behind] += tokens
     if not counts:
         return None
@@ -102,8 +148,8 @@ def versions(run: RunData) -> go.Figure | None:
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")
-    _line(figure, run.batches, "num_versions", "versions in the batch", ENGINE, shape="hv")
-    _line(figure, run.batches, "num_mixed_rollouts", "rollouts that mix versions", ORCHESTRATOR)
+    _line(figure, run.batches, "num_versions", "versions in the batch", ENGINE, extremes, shape="hv")
+    _line(figure, run.batches, "num_mixed_rollouts", "rollouts that mix versions", ORCHESTRATOR, extremes)
     return figure
 
 
@@ -113,14 +159,15 @@ def agreement(run: RunData) -> go.Figure | None:
         return None
     figure = _figure("policy version that was trained", "nats", yaxis_type="log")
     figure.update_yaxes(exponentformat="power")
-    kl = [(row["step"] - 1, row["mismatch_kl"]) for row in run.rl if row.get("mismatch_kl")]
-    figure.add_scatter(
-        x=[x for x, _ in kl], y=[y for _, y in kl], name="mismatch KL, all trained tokens, stale ones too", line_color=ORCHESTRATOR
-    )
+    kl = [(step - 1, value) for step, value in run.rl.each("step", "mismatch_kl") if value]
+    name = "mismatch KL, all trained tokens, stale ones too"
+    _scatter(figure, [x for x, _ in kl], [y for _, y in kl], extremes, name=name, line_color=ORCHESTRATOR)
     same = same_weights(run)
-    figure.add_scatter(
-        x=[x for x, _ in same],
-        y=[y for _, y in same],
+    _scatter(
+        figure,
+        [x for x, _ in same],
+        [y for _, y in same],
+        largest,
         name="max |Δ log-prob|, same weights",
         mode="markers",
         marker={"color": TRAINER, "size": 8},
@@ -138,7 +185,7 @@ def entropy(run: RunData) -> go.Figure | None:
     if not run.rl:
         return None
     figure = _figure("step", "nats a token", yaxis_rangemode="tozero")
-    _line(figure, run.rl, "entropy", "policy entropy", TRAINER)
+    _line(figure, run.rl, "entropy", "policy entropy", TRAINER, means)
     return figure
 
 
@@ -147,8 +194,8 @@ def throughput(run: RunData) -> go.Figure | None:
     if not run.rl:
         return None
     figure = _figure("step", "tokens / s", yaxis_rangemode="tozero")
-    _line(figure, run.batches, "generated_tokens_per_s", "generated", ENGINE)
-    _line(figure, run.rl, "tokens_per_s", "trained", TRAINER)
+    _line(figure, run.batches, "generated_tokens_per_s", "generated", ENGINE, means)
+    _line(figure, run.rl, "tokens_per_s", "trained", TRAINER, means)
     return figure
 
 
@@ -156,29 +203,18 @@ def admission(run: RunData) -> go.Figure | None:
     """Rollouts in flight, the limit that follows the engines' load, and how full the engines' caches are."""
     if not run.admission:
         return None
-    start = run.admission[0]["time_s"]
-    figure = _figure("seconds", "rollouts", yaxis_rangemode="tozero")
+    times_s = run.admission.column("time_s")
+    unit_s, unit = _since(times_s[0], times_s[-1])
+    figure = _figure(unit, "rollouts", yaxis_rangemode="tozero")
     figure.update_layout(yaxis2={"overlaying": "y", "side": "right", "range": [0, 1.02], "title": "cache in use", "showgrid": False})
-    looks = run.admission[:: 1 + len(run.admission) // POINTS]
     for key, name, color, shape in (("limit", "limit", REFERENCE, "hv"), ("num_in_flight", "in flight", ENGINE, "linear")):
-        figure.add_scatter(
-            x=[row["time_s"] - start for row in looks],
-            y=[row[key] for row in looks],
-            name=name,
-            mode="lines",
-            line={"color": color, "width": 2, "shape": shape},
-        )
-    for engine in sorted({row["engine"] for row in run.engines}):
-        rows = [row for row in run.engines if row["engine"] == engine]
-        rows = rows[:: 1 + len(rows) // POINTS]
-        figure.add_scatter(
-            x=[row["time_s"] - start for row in rows],
-            y=[row["kv_usage"] for row in rows],
-            name=f"cache of engine {engine}",
-            mode="lines",
-            line={"width": 1},
-            yaxis="y2",
-        )
+        line = {"color": color, "width": 2, "shape": shape}
+        xs = [(time_s - times_s[0]) / unit_s for time_s in times_s]
+        _scatter(figure, xs, run.admission.column(key), extremes, name=name, mode="lines", line=line)
+    for engine, rows in sorted(run.engines.items()):
+        xs = [(time_s - times_s[0]) / unit_s for time_s in rows.column("time_s")]
+        style = {"mode": "lines", "line": {"width": 1}, "yaxis": "y2"}
+        _scatter(figure, xs, rows.column("kv_usage"), extremes, name=f"cache of engine {engine}", **style)
     return figure
 
 
@@ -186,7 +222,7 @@ def step_parts(run: RunData) -> go.Figure | None:
     """Where each step of the trainer went. The axis is cut at twice the median: the first step also waits for the engines to start."""
     if not run.rl:
         return None
-    usual_s = median(row["step_time_s"] for row in run.rl)
+    usual_s = median(run.rl.column("step_time_s"))
     figure = _figure("step", "seconds", barmode="stack", bargap=0.1, yaxis_range=[0, 2 * usual_s])
     for key, name, color in (
         ("forward_backward_s", "forward + backward", TRAINER),
@@ -194,7 +230,8 @@ def step_parts(run: RunData) -> go.Figure | None:
         ("publish_s", "publish weights", SPAN_COLORS["publish"]),
         ("wait_s", "wait for the batch", "#d5dae1"),
     ):
-        figure.add_bar(x=[row["step"] for row in run.rl], y=[row.get(key) for row in run.rl], name=name, marker_color=color)
+        xs, ys = _thinned(figure, run.rl.column("step"), run.rl.column(key), means)
+        figure.add_bar(x=xs, y=ys, name=name, marker_color=color)
     return figure
 
 
@@ -202,11 +239,16 @@ def timeline(run: RunData) -> go.Figure | None:
     """What every role did, second by second, in the newest attempt."""
     if not run.spans:
         return None
-    start = min(span.start_s for span in run.spans)
+    start, since = min(span.start_s for span in run.spans), _newest_part(run.spans)
+    drawn = [span for span in run.spans if since is None or span.end_s > since]
     figure = _figure("seconds since the first span of the RL stage", "", barmode="overlay", bargap=0.25)
-    figure.update_layout(height=110 + 46 * len({span.role for span in run.spans}), hovermode="closest")
+    figure.update_layout(height=110 + 46 * len({span.role for span in drawn}), hovermode="closest")
+    if since is not None:
+        _say(figure, _what_is_cut(drawn, since - start))
+        figure.update_xaxes(title="seconds of the part shown", range=[0, max(span.end_s for span in drawn) - since])
+        start = since
     by_name = defaultdict(list)
-    for span in run.spans:
+    for span in drawn:
         by_name[span.name].append(span)
     for name in sorted(by_name, key=lambda name: list(SPAN_COLORS).index(name) if name in SPAN_COLORS else 99):
         spans = by_name[name]
@@ -224,14 +266,33 @@ def timeline(run: RunData) -> go.Figure | None:
     return figure
 
 
+def _newest_part(spans: Sequence[Span]) -> float | None:
+    """The time from which on every role has `POINTS` spans or fewer; None where that is all of them."""
+    newest: dict[str, list[float]] = defaultdict(list)  # heaps of ends
+    for span in spans:
+        heap = newest[span.role]
+        if len(heap) <= POINTS:
+            heappush(heap, span.end_s)
+        else:
+            heappushpop(heap, span.end_s)
+    return max((heap[0] for heap in newest.values() if len(heap) > POINTS), default=None)
+
+
+def _what_is_cut(drawn: Sequence[Span], after_s: float) -> str:
+    steps = [span.step for span in drawn if span.role.startswith("trainer.") and span.step is not None]
+    which = f", steps {min(steps)} to {max(steps)}" if steps else ""
+    return f"Only the newest part{which}: from {duration(after_s)} after the stage's first span on."
+
+
 def processors(run: RunData) -> go.Figure | None:
     """CPU use of every process and of what it started, 100 % = one core."""
-    rows = [row for row in run.usage if row.get("stage") == "rl"]
-    if not rows:
+    if not run.processors:
         return None
-    start = rows[0]["time_s"]
-    figure = _figure("seconds", "% of one core", yaxis_rangemode="tozero")
-    for role in sorted({role for row in rows for role in row["processes"]}):
-        points = [(row["time_s"] - start, row["processes"][role]["cpu_percent"]) for row in rows if role in row["processes"]]
-        figure.add_scatter(x=[x for x, _ in points], y=[y for _, y in points], name=role, mode="lines")
+    times_s = {role: rows.column("time_s") for role, rows in run.processors.items()}
+    start_s = min(each[0] for each in times_s.values())
+    unit_s, unit = _since(start_s, max(each[-1] for each in times_s.values()))
+    figure = _figure(unit, "% of one core", yaxis_rangemode="tozero")
+    for role, rows in sorted(run.processors.items()):
+        xs = [(time_s - start_s) / unit_s for time_s in times_s[role]]
+        _scatter(figure, xs, rows.column("cpu_percent"), means, name=role, mode="lines")
     return figure

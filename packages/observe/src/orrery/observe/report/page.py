@@ -47,15 +47,14 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
             (f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}", "held-out reward, before → after RL")
         )
     if run.batches:
+        num_versions = run.batches.column("num_versions")
         tiles.append(
             (
-                str(max(row["staleness_max"] for row in run.batches)),
+                str(max(run.batches.column("staleness_max"))),
                 f"oldest trained token, versions behind (bound {run.manifest.orchestrator.max_off_policy_steps})",
             )
         )
-        tiles.append(
-            (f"{sum(row['num_versions'] > 1 for row in run.batches)} of {len(run.batches)}", "batches with tokens of several versions")
-        )
+        tiles.append((f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}", "batches with tokens of several versions"))
     if differences := same_weights(run):
         tiles.append(
             (
@@ -74,7 +73,7 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
 
 def _drops(run: RunData) -> list[tuple[str, int]]:
     """Reasons and counts of rollouts that did not train, as the last batch of each attempt counted them."""
-    last_by_attempt = {row["attempt"]: row.get("dropped", {}) for row in run.batches}
+    last_by_attempt = {attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")}
     reasons = sorted({reason for dropped in last_by_attempt.values() for reason in dropped})
     return [(reason, sum(dropped.get(reason, 0) for dropped in last_by_attempt.values())) for reason in reasons]
 
@@ -98,7 +97,8 @@ def render(run: RunData, wall_s: float) -> str:
                 html = figure.to_html(
                     full_html=False, include_plotlyjs=False, div_id=f"figure-{plots}", config={"displayModeBar": False, "responsive": True}
                 )
-                drawn.append({"caption": caption, "about": (draw.__doc__ or "").split("\n")[0], "html": html, "wide": draw in WIDE})
+                about = figures.about(draw.__doc__ or "", figure)
+                drawn.append({"caption": caption, "about": about, "html": html, "wide": draw in WIDE})
         if drawn:
             sections.append({"title": title, "figures": drawn})
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -113,6 +113,6 @@ def render(run: RunData, wall_s: float) -> str:
         drops=_drops(run),
         pairs=_pairs(run),
         stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
-        updates=run.updates,
+        pauses_s=run.updates.column("pause_s"),
         manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
     )
