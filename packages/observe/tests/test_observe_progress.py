@@ -46,6 +46,11 @@ def test_the_plain_line_says_step_reward_staleness_speed_and_who_waits(progress)
     assert "99" not in text, "a row of another stage was taken in"
 
 
+def test_the_clock_goes_on_after_a_day(progress):
+    shown = [line(progress, {}, 1000.0 + seconds).split("]")[0] for seconds in (3599.9, 86_399, 86_400, 3_600_000)]
+    assert shown == ["[59:59", "[23:59:59", "[1 d 00:00:00", "[41 d 16:00:00"]
+
+
 def test_the_live_view_shows_stages_processes_and_use(progress):
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(panel(progress, HEALTH, {"trainer.0": "running", "inference.0": "running"}, 1060.0))

@@ -1,8 +1,9 @@
-"""The report is drawn from a run directory alone, whole or unfinished."""
+"""The report is drawn from a run directory alone, whole or unfinished, of minutes or of weeks."""
 
 import json
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orrery.observe.duration import duration
+from orrery.observe.metrics import read
 from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
-from orrery.observe.report.figures import warm_start
-from orrery.observe.report.page import render, summary
+from orrery.observe.report.figures import about, admission, agreement, processors, reward, step_parts, timeline, versions, warm_start
+from orrery.observe.report.page import SECTIONS, _tiles, render, summary
+from orrery.observe.report.table import Table
+from orrery.observe.report.thinning import POINTS, extremes, largest, means
 
 MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=8)
@@ -154,6 +158,153 @@ def test_shares_of_the_rl_time(run_dir):
     assert spent.window_s == 3.5 and spent.trainer_busy == pytest.approx(1.5 / 3.5) and spent.engine_busy == pytest.approx(2.25 / 3.5)
     assert spent.overlapped == pytest.approx(0.75 / 1.5)
     assert shares([Span("inference.0", "generate", 0.0, 1.0, None)]) is None
+
+
+LONG = 3001  # steps: no multiple of anything
+WORST = 1234  # a step of its own, in the middle of a piece
+
+
+@pytest.fixture
+def long_run(run_dir: Path) -> Path:
+    """The same run after many steps of 36 s, of which one is the worst in all that is measured; its last rows were made again."""
+    metrics, stamp = run_dir / "metrics", {"attempt": 1, "stage": "rl"}
+    step = next(row for row in read(metrics / "trainer.0.jsonl") if row["stage"] == "rl")
+    batch = next(row for row in read(metrics / "orchestrator.0.jsonl") if row["event"] == "batch")
+    at = [(n, 36.0 * n, n == WORST) for n in range(1, LONG + 1)]
+    peak = "logprob_max_abs_diff_same_weights"
+    rows = [{**step, "step": n, "time_s": s, peak: 9e-5 if worst else 1e-6, "entropy": float(n)} for n, s, worst in at]
+    again = [{**row, "attempt": 2, "time_s": row["time_s"] + 36.0 * LONG, "entropy": -1.0} for row in rows[-1:]]
+    write_rows(metrics / "trainer.0.jsonl", rows + again)
+    event = {**stamp, "step": None}
+    write_rows(
+        metrics / "orchestrator.0.jsonl",
+        [{**batch, "step": n, "time_s": s, "staleness_max": 7 if worst else 1, "num_versions": 9 if worst else 1} for n, s, worst in at]
+        + [{**event, "event": "admission", "time_s": s, "limit": 8, "num_in_flight": 0 if worst else 8} for n, s, worst in at]
+        + [{**event, "event": "engine", "time_s": s, "engine": 0, "kv_usage": 1.0 if worst else 0.5} for n, s, worst in at],
+    )
+    used = [{"trainer.0": {"cpu_percent": 800.0 * (n % 2), "rss_bytes": 1}} for n, _, _ in at]
+    write_rows(
+        metrics / "launcher.0.jsonl",
+        [{**event, "event": "usage", "time_s": s, "processes": one} for (_, s, _), one in zip(at, used, strict=True)],
+    )
+    parts = (("wait", -36, -30), ("forward_backward", -30, -10), ("optimizer", -10, -9), ("publish", -9, 0))
+    write_rows(
+        metrics / "trainer.0.spans.jsonl",
+        [{**stamp, "name": name, "start_s": s + a, "end_s": s + z, "step": n} for n, s, _ in at for name, a, z in parts],
+    )
+    write_rows(
+        metrics / "orchestrator.0.spans.jsonl",
+        [{**event, "name": "generate", "engine": 0, "start_s": s - 36, "end_s": s - 18} for _, s, _ in at],
+    )
+    return run_dir
+
+
+def test_no_line_of_a_long_run_has_more_points_than_a_page_holds(long_run):
+    run = RunData.load(long_run)
+    drawn = [figure for _, entries in SECTIONS for _, draw in entries if (figure := draw(run)) is not None]
+    lines = [line for figure in drawn if figure.layout.hovermode != "closest" for line in figure.data]
+    assert len(drawn) == 10 and len(lines) > 12
+    assert all(len(line.x) == len(line.y) <= POINTS for line in lines)
+    assert max(len(line.x) for line in lines) > POINTS / 2
+
+
+def test_what_a_long_run_says_in_numbers_is_of_all_its_rows(long_run):
+    run = RunData.load(long_run)
+    assert (len(run.rl), len(run.batches), len(run.spans)) == (LONG, LONG, 5 * LONG)
+    assert [run.rl[at]["entropy"] for at in (0, -1)] == [1.0, -1.0], "the newest attempt wins a step"
+    said = {what: value for value, what in _tiles(run, wall_s(run))}
+    assert said["oldest trained token, versions behind (bound 2)"] == "7"
+    assert said["batches with tokens of several versions"] == f"1 of {LONG}"
+    assert said[f"max |Δ log-prob| trainer − engine, same weights, at {LONG} versions"] == "9.0e-05"
+    spent = shares(run.spans)
+    assert spent.window_s == 36 * LONG - 9
+    assert spent.trainer_busy == pytest.approx(21 * LONG / spent.window_s)
+    assert spent.engine_busy == pytest.approx(18 * LONG / spent.window_s)
+    assert spent.overlapped == pytest.approx(12 / 21)
+
+
+def test_thinned_lines_keep_the_worst_value_or_the_mean_and_the_caption_says_which(long_run):
+    run = RunData.load(long_run)
+    assert max(versions(run).data[0].y) == 9 and max(agreement(run).data[1].y) == 9e-5
+    _, in_flight, cache = admission(run).data
+    assert min(in_flight.y) == 0 and max(cache.y) == 1.0
+    assert all(300 < percent < 600 for percent in processors(run).data[0].y[:-1])
+    parts = step_parts(run)
+    assert parts.data[0].y == pytest.approx([0.4] * 751)
+    assert len({right - left for left, right in zip(parts.data[0].x, parts.data[0].x[1:], strict=False)}) == 1, "bars of one width"
+    assert about("Parts.\nMore.", parts) == "Parts. Each point is the mean of up to 4 rows."
+    assert about("Versions.", versions(run)) == "Versions. Of each 7 rows the lowest and the highest is drawn."
+
+
+def test_the_timeline_of_a_long_run_is_its_newest_part_and_says_so(long_run):
+    figure = timeline(RunData.load(long_run))
+    bars = [(role, base + length) for line in figure.data for role, base, length in zip(line.y, line.base, line.x, strict=True)]
+    assert sum(role == "trainer.0" for role, _ in bars) == POINTS, "four spans a step"
+    assert {role for role, _ in bars} == {"trainer.0", "inference.0"}
+    assert max(end for _, end in bars) == figure.layout.xaxis.range[1] == 36.0 * POINTS / 4
+    says = f"Only the newest part, steps {LONG - 249} to {LONG}: from 1 day 4 h after the stage's first span on."
+    assert about("Spans.", figure) == f"Spans. {says}"
+
+
+def test_a_short_run_is_drawn_row_by_row_and_its_captions_say_nothing_more(run_dir):
+    run = RunData.load(run_dir)
+    assert [line.x for line in reward(run).data] == [(1, 2, 3), (0, 3)]
+    assert reward(run).data[0].y == (0.2, 0.4, pytest.approx(0.6)) and step_parts(run).data[0].y == (0.4, 0.4, 0.4)
+    assert [(line.x, line.y) for line in admission(run).data] == [
+        ((0.0, 1.0, 2.0), (8, 16, 24)), ((0.0, 1.0, 2.0), (7, 14, 21)), ((0.0, 1.0, 2.0), (0.2, 0.4, pytest.approx(0.6)))
+    ]  # fmt: skip
+    assert [(line.x, line.y) for line in processors(run).data] == [((0.0, 1.0, 2.0), (80.0, 80.0, 80.0))]
+    assert sorted(base for line in timeline(run).data for base in line.base) == [0.0, 1.0, 2.0, 3.0]
+    assert all(figure.layout.meta is None for _, entries in SECTIONS for _, draw in entries if (figure := draw(run)) is not None)
+
+
+def test_rows_are_held_as_columns(run_dir):
+    """As dicts, 20,000 rows of 17 keys are over 20 MB."""
+    row = {"attempt": 1, "stage": "rl", "time_s": 0.5} | {f"value_{n}": 0.5 for n in range(13)}
+    with open(run_dir / "metrics" / "trainer.0.jsonl", "w") as file:
+        for step in range(20_000):
+            file.write(json.dumps({**row, "step": step}) + "\n")
+    tracemalloc.start()
+    try:
+        run = RunData.load(run_dir)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(run.rl) == 20_000 and held < 5e6 and peak < 12e6
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0, 7, -(2**63), 2**63 - 1, 2**63])
+values = st.none() | st.booleans() | st.just("text") | st.just([1]) | numbers
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), numbers | values), max_size=8))
+def test_a_table_gives_its_rows_back(rows):
+    table = Table()
+    for row in rows:
+        table.append(row)
+    keys = set().union(*rows)
+    expected = [{key: row.get(key) for key in keys} for row in rows]
+    assert len(table) == len(rows) and list(table) == table[:] == expected
+    for key in keys:
+        assert [(type(value), value) for value in table.column(key)] == [(type(row[key]), row[key]) for row in expected]
+
+
+@given(st.integers(1, 5 * POINTS), st.randoms())
+def test_thinned_points_are_few_and_true(num, draw):
+    xs, ys = list(range(num)), [draw.random() for _ in range(num)]
+    for thin in (means, extremes, largest):
+        thin_xs, thin_ys = thin(xs, ys)
+        assert len(thin_xs) == len(thin_ys) <= POINTS and thin_xs == sorted(set(thin_xs))
+        assert min(ys) <= min(thin_ys) and max(thin_ys) <= max(ys)
+        if thin is not means:
+            assert max(thin_ys) == max(ys) and all(ys[x] == y for x, y in zip(thin_xs, thin_ys, strict=True))
+    assert min(extremes(xs, ys)[1]) == min(ys)
+
+
+def test_durations_of_weeks_are_days_and_hours():
+    assert [duration(seconds) for seconds in (3599.4, 3599.6, 11_100, 86_371, 100_000, 3_600_000)] == [
+        "59 min 59 s", "1 h 0 min", "3 h 5 min", "1 day 0 h", "1 day 4 h", "41 days 16 h"
+    ]  # fmt: skip
 
 
 @given(intervals, intervals)

@@ -19,7 +19,7 @@ from orrery.observe.report.table import Table
 from orrery.observe.report.thinning import POINTS, Thinning, extremes, largest, means, piece_size
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
-SAYS = {
+SAYS: dict[Thinning, str] = {
     means: "Each point is the mean of up to {} rows.",
     extremes: "Of each {} rows the lowest and the highest is drawn.",
     largest: "Of each {} versions the largest difference is drawn.",
@@ -76,7 +76,8 @@ def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
 
 def about(doc: str, figure: go.Figure) -> str:
     """The caption: what the figure's function says of it, and what is thinned or cut."""
-    return " ".join([doc.split("\n")[0], *(sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items())])
+    notes = [sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()]
+    return " ".join([*doc.splitlines()[:1], *notes])
 
 
 def _line(figure: go.Figure, rows: Table, key: str, name: str, color: str, thin: Thinning, shape: str = "linear") -> None:

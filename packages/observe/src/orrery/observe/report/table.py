@@ -6,14 +6,14 @@
 
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, repeat
 from math import nan
 from typing import Any
 
 from orrery.observe.metrics import Attempts, Row
 
-NOTHING = {"d": nan, "q": -(2**63)}  # what stands for None among numbers
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # what stands for None, by the type of an array
 TYPE_CODES = {float: "d", int: "q"}
 
 
@@ -61,16 +61,15 @@ class Table(Sequence[Row]):
             self._num_rows = len(indices)
 
     def _values(self, key: str) -> Iterator[Any]:
-        column = self._columns.get(key)
-        said = column.said() if column is not None else iter(())
-        return chain(said, repeat(None, self._num_rows - (column.num_said if column is not None else 0)))
+        column = self._columns.get(key, _Column())
+        return chain(column.said(), repeat(None, self._num_rows - column.num_said))
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __iter__(self) -> Iterator[Row]:
         keys = list(self._columns)
-        for values in self.each(*keys):
+        for values in self.each(*keys) if keys else repeat((), self._num_rows):
             yield dict(zip(keys, values, strict=True))
 
     def __getitem__(self, index: Any) -> Any:
@@ -85,41 +84,35 @@ class _Column:
     """The values of one key, up to the last row that says it."""
 
     def __init__(self) -> None:
-        self._values: Any = None  # an array, or a list
+        self._code: str | None = None  # of an array; None of a list
+        self._values: Any = []
 
     @property
     def num_said(self) -> int:
-        return 0 if self._values is None else len(self._values)
+        return len(self._values)
 
     def put(self, index: int, value: Any) -> None:
         """Set row `index`, which is behind all that are there, to what is not None."""
         code = TYPE_CODES.get(type(value))
         if code == "q" and abs(value) >= 2**63:
             code = None
-        if self._values is None:
-            self._values = [] if code is None else array(code)
-        elif code != getattr(self._values, "typecode", code):
-            self._values = list(self.said())
-        nothing = NOTHING.get(getattr(self._values, "typecode", None))
+        if not self._values:
+            self._code, self._values = code, [] if code is None else array(code)
+        elif self._code is not None and code != self._code:
+            self._code, self._values = None, list(self.said())
         if gap := index - len(self._values):
-            self._values.extend([nothing] * gap)
+            self._values.extend([NOTHING[self._code]] * gap)
         self._values.append(sys.intern(value) if isinstance(value, str) else value)
 
     def said(self) -> Iterator[Any]:
-        return map(self._plain(), self._values) if isinstance(self._values, array) else iter(self._values or ())
+        return map(self._plain, self._values)
 
     def at(self, index: int) -> Any:
-        if index >= self.num_said:
-            return None
-        return self._plain()(self._values[index]) if isinstance(self._values, array) else self._values[index]
+        return self._plain(self._values[index]) if index < len(self._values) else None
 
     def choose(self, indices: list[int]) -> None:
-        if self._values is not None:
-            nothing = NOTHING.get(getattr(self._values, "typecode", None))
-            chosen = [self._values[index] if index < len(self._values) else nothing for index in indices]
-            self._values = array(self._values.typecode, chosen) if isinstance(self._values, array) else chosen
+        chosen = [self._values[index] if index < len(self._values) else NOTHING[self._code] for index in indices]
+        self._values = chosen if self._code is None else array(self._code, chosen)
 
-    def _plain(self) -> Callable[[Any], Any]:
-        if self._values.typecode == "d":
-            return lambda value: value if value == value else None
-        return lambda value: value if value != NOTHING["q"] else None
+    def _plain(self, value: Any) -> Any:
+        return None if value != value or (self._code == "q" and value == NOTHING["q"]) else value
