@@ -153,8 +153,9 @@ def test_the_last_line_says_reward_time_and_place(run_dir):
 
 
 def test_shares_of_the_rl_time(run_dir):
-    spent = shares(RunData.load(run_dir).spans)
-    assert spent is not None
+    spans = RunData.load(run_dir).spans
+    spent = shares(spans)
+    assert spent is not None and shares([*reversed(spans)]) == spent, "in whatever order they were recorded"
     assert spent.window_s == 3.5 and spent.trainer_busy == pytest.approx(1.5 / 3.5) and spent.engine_busy == pytest.approx(2.25 / 3.5)
     assert spent.overlapped == pytest.approx(0.75 / 1.5)
     assert shares([Span("inference.0", "generate", 0.0, 1.0, None)]) is None
