@@ -232,7 +232,9 @@ def test_thinned_lines_keep_the_worst_value_or_the_mean_and_the_caption_says_whi
     assert all(300 < percent < 600 for percent in processors(run).data[0].y[:-1])
     parts = step_parts(run)
     assert parts.data[0].y == pytest.approx([0.4] * 751)
-    assert len({right - left for left, right in zip(parts.data[0].x, parts.data[0].x[1:], strict=False)}) == 1, "bars of one width"
+    assert (
+        parts.layout.bargap == 0 and len({right - left for left, right in zip(parts.data[0].x, parts.data[0].x[1:], strict=False)}) == 1
+    ), "bars of one width"
     assert about("Parts.\nMore.", parts) == "Parts. Each point is the mean of up to 4 rows."
     assert about("Versions.", versions(run)) == "Versions. Of each 7 rows the lowest and the highest is drawn."
 

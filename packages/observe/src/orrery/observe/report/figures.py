@@ -233,6 +233,8 @@ def step_parts(run: RunData) -> go.Figure | None:
     ):
         xs, ys = _thinned(figure, run.rl.column("step"), run.rl.column(key), means)
         figure.add_bar(x=xs, y=ys, name=name, marker_color=color)
+    if len(run.rl) > POINTS:  # bars of a pixel and less: gaps and rims would be all that is seen
+        figure.update_traces(marker_line_width=0).update_layout(bargap=0)
     return figure
 
 
