@@ -11,27 +11,38 @@ from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
 from orrery.launcher import status
-from orrery.launcher.restarts import Restarts
+from orrery.launcher.restarts import WINDOW_S, Restarts
 from orrery.observe import fence
 from orrery.observe.metrics import read
 
 pytestmark = pytest.mark.timeout(120)
-endings = st.lists(st.tuples(st.sampled_from(["inference.0", "inference.1"]), st.booleans(), st.sampled_from([-9, 1, 0])), max_size=12)
+names, codes = st.sampled_from(["inference.0", "inference.1"]), st.sampled_from([-9, 1, 0])
+endings = st.lists(st.tuples(names, st.booleans(), codes, st.floats(0, WINDOW_S)), max_size=12)
 
 
 @given(st.integers(0, 5), endings)
-def test_engines_are_started_again_no_oftener_than_allowed_and_never_after_two_vain_starts(most, endings):
-    restarts, vain = Restarts(most), {"inference.0": 0, "inference.1": 0}
-    for name, has_served, code in endings:
+def test_engines_are_started_again_no_oftener_a_day_than_allowed_and_never_after_two_vain_starts(most, endings):
+    restarts, vain, now_s, done_s = Restarts(most), {"inference.0": 0, "inference.1": 0}, 0.0, []
+    for name, has_served, code, after_s in endings:
+        now_s += after_s
         vain[name] = 0 if has_served else vain[name] + 1
-        before = restarts.by_name.total()
-        is_again = restarts.refusal(name, has_served, code) is None
-        assert is_again == (before < most and vain[name] < 2)
-        assert restarts.by_name.total() == before + is_again <= most
+        lately = sum(time_s > now_s - WINDOW_S for time_s in done_s)
+        is_again = restarts.refusal(name, has_served, code, now_s) is None
+        assert is_again == (lately < most and vain[name] < 2)
+        done_s += [now_s] * is_again
+        assert restarts.num_lately == lately + is_again <= most and restarts.by_name.total() == len(done_s)
+
+
+def test_losses_of_weeks_end_no_run_that_loses_few_a_day():
+    restarts = Restarts(16)
+    for loss in range(500):
+        assert restarts.refusal(f"inference.{loss % 16}", True, -9, loss * WINDOW_S / 16) is None
+    assert restarts.by_name.total() == 500
+    assert "no more within a day" in restarts.refusal("inference.0", True, -9, 499.5 * WINDOW_S / 16)
 
 
 def test_a_persons_mistake_is_not_repeated():
-    assert "would say the same" in Restarts(3).refusal("inference.0", False, 2)
+    assert "would say the same" in Restarts(3).refusal("inference.0", False, 2, 0.0)
 
 
 def restarted(run_dir: Path, name: str, before: int) -> int:
@@ -53,7 +64,7 @@ def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
-    assert "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2): pid" in stderr
+    assert "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2 within a day): pid" in stderr
     assert alive(pids["trainer.1"]) is False and text(run_dir / "ready.trainer.1") == str(pids["trainer.1"])
     log = (run_dir / "logs/inference.0.log").read_text()
     headers = [line.split(", ")[:3] for line in log.splitlines() if line.startswith("===")]
@@ -71,7 +82,7 @@ def test_one_loss_more_than_allowed_ends_the_stage_and_says_so(run_dir):
     os.kill(restarted(run_dir, "inference.0", pids["inference.0"]), signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1
-    assert "rl: inference.0 was killed by SIGSEGV" in stderr and "inference.max_restarts allows no more; its log is" in stderr
+    assert "rl: inference.0 was killed by SIGSEGV" in stderr and "inference.max_restarts allows no more within a day; its log is" in stderr
 
 
 def test_an_engine_that_ends_twice_before_it_serves_ends_the_stage_with_its_own_sentence(run_dir):

@@ -80,7 +80,7 @@ RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 class Job:
     """What to run. `num_devices` is None on a CPU; `resume` is what a person types to go on; `num_steps` is for the view.
 
-    `allocation` is None for a stage of local processes. `max_restarts`: of engines, in this stage.
+    `allocation` is None for a stage of local processes. `max_restarts`: of engines, within a day.
     """
 
     run_dir: Path
@@ -411,7 +411,7 @@ class _Stage:
             return False  # Slurm ends the job, or a node is gone
         for process in ended:
             has_served = (self._endpoints / f"{process.name}.json").exists()
-            refusal = self.restarts.refusal(process.name, has_served, process.poll())
+            refusal = self.restarts.refusal(process.name, has_served, process.poll(), time.monotonic())
             if refusal is not None:
                 self.refusal = refusal
                 return False
@@ -434,7 +434,7 @@ class _Stage:
             why=sentence,
         )  # fmt: skip
         place = f"pid {started.pid}, port {started.port}" if isinstance(started, Process) else started.node
-        text = f"{sentence}; started again ({self.restarts.by_name.total()} of {self.job.max_restarts}): {place}"
+        text = f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}"
         self._log(text)
         print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 

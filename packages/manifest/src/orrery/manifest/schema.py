@@ -511,7 +511,7 @@ class Inference(Record):
     - A replica is `data_parallel` · `tensor_parallel` devices: attention is spread over requests and over heads. With `expert_parallel`
       whole experts are spread over all of them, else every expert is cut over all of them.
     - `quantization` "fp8": engines hold weights of dense layers and experts in FP8, made from what the trainer publishes.
-    - `max_restarts`: an engine that ends is started again, and updated before it serves, so often a stage; then the stage ends.
+    - `max_restarts`: an engine that ends is started again, and updated before it serves, so often within a day; one more ends the stage.
     """
 
     num_replicas: PositiveInt
