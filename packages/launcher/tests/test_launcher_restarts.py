@@ -106,7 +106,10 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     pids = ready(run_dir, "inference.0", "trainer.1")
     os.kill(pids["inference.0"], signal.SIGSTOP)
     fence.ask(run_dir, "rl", 1, "inference.0", 0, "engine 0 did not finish /pause within 120 s")
-    restarted(run_dir, "inference.0", pids["inference.0"])
+    second = restarted(run_dir, "inference.0", pids["inference.0"])
+    fence.ask(run_dir, "rl", 1, "inference.0", 0, "said late")
+    wait_for(lambda: not fence.asked(run_dir, "rl", 1), 30)
+    assert text(run_dir / "ready.inference.0") == str(second) and alive(second)
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr

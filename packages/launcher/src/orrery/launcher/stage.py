@@ -449,6 +449,7 @@ class _Stage:
                         self._log(f"{one.name} is fenced, and ended: {one.why}")
                         process.kill()
                     self.fenced[one.name] = one.why
+            fence.forget(self.run_dir, self.stage, self.attempt, one)
 
     def _failed(self, process: Process | Task) -> bool:
         code = process.poll()

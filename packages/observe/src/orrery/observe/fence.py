@@ -3,6 +3,8 @@
 - In: the orchestrator's `ask`, when an engine does not answer as it should; it may be dead, hang, or hold weights that are nobody's.
 - Out: a file in `stages/<stage>/fenced/`, which the launcher looks for: what still runs under that name it kills, and counts as ended.
 - A file carries attempt and incarnation: what was asked of one incarnation is never done to the next.
+- What has been done is forgotten, so that a look is over what is new. A launcher that dies before that leaves a file of its own attempt,
+  and the next one begins with an empty folder.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ def ask(run_dir: Path, stage: str, attempt: int, name: str, incarnation: int, wh
 
 
 def asked(run_dir: Path, stage: str, attempt: int) -> list[Fenced]:
-    """All that was asked in this attempt."""
+    """All that was asked in this attempt and is not forgotten."""
     found = []
     folder = fence_dir(run_dir, stage)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -40,3 +42,8 @@ def asked(run_dir: Path, stage: str, attempt: int) -> list[Fenced]:
         if name and not path.name.startswith(".") and numbers.isdigit():
             found.append(Fenced(name, int(numbers), path.read_text()))
     return found
+
+
+def forget(run_dir: Path, stage: str, attempt: int, one: Fenced) -> None:
+    """It is done, or that incarnation has gone by itself."""
+    (fence_dir(run_dir, stage) / f"{one.name}.{attempt}.{one.incarnation}").unlink(missing_ok=True)
