@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,13 +52,23 @@ def restarted(run_dir: Path, name: str, before: int) -> int:
     return int(wait_for(lambda: (pid := text(run_dir / f"ready.{name}")) and int(pid) != before and pid, 30))
 
 
+def zombies(pid: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [child] * (child.status() == psutil.STATUS_ZOMBIE)
+    return found
+
+
 def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     launcher = launch(run_dir, ("inference", ["child", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"]), restarts=2)
     pids = ready(run_dir, "inference.0", "trainer.1")
     children = text(run_dir / "children").split()
     os.kill(pids["inference.0"], signal.SIGKILL)
     second = restarted(run_dir, "inference.0", pids["inference.0"])
-    assert not alive(int(children[0])), "what was in the dead engine's group"
+    assert not any(map(alive, map(int, children))), "what was in the dead engine's group, and what had left it"
+    wait_for(lambda: not zombies(launcher.pid), 30)
+    assert all(map(alive, map(int, text(run_dir / "children").split()[2:]))), "the next incarnation's"
     endpoint = json.loads((run_dir / "stages/rl/endpoints/inference.0.json").read_text())
     assert (endpoint["incarnation"], endpoint["pid"]) == (1, second)
     [role] = [role for role in status.read(run_dir).roles if role.name == "inference.0"]

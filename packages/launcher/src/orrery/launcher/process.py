@@ -2,6 +2,7 @@
 
 - A session of its own: Ctrl-C in the terminal reaches the launcher only, and the process group is the unit that is killed.
 - Ending is SIGTERM to the process itself (an engine ends its own workers well), then SIGKILL to the whole group.
+- What it starts bears its name and incarnation (`PROCESS`), by which whoever left the group is found when it is replaced.
 """
 
 import os
@@ -18,15 +19,18 @@ from pathlib import Path
 from orrery.manifest.plan import ProcessPlan
 from orrery.observe.network import free_ports
 
+PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
+
 
 class Process:
     """A started `ProcessPlan`."""
 
     def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
                  env: Mapping[str, str], incarnation: int = 0):  # fmt: skip
-        self.plan, self.port, self.cores, self.env, self.node = plan, port, cores, env, socket.gethostname()
+        self.plan, self.port, self.cores, self.node = plan, port, cores, socket.gethostname()
         self.incarnation, self._of = incarnation, (run_dir, stage, attempt)
         self.name = f"{plan.role}.{plan.index}"
+        self.env = {**env, PROCESS: f"{self.name}.{incarnation}"}
         self.log = run_dir / "logs" / f"{self.name}.log"
         argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation), "--index", str(plan.index)]
         with open(self.log, "ab") as log:
@@ -34,7 +38,7 @@ class Process:
             log.flush()
             self._log_begin = log.tell()
             self._popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), start_new_session=True, close_fds=True
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, start_new_session=True, close_fds=True
             )
         self.pid = self._popen.pid
         if cores is not None:
@@ -74,6 +78,16 @@ class Process:
     def last_words(self) -> str:
         """The last line that it wrote in this attempt, shortened; empty when it wrote nothing."""
         return last_line(self.log, self._log_begin)
+
+
+def reap(group: int) -> bool:
+    """Take in who has ended of a process group whose leader has; whether somebody of it is left. Only of children, adopted ones too."""
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:

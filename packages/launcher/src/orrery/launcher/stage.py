@@ -37,7 +37,7 @@ from orrery.launcher.allocation import Allocation
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import share_cores, share_devices
-from orrery.launcher.process import Process
+from orrery.launcher.process import PROCESS, Process, reap
 from orrery.launcher.restarts import ROLE, Restarts
 from orrery.launcher.site import Site
 from orrery.launcher.status import RoleStatus, State, Status
@@ -183,6 +183,7 @@ class _Stage:
         self.processes: Sequence[Process | Task] = []
         self.restarts = Restarts(job.max_restarts)
         self.fenced: dict[str, str] = {}  # why, by process, of incarnations that are or were being ended for that
+        self.replaced: list[int] = []  # process groups of engines that ended here, until all of them have been reaped
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
         self.stillness = Stillness(STILL_S * job.site.roles.deadline_scale)
@@ -422,6 +423,9 @@ class _Stage:
     def _replace(self, process: Process | Task, has_served: bool) -> None:
         """The next incarnation of an engine that has ended, with nothing left of this one that could be taken for it."""
         process.kill()
+        if isinstance(process, Process):
+            self._end_strays(process.env[PROCESS])
+            self.replaced.append(process.pid)
         for folder in (self._endpoints, health_dir(self.run_dir, self.stage)):
             (folder / f"{process.name}.json").unlink(missing_ok=True)
         sentence = self._sentence(process).removeprefix(f"{self.stage}: ")
@@ -460,6 +464,7 @@ class _Stage:
     def _look(self) -> Outcome | None:
         self.health = read_health(self.run_dir, self.stage, self.attempt)
         self._end_fenced()
+        self.replaced = [group for group in self.replaced if reap(group)]
         running = {process.name for process in self.processes if process.poll() is None}
         now_s = time.time()
         for name, health in self.health.items():
@@ -609,9 +614,10 @@ class _Stage:
         stuck = [one for one in self.processes if not one.wait(max(0.0, killed_s + within_s - time.monotonic()))]
         return still_there(stuck, within_s) if stuck else ""
 
-    def _end_strays(self) -> None:
-        """Kill what a role started outside its process group: this process adopted it, and it carries the run's token."""
-        mine = [child for child in psutil.Process().children(recursive=True) if _token(child) == self.token]
+    def _end_strays(self, of: str | None = None) -> None:
+        """Kill what roles, or one incarnation of one, started outside their groups: we adopted it, and it carries the run's token."""
+        marks = {TOKEN: self.token, **({PROCESS: of} if of else {})}
+        mine = [child for child in psutil.Process().children(recursive=True) if marks.items() <= _variables(child).items()]
         for child in mine:
             with suppress(psutil.Error):
                 child.kill()
@@ -654,11 +660,11 @@ def _job_ends_at_s(job: Job) -> float | None:
     return None if left_s is None else time.time() + left_s
 
 
-def _token(process: psutil.Process) -> str | None:
+def _variables(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ().get(TOKEN)
+        return process.environ()
     except psutil.Error:
-        return None
+        return {}
 
 
 def _end_leftovers(run_dir: Path, last: Status) -> None:
