@@ -135,6 +135,23 @@ def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(in
     assert sorted(env.splitlines()) == sorted(before.split("\n\n", 1)[1].splitlines())
 
 
+@pytest.mark.parametrize(
+    ("gone", "suspected", "lost", "asked"),
+    [
+        ("x", ["b"], [], ["b"]),
+        ("b", ["b"], ["b"], ["a", "b", "b", "b", "c", "d"]),
+        ("abcd", ["b"], [], ["a", "a", "b", "b", "b", "c", "c", "d", "d"]),
+        ("b", [], ["b"], ["a", "b", "b", "c", "d"]),
+    ],
+)
+def test_only_the_node_of_a_lost_engine_is_asked_while_it_answers(inside, gone, suspected, lost, asked):
+    made, _, _, tmp_path = inside
+    find_node = "for word; do [[ $word == --nodelist=* ]] && node=${word#*=}; done"
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\n{find_node}\necho $node >>{tmp_path}/asked\n[[ {gone} != *$node* ]]\n")
+    assert made.silent_nodes(suspected) == lost
+    assert sorted((tmp_path / "asked").read_text().split()) == asked
+
+
 @pytest.mark.parametrize("where", ["the site says", "the job says", "nowhere"])
 def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node(inside, monkeypatch, where):
     made, _, _, tmp_path = inside

@@ -61,8 +61,13 @@ class Allocation:
         """`number` for srun; None where the job has only one."""
         return number if len(self.nodes) > 1 else None
 
-    def silent_nodes(self) -> list[str]:
-        """Nodes of the job on which nothing can be started, twice; none where half of them or more are silent, which is not their fault."""
+    def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
+        """Nodes of the job on which nothing can be started, twice; none where half of them or more are silent, which is not their fault.
+
+        Where only some are `suspected`, the others are asked only if one of these does not answer.
+        """
+        if suspected and not self._without_answer(suspected):
+            return []
         silent = [name for names in self.nodes for name in names]
         for _ in range(2):
             silent = self._without_answer(silent)

@@ -408,7 +408,7 @@ class _Stage:
         others = [health for health in self.health.values() if health.role != ROLE]
         if any(process.plan.role != ROLE for process in ended) or any(health.doing == FAILED for health in others):
             return False
-        if self.job.allocation is not None and (any(one.poll() in TERMINATED for one in ended) or self._lost_nodes()):
+        if self.job.allocation is not None and (any(one.poll() in TERMINATED for one in ended) or self._lost_nodes(ended)):
             return False  # Slurm ends the job, or a node is gone
         for process in ended:
             has_served = (self._endpoints / f"{process.name}.json").exists()
@@ -528,12 +528,13 @@ class _Stage:
         text = f"{self.stage}: {held} (seen first: {seen}); when Slurm starts the job again, {self._goes_on()}"
         return Outcome("failed", text, 1, again="wait")
 
-    def _lost_nodes(self) -> list[str]:
-        """Nodes of our job that are gone; of a stage on one node it is ours, and we are here."""
+    def _lost_nodes(self, ended: Sequence[Process | Task] = ()) -> list[str]:
+        """Nodes of our job that are gone, where only those of who `ended` are suspected if any; of a stage on one node it is ours, and we
+        are here."""
         if self.job.allocation is None or self.job.plan.num_nodes == 1:
             return []
         said = {node for process in self.processes if isinstance(process, Task) and (node := failed_node(process.step.said()))}
-        return sorted(said) or self.job.allocation.silent_nodes()
+        return sorted(said) or self.job.allocation.silent_nodes(sorted({process.node for process in ended}))
 
     def _held(self, node: str) -> str:
         return listed(process.name for process in self.processes if process.node == node)
