@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import status
+from orrery.launcher import stage, status
 from orrery.launcher.restarts import WINDOW_S, Restarts
 from orrery.observe import fence
 from orrery.observe.metrics import read
@@ -126,6 +127,22 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again" in stderr
+
+
+def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
+    """28 nodes, of which an engine on `b` has ended and one on `c` has not; and the node is lost, so that nothing is started again."""
+
+    def engine(index, node, code):
+        plan = SimpleNamespace(role="inference", ends="with_stage")
+        return SimpleNamespace(name=f"inference.{index}", node=node, plan=plan, poll=lambda: code)
+
+    suspected = []
+    one = object.__new__(stage._Stage)
+    one.run_dir, one.stage, one.attempt, one.wind_down_until_s = run_dir, "rl", 1, None
+    one.processes = [engine(0, "b", -signal.SIGKILL), engine(1, "c", None)]
+    allocation = SimpleNamespace(silent_nodes=lambda names: suspected.append(names) or names)
+    one.job = SimpleNamespace(max_restarts=1, allocation=allocation, plan=SimpleNamespace(num_nodes=28))
+    assert not one._start_again() and suspected == [["b"]]
 
 
 def test_a_stage_that_is_stopped_starts_nothing_again(run_dir):
