@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from orrery.launcher import bench, cli
+from orrery.launcher import bench, cli, describe
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.runs import find, job
@@ -160,6 +161,39 @@ def test_logs_choose_by_role_and_say_which_process_spoke(checkout, capsys):
         (logs / f"{name}.log").write_text(f"old\nof {name}\n")
     assert orrery(capsys, "logs", "reverse_text", "trainer", "-n", "1")[1] == "trainer.0 | of trainer.0\ntrainer.1 | of trainer.1\n"
     assert orrery(capsys, "logs", "reverse_text", "router.0")[1] == "old\nof router.0\n"
+
+
+@pytest.mark.parametrize("whole", ["", "a", "a\n", "\n\n", "a\r\nb\rc\n\nd", "é\n" * 50, "x" * 30 + "\n" + "y" * 7])
+@pytest.mark.parametrize("num_lines", [0, 1, 2, 3, 49, 50, 51])
+def test_the_last_lines_are_those_of_the_whole_log_wherever_its_blocks_end(tmp_path, monkeypatch, whole, num_lines):
+    monkeypatch.setattr(describe, "BLOCK_BYTES", 5)
+    (tmp_path / "trainer.0.log").write_bytes(whole.encode())
+    assert list(describe.log_lines([tmp_path / "trainer.0.log"], num_lines, False)) == whole.splitlines()[-num_lines:]
+
+
+@pytest.mark.parametrize("num_lines", [0, 3])
+def test_a_log_is_never_held_whole(tmp_path, num_lines):
+    path = tmp_path / "trainer.0.log"
+    path.write_bytes((b"x" * 999 + b"\n") * 20_000)
+    tracemalloc.start()
+    num = sum(1 for _ in describe.log_lines([path], num_lines, False))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert num == (num_lines or 20_000) and peak_bytes < 2**21
+
+
+def test_following_goes_on_where_the_last_lines_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(describe, "FOLLOW_S", 0.01)
+    path = tmp_path / "trainer.0.log"
+    path.write_text("a\nb\n")
+    lines = describe.log_lines([path], 1, True)
+    assert next(lines) == "b"
+    with open(path, "a") as log:
+        log.write("c\nd")
+    assert next(lines) == "c"
+    with open(path, "a") as log:
+        log.write("e\n")
+    assert next(lines) == "de"
 
 
 def test_the_table_of_benchmarks_holds_values_against_goals(checkout, capsys):

@@ -130,7 +130,7 @@ def logs(
     word: RunWord,
     role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="trainer, or one process: trainer.0. Without it: all.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
-    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many last lines of each.")] = 50,
+    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many last lines of each; 0: all.")] = 50,
 ) -> None:
     """Print what a run's processes wrote."""
     from orrery.launcher.describe import log_lines, log_paths

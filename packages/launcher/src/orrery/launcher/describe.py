@@ -1,8 +1,11 @@
 """What `orrery status` and `orrery logs` print: read from files only, so they work on a run that is going, ended or dead."""
 
+import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from orrery.launcher import slurm
 from orrery.launcher import status as statuses
@@ -15,6 +18,7 @@ from orrery.observe.metrics import read
 
 FOLLOW_S = 0.3
 NUM_LOSSES = 4
+BLOCK_BYTES = 2**16
 
 
 def overview(path: Path) -> str:
@@ -118,12 +122,17 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
 
 
 def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
-    """The last lines of each log, then, when following, what is added; prefixed by the process where there are several."""
+    """The last lines of each log (0: all), then, when following, what is added; prefixed by the process where there are several.
+
+    In memory are at most `num_lines` lines and a block, for a log of weeks is larger than memory.
+    """
     offsets: dict[Path, int] = {}
     for path in paths:
-        data = path.read_bytes()
-        offsets[path] = len(data)
-        yield from _prefixed(path, data.decode(errors="replace").splitlines()[-num_lines:], len(paths) > 1)
+        with open(path, "rb") as log:
+            log.seek(_begin_of_last(log, num_lines) if num_lines else 0)
+            lines = (line for data in log for line in data.decode(errors="replace").splitlines())
+            yield from _prefixed(path, deque(lines, num_lines) if num_lines else lines, len(paths) > 1)
+            offsets[path] = log.tell()
     while follow:
         time.sleep(FOLLOW_S)
         for path in paths:
@@ -135,5 +144,24 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
             yield from _prefixed(path, data.decode(errors="replace").splitlines(), len(paths) > 1)
 
 
-def _prefixed(path: Path, lines: list[str], prefix: bool) -> Iterator[str]:
+def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
+    """Where the last lines begin, found from the end."""
+    begin = log.seek(0, os.SEEK_END)
+    ends = num_lines + 1  # the last one ends the last line
+    if begin:
+        log.seek(begin - 1)
+        ends -= log.read(1) != b"\n"
+    while begin:
+        size = min(BLOCK_BYTES, begin)
+        begin -= size
+        log.seek(begin)
+        block = log.read(size)
+        while (size := block.rfind(b"\n", 0, size)) >= 0:
+            ends -= 1
+            if not ends:
+                return begin + size + 1
+    return 0
+
+
+def _prefixed(path: Path, lines: Iterable[str], prefix: bool) -> Iterator[str]:
     yield from (f"{path.stem} | {line}" for line in lines) if prefix else lines
