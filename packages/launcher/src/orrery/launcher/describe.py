@@ -14,7 +14,7 @@ from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.observe.duration import duration
 from orrery.observe.health import read_health
-from orrery.observe.metrics import read
+from orrery.observe.metrics import merge_attempts, rows
 
 FOLLOW_S = 0.3
 NUM_LOSSES = 4
@@ -84,9 +84,10 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
 
 def _losses(run_dir: Path) -> list[str]:
     """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
-    rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
-    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in rows if "loss" in row][-1:]
-    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in rows if row.get("validation_loss") is not None]
+    of_sft = (row for row in rows(run_dir / "metrics" / "trainer.0.jsonl") if row.get("stage") == "sft")
+    losses = merge_attempts(row for row in of_sft if "loss" in row or "validation_loss" in row)
+    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in losses if "loss" in row][-1:]
+    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in losses if row.get("validation_loss") is not None]
     if validated:
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
