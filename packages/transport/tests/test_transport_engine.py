@@ -126,9 +126,9 @@ def test_a_slow_generation_fails_alone_and_an_absent_engine_is_gone():
 
 
 NO_ROOM = """
-import asyncio, os, resource, sys
+import asyncio, os, resource, sys, time
 import numpy as np
-from orrery.transport.engine import EngineClient, GenerationFailed
+from orrery.transport.engine import EngineClient, GenerationFailed, NoRoom
 
 async def main():
     async with EngineClient(sys.argv[1], token="secret") as engine:
@@ -149,6 +149,13 @@ async def main():
             await generate(timeout_s=0.3)
         except GenerationFailed as error:
             assert "no room here" in str(error) and "ulimit" in str(error), error
+        else:
+            raise AssertionError("it had room")
+        begin_s = time.monotonic()
+        try:
+            await engine._control("/pause", timeout_s=0.3)
+        except NoRoom:
+            assert time.monotonic() - begin_s < 0.5
         else:
             raise AssertionError("it had room")
         waiting, dying = asyncio.ensure_future(generate()), asyncio.ensure_future(engine.death())

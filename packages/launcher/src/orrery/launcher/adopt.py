@@ -28,7 +28,7 @@ from orrery.manifest.identity import pretty_json
 from orrery.manifest.publish import write_atomic
 
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
-        "inference", "orchestrator.admission")  # fmt: skip
+        "inference", "orchestrator.admission", "orchestrator.keep_batches")  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
 LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")  # the other's own, or made anew
 

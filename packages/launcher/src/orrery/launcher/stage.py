@@ -54,6 +54,7 @@ from orrery.observe.lifeline import TOKEN, adopt_orphans
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.names import listed
 from orrery.observe.network import free_ports
+from orrery.observe.pace import Pace
 from orrery.observe.progress import Progress
 from orrery.observe.stillness import STILL_S, Stillness
 from orrery.observe.system_error import explain
@@ -327,7 +328,7 @@ class _Stage:
 
     def _watch(self, view: View) -> Outcome:
         usage = Sampler(os.getpid(), without=[process.pid for process in self.processes])  # roles write rows of their own use
-        look_at_s, usage_at_s = 0.0, 0.0
+        look_at_s, pace = 0.0, Pace(PERIOD_S, time.monotonic())
         while True:
             if self.interrupts.received:
                 return self._stopped()
@@ -342,8 +343,7 @@ class _Stage:
                 look_at_s = now_s + LOOK_S
                 if (outcome := self._look()) is not None:
                     return outcome
-            if now_s >= usage_at_s:
-                usage_at_s = now_s + PERIOD_S
+            if pace.due(now_s):
                 self.metrics.write(event="usage", processes={"launcher.0": usage.sample()})
             view.draw(self.health, {process.name: process.ending or "running" for process in self.processes})
             time.sleep(POLL_S)

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -137,7 +137,8 @@ def _allow_open_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        with suppress(ValueError, OSError):  # where the kernel allows less by now, what there is must do
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

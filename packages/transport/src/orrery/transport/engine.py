@@ -10,6 +10,7 @@
     OrreryError
     ├── GenerationFailed      the engine is there and did not finish this request (refused it, died over it, or took too long)
     └── RunFailed
+        ├── NoRoom            this process could not open a connection for a control call
         ├── EngineGone        nobody answers at the address, the connection broke, or a control call took too long
         └── UpdateFailed      the engine is there and did not take these weights; names engine and tensor
             ├── TakenAlong    another's loss on a direct wire made it fail, and it may try again
@@ -19,6 +20,7 @@
 
 import asyncio
 import errno
+import random
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +44,7 @@ T = TypeVar("T")
 START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
 CONNECT_TIMEOUT_S = 10.0
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}  # of a connect: nothing has left yet
-NO_ROOM_POLL_S = 0.2
+NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints; scaled
 LOAD_TIMEOUT_S = 300.0  # beyond what a wire waits for a peer that does not come: its own sentence says more
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
@@ -57,6 +59,10 @@ class GenerationFailed(OrreryError):
     """One request came to nothing; other requests are not affected."""
 
     exit_code = 1
+
+
+class NoRoom(RunFailed):
+    """This process, or its host, could not open one more connection, for as long as the call may take."""
 
 
 class EngineGone(RunFailed):
@@ -337,7 +343,7 @@ class EngineClient:
         """True if the server answers that it is well; False if it answers anything else, or not at all."""
         try:
             status, _ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health")
-        except EngineGone:
+        except (EngineGone, NoRoom):
             return False
         return status == 200
 
@@ -372,7 +378,8 @@ class EngineClient:
     ) -> tuple[int, bytes]:
         """Status and body of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
 
-        Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room.
+        Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room, and fails
+        by `on_timeout`, or NoRoom where that would blame the server.
         Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
         """
         connections = self._sessions.get(keep_connection)
@@ -380,13 +387,14 @@ class EngineClient:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             connector = aiohttp.TCPConnector(limit=0, **kept)  # type: ignore[arg-type]
             connections = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if session is not None:
             headers[SESSION_HEADER] = session
-        end_s = time.monotonic() + timeout_s
+        end_s, pause_s = time.monotonic() + timeout_s, NO_ROOM_PAUSE_S
         while True:
+            left_s = max(end_s - time.monotonic(), 1e-3)
+            timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S)
             try:
                 async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
                     return response.status, await response.read()
@@ -395,13 +403,14 @@ class EngineClient:
             except TimeoutError as error:
                 raise on_timeout(f"{self.name} did not finish {what} within {timeout_s:g} s") from error
             except (aiohttp.ClientError, OSError) as error:
-                if getattr(error, "errno", None) not in NO_ROOM:
+                if not isinstance(error, aiohttp.ClientConnectorError) or error.errno not in NO_ROOM:
                     raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
-                if time.monotonic() > end_s:
-                    raise on_timeout(
+                if time.monotonic() + pause_s > end_s:
+                    raise (NoRoom if issubclass(on_timeout, EngineGone) else on_timeout)(
                         f"no room here to ask {self.name} for {what} within {timeout_s:g} s ({error}); see `ulimit -n`"
                     ) from error
-            await asyncio.sleep(NO_ROOM_POLL_S)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # thousands may wait
+            pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
 
 def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None) -> Generation:

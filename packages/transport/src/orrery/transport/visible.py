@@ -27,6 +27,17 @@ def read(path: Path) -> bytes | None:
         raise
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file it is: another one where it was replaced. None where it is not there."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None
+        raise
+    return status.st_ino, status.st_mtime_ns
+
+
 def appears(path: Path, within_s: float | None = None) -> bool:
     """Whether `path` is there, at the latest after `within_s` (VISIBLE_S, scaled). Blocks the thread."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)

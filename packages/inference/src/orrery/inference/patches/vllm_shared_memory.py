@@ -11,6 +11,7 @@ however they end. vLLM removes it at an orderly end, and finds an empty one. Rem
 `SharedOffloadRegion` a barrier, as 0.32's `CPUOffloadingSpec` does.
 """
 
+from contextlib import suppress
 from multiprocessing import shared_memory
 
 from orrery.observe.shared_memory import SHARED_MEMORY
@@ -32,8 +33,9 @@ def name_shared_memory(name: str) -> None:
 def without_name(name: str) -> None:
     """Put an empty file in the place of each host tier that has `name` in its own."""
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
-        path.unlink()
-        path.touch()
+        with suppress(FileNotFoundError):  # an engine that is just asked to end
+            path.unlink()
+            path.touch()
 
 
 def _name_reductions(name: str) -> None:

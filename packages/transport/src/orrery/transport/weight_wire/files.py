@@ -173,11 +173,9 @@ class WeightWatch:
     def latest(self) -> Published | None:
         """The newest version, or None before the first. Asked many times a second: a marker of megabytes is decoded once."""
         for version in sorted(_versions(self.folder), reverse=True):
-            try:
-                status = (self.folder / f"version_{version}.json").stat()
-            except FileNotFoundError:
+            file = visible.identity(self.folder / f"version_{version}.json")
+            if file is None:
                 continue
-            file = status.st_ino, status.st_mtime_ns
             if self._found is not None and self._found[0] == file and self._found[1].version == version:
                 return self._found[1]
             found = self.version(version)
