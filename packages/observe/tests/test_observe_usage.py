@@ -89,6 +89,11 @@ def test_looks_that_come_a_little_early_are_not_left_out():
     assert all(pace.due(10.0 + 0.499 * look) for look in range(100))
 
 
+def test_who_asks_more_often_gets_no_more_rows():
+    pace = Pace(2.0, 0.0)
+    assert sum(pace.due(0.1 * look) for look in range(1000)) in (50, 51)
+
+
 def test_a_look_costs_less_than_half_a_percent_of_a_core():
     children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(4)]
     try:
