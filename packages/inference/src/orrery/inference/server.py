@@ -64,7 +64,7 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     finally:
         _kill_children()
         left.remove()
-    left.remove(ended=True)
+    forget(left.disk)
 
 
 @dataclass(frozen=True)
