@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.initialize").initialize
 HERE = Path(__file__).parent
 SCALE = 0.2  # of every deadline of the code, so that nobody here waits for 40 s; on a busy machine a step may take some seconds
+END_S = 60 - STILL_S  # what a minute leaves, where nothing is scaled, for stacks, recorders and the end
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -93,7 +94,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_others_say_where_they_were(run_d
     victim, begin_s = at_step(launcher, run_dir, 3)["trainer.1"], time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     stderr = end(launcher)
-    assert time.monotonic() - begin_s < 20
+    assert time.monotonic() - begin_s < END_S
     doing = r"(sft|waiting for batch \d+ to be tokenised) \(step "  # at the moment of its end
     assert re.search(rf"sft: trainer\.1 was killed by SIGKILL while {doing}", stderr)
     assert f"its log is {run_dir}/logs/trainer.1.log" in stderr
@@ -111,7 +112,7 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     at_step(launchers[asleep], asleep, 6)
     begin_s = time.monotonic()
     said = {path: end(launcher) for path, launcher in launchers.items()}
-    assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < 20  # where nothing is scaled: within a minute
+    assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < SCALE * STILL_S + END_S
     assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped], kept(stopped, said[stopped])
     assert "sft: stall: trainer.1 made no progress for" in said[asleep], kept(asleep, said[asleep])
     assert "s while sft (step 6); trainer.0 waits" in said[asleep], kept(asleep, said[asleep])
@@ -138,7 +139,7 @@ def test_a_rank_that_stands_still_between_steps_ends_all_by_its_name_too(run_dir
     at_step(launcher, run_dir, 4)
     begin_s = time.monotonic()
     said = end(launcher)
-    assert time.monotonic() - begin_s < 20
+    assert time.monotonic() - begin_s < SCALE * STILL_S + END_S
     assert "sft: stall: trainer.1 made no progress for" in said, kept(run_dir, said)
     assert "s while copying a checkpoint (step 4); trainer.0 waits in a collective" in said, kept(run_dir, said)
 
