@@ -14,6 +14,7 @@
   run do, so what is done at an answer's end stands beside the sampling of others; were all to end in one step, the engine would wait.
 
     python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
+    python benchmarks/inference/throughput.py --only-routes --record routes_cost     # the two that tell what routes cost, and nothing else
     python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32 --record throughput_cpu
 """
 
@@ -230,13 +231,13 @@ async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen
         async def plain(routes: bool, number: int, **more: Any) -> dict[str, float]:
             return await directly(args, fleets[routes].engines[0].url, stages[routes].manifest.model.vocab_size, number, **more)
 
-        for number in range(args.rounds):
+        for number in range(0 if args.only_routes else args.rounds):
             for routes, me in stages.items():
                 found = await (through_all(args, me.manifest, fleets[routes], number) if routes else plain(routes, number))
                 print(f"{'through all' if routes else 'directly'}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
                 rows[routes].append(found)
             seen(rows, between)
-        asked = [(routes, name, more) for routes in stages for name, more in BETWEEN[routes].items()]
+        asked = [(routes, name, more) for routes in stages for name, more in BETWEEN[routes].items() if not args.only_routes or more]
         for number in range(args.rounds):
             for index, (routes, name, more) in enumerate(asked, 1):
                 found = await plain(routes, 1000 * index + number, **more)  # prompts of its own
@@ -283,6 +284,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the engine's weights")
+    parser.add_argument("--only-routes", action="store_true", help="measure what routes cost an engine, without client and router")
     parser.add_argument("--record", default="throughput", help="name of the JSON beside this script")
     args = parser.parse_args()
 
@@ -294,6 +296,21 @@ def main() -> None:
     def keep(rows: Stages, between: Between) -> None:
         """After each round, so that a session which ends early keeps what it has."""
         found.update(between)
+        each_row = [{"variant": name, "value": statistics.median(values), "unit": "tokens/s", "rounds": values} for name, values in found.items()]
+        told = {"load_average_before": load_before, **vars(args)}
+        if args.only_routes:
+            if (cost := routes_cost(found)) is not None:
+                record(
+                    Path(__file__).with_name(f"{args.record}.json"),
+                    figure="tokens/s that routes take from an engine, as a share of those of one that returns log-probs alone",
+                    value=cost,
+                    unit="share",
+                    goal=None if on_cpu else ROUTES_GOAL,
+                    better="lower",
+                    details=told,
+                    rows=each_row,
+                )
+            return
         through = rows.get(True, [])
         direct = (directly_alone | rows)[False][: len(through)]
         if not through:
@@ -312,10 +329,9 @@ def main() -> None:
                 "tokens_per_s_through_all": statistics.median(row["tokens_per_s"] for row in through),
                 "routes_cost": routes_cost(found),
                 "routes_cost_goal": None if on_cpu else ROUTES_GOAL,
-                "load_average_before": load_before,
-                **vars(args),
+                **told,
             },
-            rows=[{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in found.items()],
+            rows=each_row,
         )
 
     # On a CPU both fit, and rounds that alternate see the same neighbours.
