@@ -296,7 +296,7 @@ def main() -> None:
     def keep(rows: Stages, between: Between) -> None:
         """After each round, so that a session which ends early keeps what it has."""
         found.update(between)
-        each_row = [{"variant": name, "value": statistics.median(values), "unit": "tokens/s", "rounds": values} for name, values in found.items()]
+        each_row = [{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in found.items()]
         told = {"load_average_before": load_before, **vars(args)}
         if args.only_routes:
             if (cost := routes_cost(found)) is not None:

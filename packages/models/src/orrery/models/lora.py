@@ -16,31 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.schema import Lora
+from orrery.models.adapter import Adapter
 from orrery.models.causal_lm import CausalLm
 from orrery.models.feed_forward import FeedForward
 from orrery.models.mixture import Experts
 from orrery.models.placement import Box, full_tensor, local_box, local_tensor
-
-
-class Adapter(nn.Module):
-    """`a` [..., rank, in] and `b` [..., out, rank] of one weight [..., out, in], in a dtype of their own."""
-
-    def __init__(self, weight: Tensor, lora: Lora, dtype: torch.dtype) -> None:
-        super().__init__()
-        *stack, num_outputs, num_inputs = weight.shape
-        self.a = nn.Parameter(torch.empty(*stack, lora.rank, num_inputs, dtype=dtype, device=weight.device))
-        self.b = nn.Parameter(torch.empty(*stack, num_outputs, lora.rank, dtype=dtype, device=weight.device))
-        self.scale = lora.alpha / lora.rank
-
-    def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
-        """What is added to the projection of x [M, in]; of stacked experts, rows `ends[e − 1]:ends[e]` are expert e's."""
-        # The scale goes onto the small matrix: on the result it would be another pass over all rows.
-        a, b = self.a.to(x.dtype), (self.b * self.scale).to(x.dtype)
-        if ends_E is None:
-            return F.linear(F.linear(x, a), b)
-        return grouped_matmul(grouped_matmul(x, a, ends_E), b, ends_E)
 
 
 class AdaptedLinear(nn.Linear):

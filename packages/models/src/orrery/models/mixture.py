@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan, swiglu_rows
-from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import MoE
+from orrery.models.adapter import Adapter
 from orrery.models.feed_forward import FeedForward
 
 
@@ -74,17 +75,19 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
-        self.gate_up_lora: nn.Module | None = None  # `orrery.models.lora` puts adapters here
-        self.down_lora: nn.Module | None = None
+        self.gate_up_lora: Adapter | None = None  # `lora.adapt` puts adapters here
+        self.down_lora: Adapter | None = None
 
     def forward(self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor) -> Tensor:
         """Rows `ends[e − 1]:ends[e]` of x go through expert e, times their score; ends i32 [E], E as many as there are here."""
-        gate_up_M2I = grouped_matmul(x_MD, self.gate_up_proj, ends_E)
-        if self.gate_up_lora is not None:
-            gate_up_M2I = gate_up_M2I + self.gate_up_lora(x_MD, ends_E)
-        act_MI = swiglu_rows(gate_up_M2I, score_M)
-        y_MD = grouped_matmul(act_MI, self.down_proj, ends_E)
-        return y_MD if self.down_lora is None else y_MD + self.down_lora(act_MI, ends_E)
+        act_MI = swiglu_rows(_project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E), score_M)
+        return _project(act_MI, self.down_proj, self.down_lora, ends_E)
+
+
+def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: Tensor) -> Tensor:
+    if adapter is None:
+        return grouped_matmul(x_MK, weight_ENK, ends_E)
+    return adapted_grouped_matmul(x_MK, weight_ENK, *adapter.scaled(x_MK.dtype), ends_E)
 
 
 class LocalExchange(nn.Module):

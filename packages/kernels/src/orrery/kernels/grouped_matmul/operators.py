@@ -20,7 +20,7 @@ from orrery.kernels.grouped_matmul.multiprocessors import leaving
 
 # Public since torch 2.10, private before; None where this torch has neither.
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_HAS_TRITON = find_spec("triton") is not None
+HAS_TRITON = find_spec("triton") is not None
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool = False) -> Tensor:
@@ -41,8 +41,8 @@ def _fuses(a: Tensor, *widths: int) -> bool:
     return _grouped_mm is not None and a.is_cuda and a.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
 
 
-@torch.library.custom_op("orrery::grouped_matmul", mutates_args=())
-def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
+def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool = False) -> Tensor:
+    """The product as such, for operators that are made of it; it has no gradient of its own."""
     if x_MK.shape[0] and _fuses(x_MK, *weight_ENK.shape[1:]):
         with leaving():
             out_MN = _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
@@ -58,13 +58,17 @@ def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) 
     return out_MN
 
 
+@torch.library.custom_op("orrery::grouped_matmul", mutates_args=())
+def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
+    return product(x_MK, weight_ENK, ends_E, zero_rest)
+
+
 @_product.register_fake
 def _(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1])
 
 
-@torch.library.custom_op("orrery::grouped_matmul_weight_gradient", mutates_args=())
-def _weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
+def weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
     """[E, N, K]: grad[rows of group e]ᵀ @ x[rows of group e], zero for an empty group."""
     num_groups, n, k = ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1]
     if x_MK.shape[0] and _fuses(x_MK, n, k):
@@ -77,6 +81,11 @@ def _weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
             torch.mm(grad_MN[start:end].T, x_MK[start:end], out=out_ENK[e])
         start = end
     return out_ENK
+
+
+@torch.library.custom_op("orrery::grouped_matmul_weight_gradient", mutates_args=())
+def _weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
+    return weight_gradient(grad_MN, x_MK, ends_E)
 
 
 @_weight_gradient.register_fake
@@ -103,7 +112,7 @@ _product.register_autograd(_backward, setup_context=_keep)
 
 def _clear_rest(out_MN: Tensor, ends_E: Tensor) -> None:
     """Zeros in the rows from ends[-1] on, without asking the device where that is."""
-    if _HAS_TRITON:
+    if HAS_TRITON:
         from orrery.kernels.grouped_matmul import triton
 
         triton.clear_rest(out_MN, ends_E)

@@ -15,8 +15,8 @@ E experts · K experts a token · I expert intermediate · r rank of adapters
 - `selective` keeps the input and what it names; `full` the input. The rest is made again, a block at a time.
 - Where ranks exchange inside a block (cp, ep), some results inside its compiled parts cannot be named (`Trainer.unseen`), and those that
   can stay even where nobody asks for them.
-- A frozen product (LoRA) needs no input for its weight's gradient, but its adapter does. A named result of an adapted product stays twice:
-  the projection's and the adapter's.
+- A frozen product (LoRA) needs no input for its weight's gradient, but its adapter does. A named result of an adapted projection stays
+  twice: the projection's and the adapter's. An expert's product and its adapter's are one operator, with one result.
 - Passing through: of a mixture the gradients of a layer's rows (c·K·D) and of what is between its products (c·3·K·I); of a dense
   feed-forward c·(3F + D); or attention's gradients with float32 sums of the queries': c·(3h + 2g) + 4·h.
 """
@@ -92,8 +92,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int]
         moe = model.moe
         top_k, inner = moe.num_experts_per_token, moe.expert_intermediate_size
         named["projections"] += 4 * moe.num_experts
-        named["experts"] = c * top_k * 2 * inner * copies("experts") + narrow("experts", 2 * top_k)
-        unasked["experts"] = c * top_k * hidden * copies("experts")
+        named["experts"] = c * top_k * 2 * inner + narrow("experts", 2 * top_k)
+        unasked["experts"] = c * top_k * hidden
         rest += c * top_k * (hidden + inner) * trains("experts") + 20 * top_k + 8 + 4 * moe.num_experts * (not trainer.compile)
     return named, unasked, rest
 

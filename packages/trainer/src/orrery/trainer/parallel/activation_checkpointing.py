@@ -94,5 +94,5 @@ def _operations(name: str) -> list[Any]:
         case "projections":
             return [aten.mm.default, aten.addmm.default, aten.linear.default, orrery.wide_linear.default]
         case "experts":
-            return [orrery.grouped_matmul.default]
+            return [orrery.grouped_matmul.default, orrery.adapted_grouped_matmul.default]
     raise AssertionError(f"the schema knows {name!r}, this file does not")

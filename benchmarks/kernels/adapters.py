@@ -1,0 +1,133 @@
+"""What adapters cost experts whose weights are frozen, on one GPU: rank 16, forward and backward, beside the products alone.
+
+128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, 16,384 tokens; routing balanced, and skewed (expert popularity ∝ 1/rank).
+First the numbers: both forms against the float32 referee, with the host forbidden to wait for the device. Then the times of the two
+projections: frozen alone, and with adapters as a sum of products and as one operator. The bound of what adapters add, at 4.2 TB/s: x read,
+the result read and written forward; backward the arriving gradient read twice, x read, and x's gradient read and written.
+
+    python benchmarks/kernels/adapters.py
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from experts import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, TOKENS, outcome, routes, timed
+from timing import BYTES, copy_out, require
+
+from orrery.kernels.expert_rows import plan
+from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul, reference_grouped_matmul
+from record import record
+
+RANK = 16
+GOAL = 0.7  # of the bound of what adapters add, both projections forward and backward, balanced
+TOLERANCE = 1e-2  # results are rounded to bfloat16, and what is between them: 2⁻⁹ each at most
+PROJECTIONS = {"gate_up": (HIDDEN, 2 * INTERMEDIATE), "down": (INTERMEDIATE, HIDDEN)}
+
+
+def summed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def op(x: Tensor, a: Tensor, b: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return product(x, weight, ends) + product(product(x, a, ends), b, ends)
+
+    return op
+
+
+def one(x: Tensor, a: Tensor, b: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return adapted_grouped_matmul(x, weight, a, b, ends)
+
+
+def frozen(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return grouped_matmul(x, weight, ends)
+
+
+FORMS = {"a sum of products": summed(grouped_matmul), "one operator": one}
+
+
+def tensors(rows: int, experts: int, num_in: int, num_out: int, rank: int, device: str) -> tuple[list[Tensor], Tensor]:
+    """x [M, K], a [E, R, K], b [E, N, R]; and the frozen weight [E, N, K]."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * std).bfloat16()
+
+    leaves = [normal(rows, num_in), normal(experts, rank, num_in, std=num_in**-0.5), normal(experts, num_out, rank, std=rank**-0.5)]
+    return leaves, normal(experts, num_out, num_in, std=num_in**-0.5)
+
+
+def bound_ms(rows: int, num_in: int, num_out: int) -> tuple[float, float]:
+    """Of what adapters add, forward and backward."""
+    return 2e3 * rows * (num_in + 2 * num_out) / BYTES, 2e3 * rows * (2 * num_out + 3 * num_in) / BYTES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("adapters: there is no GPU here; run it on a host with one, or with --smoke")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    experts, slots, tokens = (8, 2, 32) if args.smoke else (EXPERTS, SLOTS, TOKENS[0])
+    projections = {"gate_up": (16, 16), "down": (8, 16)} if args.smoke else PROJECTIONS
+    rank, rows = 4 if args.smoke else RANK, tokens * slots
+    table, errors, shares = [], {}, {}
+    for routing in ("balanced", "skewed"):
+        ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
+        added, best = dict.fromkeys(FORMS, 0.0), 0.0
+        for name, sides in projections.items():
+            leaves, weight = tensors(rows, experts, *sides, rank, device)
+            expected = outcome(summed(reference_grouped_matmul), [x.float() for x in leaves], weight.float(), ends)
+            alone = timed(frozen, leaves[:1], weight, ends)
+            bound = bound_ms(rows, *sides)
+            best += sum(bound)
+            found = {"frozen alone": alone}
+            for form, op in FORMS.items():
+                outcome(op, leaves, weight, ends)  # what compiles may wait
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                actual = outcome(op, leaves, weight, ends)
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+                variant = f"{name}, {form}, {routing}"
+                errors[variant] = require(variant, actual, expected, [TOLERANCE] * 4)
+                found[form] = timed(op, leaves, weight, ends)
+                added[form] += sum(found[form]) - sum(alone)
+            for form, (forward_ms, backward_ms) in found.items():
+                table.append(
+                    {
+                        "variant": f"{name}, {form}, {routing}",
+                        "value": forward_ms + backward_ms,
+                        "unit": "ms",
+                        "goal": None,
+                        "forward_ms": forward_ms,
+                        "backward_ms": backward_ms,
+                        "bound_of_what_adapters_add_ms": bound,
+                    }
+                )
+                print(f"{table[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms", flush=True)
+        shares[routing] = {form: {"added_ms": ms, "of_the_bound": best / ms} for form, ms in added.items()}
+        for form, ms in added.items():
+            print(f"{routing}: {form} adds {ms:.3f} ms, {best / ms:.0%} of the bound", flush=True)
+    if args.smoke:
+        return
+    path = Path(__file__).with_suffix(".json")
+    record(
+        path,
+        figure="Adapters of rank 16 beside a mixture's frozen experts, forward and backward, 16,384 tokens: share of the bound",
+        value=shares["balanced"]["one operator"]["of_the_bound"],
+        unit="of the bound",
+        goal=GOAL,
+        better="higher",
+        details={"triton": version("triton"), "rank": rank, "errors_against_float32": errors, "by_routing": shares},
+        rows=table,
+    )
+    copy_out(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What adapters add to a grouped product, as Triton kernels: r numbers a row, r being small.
+
+- `add_low_rank` adds (x a[e]ᵀ) b[e]ᵀ to what the product has written: x is read once, the result read and written once, the narrow
+  product between them stays in registers. `thin_gradient` is the gradient of a or b: a wide and a narrow factor, each read once.
+- Their time is their bytes: 2·M·(K + 2N) and 2·M·(N + K) of an adapted product and its two gradients, in two-byte numbers. Tensor-core
+  tiles of a general grouped GEMM would be all but empty, r being their width, and a sum of two results is three more passes over M·N.
+- Sums are float32; the narrow product is rounded to x's dtype before it meets b, as between two products.
+- A program finds its group by itself, among the ends on the device. Rows from ends[-1] on are not touched.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_RANK = 64  # beyond it, tiles are wide enough for a general product
+ROWS, INNER, OUTER, WARPS, STAGES = 128, 64, 128, 8, 3
+GRADIENT_ROWS, GRADIENT_WIDTH, GRADIENT_WARPS, GRADIENT_STAGES = 64, 128, 4, 4
+
+
+def add_low_rank(y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> Tensor:
+    """y += (x a[e]ᵀ) b[e]ᵀ in the rows of each group e; gives x a[e]ᵀ [M, R].
+
+    y and x are contiguous, a and b may be transposed; all of one dtype.
+    """
+    num_rows, inner = x_MK.shape
+    num_groups, rank, _ = a_ERK.shape
+    narrow_MR = x_MK.new_empty(num_rows, rank)
+    if num_rows:
+        _grouped_low_rank[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+            y_MN, x_MK, a_ERK, b_ENR, narrow_MR, ends_E, num_groups, y_MN.shape[1], inner, *a_ERK.stride(), *b_ENR.stride(),
+            R=rank, RANK=_padded(rank), GROUPS=triton.next_power_of_2(num_groups),
+            ROWS=ROWS, INNER=INNER, OUTER=OUTER, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    return narrow_MR
+
+
+def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
+    """[E, W, R], or [E, R, W] where the narrow one is `first`: of each group, one factor transposed times the other. Both contiguous."""
+    num_groups, width, rank = ends_E.shape[0], wide_MW.shape[1], narrow_MR.shape[1]
+    out = wide_MW.new_empty((num_groups, rank, width) if narrow_first else (num_groups, width, rank))
+    strides = (1, width) if narrow_first else (rank, 1)  # of a number of the wide factor, of the narrow one
+    _grouped_thin_gradient[(triton.cdiv(width, GRADIENT_WIDTH), num_groups)](
+        out, wide_MW, narrow_MR, ends_E, width, *strides, R=rank, RANK=_padded(rank),
+        ROWS=GRADIENT_ROWS, WIDTH=GRADIENT_WIDTH, num_warps=GRADIENT_WARPS, num_stages=GRADIENT_STAGES,
+    )  # fmt: skip
+    return out
+
+
+def _padded(rank: int) -> int:
+    return max(16, triton.next_power_of_2(rank))  # the least width of a product on tensor cores
+
+
+@triton.jit
+def _grouped_low_rank(
+    y, x, a, b, narrow, ends, num_groups, width, inner, a_group, a_rank, a_inner, b_group, b_width, b_rank,
+    R: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+):  # fmt: skip
+    each = tl.arange(0, GROUPS)
+    end = tl.load(ends + each, mask=each < num_groups, other=0)
+    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < num_groups), other=0)
+    tiles = tl.where(each < num_groups, (end - begin + ROWS - 1) // ROWS, 0)
+    tiles_until = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0)
+    group = tl.sum((tiles_until <= tile).to(tl.int32), 0)
+    if group < num_groups:
+        mine = each == group
+        first = tl.sum(tl.where(mine, begin + (tile - tiles_until + tiles) * ROWS, 0), 0)
+        past = tl.sum(tl.where(mine, end, 0), 0)
+        row = first + tl.arange(0, ROWS)
+        here = (row < past)[:, None]
+        row = row.to(tl.int64)[:, None]
+        rank = tl.arange(0, RANK)
+        a_here = a + group.to(tl.int64) * a_group + rank[None, :] * a_rank
+        low = tl.zeros([ROWS, RANK], tl.float32)
+        for start in range(0, inner, INNER):
+            column = start + tl.arange(0, INNER)
+            x_tile = tl.load(x + row * inner + column[None, :], mask=here & (column < inner)[None, :], other=0.0)
+            a_tile = tl.load(a_here + column[:, None] * a_inner, mask=(column < inner)[:, None] & (rank < R)[None, :], other=0.0)
+            low = tl.dot(x_tile, a_tile, low)
+        low = low.to(x.dtype.element_ty)
+        tl.store(narrow + row * R + rank[None, :], low, mask=here & (rank < R)[None, :])
+        b_here = b + group.to(tl.int64) * b_group + rank[:, None] * b_rank
+        for start in range(0, width, OUTER):
+            column = start + tl.arange(0, OUTER)
+            inside = here & (column < width)[None, :]
+            b_tile = tl.load(b_here + column[None, :] * b_width, mask=(rank < R)[:, None] & (column < width)[None, :], other=0.0)
+            place = y + row * width + column[None, :]
+            value = tl.dot(low, b_tile, tl.load(place, mask=inside, other=0.0).to(tl.float32))
+            tl.store(place, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _grouped_thin_gradient(
+    out, wide, narrow, ends, width, wide_stride, narrow_stride,
+    R: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1)
+    begin = tl.load(ends + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends + group)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    rank = tl.arange(0, RANK)
+    total = tl.zeros([WIDTH, RANK], tl.float32)
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        here = (row < end)[:, None]
+        row = row.to(tl.int64)[:, None]
+        wide_tile = tl.load(wide + row * width + column[None, :], mask=here & (column < width)[None, :], other=0.0)
+        narrow_tile = tl.load(narrow + row * R + rank[None, :], mask=here & (rank < R)[None, :], other=0.0)
+        total = tl.dot(tl.trans(wide_tile), narrow_tile, total)
+    place = out + group.to(tl.int64) * width * R + column[:, None] * wide_stride + rank[None, :] * narrow_stride
+    tl.store(place, total.to(out.dtype.element_ty), mask=(column < width)[:, None] & (rank < R)[None, :])
