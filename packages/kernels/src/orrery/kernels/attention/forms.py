@@ -1,9 +1,9 @@
 """Which form of attention runs where, and what happens when one cannot.
 
 The order below is the rule, until benchmarks/kernels/attention.json says otherwise: FlashAttention 4 on Hopper where it is installed
-(with the backward pass 596 TFLOP/s for 32 query and 4 key heads of 128 at 16,384 tokens on one H200, 502 for eight documents), cuDNN
-wherever it takes the layout on compute capability 9.0 and above (543 and 402), FlashAttention 2 for the rest of half precision on a GPU
-(318 and 253), torch's CPU kernel for packs of documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents
+(with the backward pass 609 TFLOP/s for 32 query and 4 key heads of 128 at 16,384 tokens on one H200, 492 for eight documents), cuDNN
+wherever it takes the layout on compute capability 9.0 and above (551 and 392), FlashAttention 2 for the rest of half precision on a GPU
+(319 and 261), torch's CPU kernel for packs of documents on a CPU, and plain matrix products for what is left (float32 on a GPU, documents
 that are short in batches; queries and keys of different tokens on a CPU).
 
 Every form gives and takes the same things: out [T, H, D], log-sum-exp [H, T] over natural logarithms. So the backward pass may run in
