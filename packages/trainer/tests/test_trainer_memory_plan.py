@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trainer_cases
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import MEMORY, manifest
 
@@ -20,7 +23,7 @@ import orrery.models.mixture as mixture
 from orrery.kernels.attention import Documents
 from orrery.kernels.expert_rows import rows
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.identity import canonical_json, id12
+from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.render import Evaluator
 from orrery.manifest.schema import Lora, Mesh, Trainer
@@ -46,21 +49,15 @@ KEPT_LOGITS, UNSHARED = '{"lm_head_keeps_logits": true}', '{"reshard_after_forwa
 NOT_KEPT, RESHARD, WHOLE = '{"lm_head_keeps_logits": false}', '{"reshard_after_forward": true}', '{"reshard_after_forward": false}'
 FOUR = {"devices": 4}
 
-# Runs on H200 with torch 2.11, one or two whole documents a micro-batch: peak, and between steps, in GiB. Where benchmarks/trainer has a
-# record of the run under its present id, the record's settings and peak count instead.
+# Runs on H200 with torch 2.11, of which benchmarks/trainer has no record: peak, and between steps, in GiB.
 MEASURED = [
-    ("qwen3_0_6b_16k", {"devices": 1, "memory": NOT_KEPT, "fsdp": RESHARD}, 33.75, 6.66, "qwen3_0_6b_16k"),
-    ("qwen3_30b_a3b_16k", {"devices": 1, "layers": 4}, 50.03, 34.81, None),
-    ("qwen3_30b_a3b_16k", {**FOUR, "layers": 24}, 72.18, 43.52, "qwen3_30b_a3b_16k"),
-    ("qwen3_30b_a3b_64k", {**FOUR, "layers": 24}, 75.85, 43.52, "qwen3_30b_a3b_64k"),
-    ("qwen3_30b_a3b_16k", {**FOUR, "memory": FREED}, 129.31, 85.31, "whole_on_four/qwen3_30b_a3b_16k"),
-    ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 108.63, 22.88, "qwen3_8b_8k"),
-    ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": WHOLE}, 122.37, 22.88, None),
-    ("qwen3_4b_16k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 80.57, 11.24, None),
-    ("qwen3_4b_16k", {"devices": 2}, 103.02, 22.48, "qwen3_4b_16k"),
-    ("qwen3_30b_a3b_lora_16k", FOUR, 92.00, 16.01, "qwen3_30b_a3b_lora_16k"),
-    ("qwen3_30b_a3b_131k", {**FOUR, "layers": 12}, 46.07, 22.63, "qwen3_30b_a3b_131k"),
+    ("qwen3_30b_a3b_16k", {"devices": 1, "layers": 4}, 50.03, 34.81),
+    ("qwen3_30b_a3b_64k", {**FOUR, "layers": 24}, 75.85, 43.52),
+    ("qwen3_8b_8k", {**FOUR, "memory": NOT_KEPT, "fsdp": WHOLE}, 122.37, 22.88),
+    ("qwen3_4b_16k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 80.57, 11.24),
 ]
+RECORDS = ROOT / "benchmarks" / "trainer"
+SINCE = {"qwen3_8b_8k.json": {"memory": NOT_KEPT, "fsdp": RESHARD}}  # by record: what its run had, and its manifest has no more
 
 
 def case(name, **options):
@@ -69,25 +66,26 @@ def case(name, **options):
     return asked.model, asked.trainer, Load(asked.tokens_per_micro_batch, asked.document_tokens, asked.micro_batches)
 
 
-def recorded(name, file):
-    """Options and peak GiB of a record in benchmarks/trainer, or None where there is none of this run as it is now."""
-    path = ROOT / "benchmarks" / "trainer" / f"{file}.json"
-    if file is None or not path.exists():
-        return None
-    bench = json.loads(path.read_text())["rows"][0]["bench"]
-    if bench["manifest_id"] != id12(load_manifest(ROOT / "manifests" / f"{name}.json")):
-        return None
-    return bench["options"], bench["peak_allocated_bytes"] / GIB
+def recorded():
+    """Name, options, peak and bytes before steps in GiB of every run on GPUs that benchmarks/trainer has, but for those of levers."""
+    for path in sorted(RECORDS.rglob("*.json")):
+        rows = [] if path.stem.startswith("levers_") else json.loads(path.read_text()).get("rows", [])
+        for bench in [row["bench"] for row in rows if "options" in row.get("bench", {})]:
+            options = bench["options"] | SINCE.get(path.name, {})
+            yield bench["name"], options, bench["peak_allocated_bytes"] / GIB, bench["allocated_before_steps_bytes"] / GIB
 
 
-@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one[0]}, {shown(list(one[1].values()))}")
+@pytest.mark.parametrize("one", [*MEASURED, *recorded()], ids=lambda one: f"{one[0]}, {shown(list(one[1].values()))}")
 def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
-    name, options, peak, resting, file = one
-    options, peak = recorded(name, file) or (options, peak)
-    found = plan(*case(name, **options), H200_BYTES)
-    assert found.resting_bytes / GIB == pytest.approx(resting, rel=2e-3)  # weights and states, counted: nothing to estimate
-    # Errors when written: −6.3 %, the whole model recomputed on four devices; +6.1 and +4.0 % where a block's backward pass is fullest
-    # (not all of what is made again is there at once); +2.2 % on one device; below 0.2 % where the LM head is fullest.
+    name, options, peak, resting = one
+    model, trainer, load = case(name, **options)
+    found = plan(model, trainer, load, H200_BYTES)
+    # Weights and states, counted: nothing to estimate. Buckets of offloaded states are there from the first step on.
+    counted = found.moments["optimizer"]["weights"] if trainer.memory.optimizer_offload else found.resting_bytes
+    assert counted / GIB == pytest.approx(resting, rel=2e-3)
+    # Errors when written: −6.6 %, the whole model recomputed on four devices; +7.5 % with adapters of experts made again, measured before
+    # they were one operator; +6.1 % with cp; at most +2.2 % elsewhere where a block's backward pass is fullest; below 0.7 % where the LM
+    # head is.
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
 
 
@@ -96,11 +94,14 @@ LEVERS = [
 ]
 
 
+# Where a block's backward pass is fullest (+0.9 % when written), and where ranks exchange (up to 1.1 %).
+ROUGH = {"lm_head_chunk_tokens 1024", "ep 2", "cp 2, ring", "ep 2 and cp 2, ring", "activation_offload beside full, ep 2"}
+
+
 @pytest.mark.parametrize("row", LEVERS, ids=lambda row: row["variant"])
-def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured(row):
-    # Errors when written: 0.1 % at most for sixteen; +1.6 % where a block's backward pass is fullest; up to 1.1 % where ranks exchange.
+def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured_and_of_most_within_a_tenth_of_one(row):
     found = plan(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
-    assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
+    assert found.peak_bytes == pytest.approx(row["peak_allocated_bytes"], rel=2e-2 if row["variant"] in ROUGH else 1e-3)
 
 
 T = 64
@@ -115,6 +116,27 @@ def selective(*keep):
     return {"kind": "selective", "keep": list(keep)}
 
 
+class MostOfTokens(TorchDispatchMode):
+    """The most bytes that tensors of tokens or of their experts' rows, made inside, have had at once. Without float32, which compiled code
+    holds in registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes, self.alive = 0, {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
+        results = operator(*args, **(kwargs or {}))
+        for one in tree_iter(results):
+            if isinstance(one, torch.Tensor) and one.ndim and one.shape[0] in (T, 4 * T) and one.dtype != torch.float32:
+                storage = one.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.num_bytes = max(self.num_bytes, sum(self.alive.values()))
+        return results
+
+
 @pytest.mark.parametrize(
     ("model", "checkpointing", "adapters"),
     [
@@ -126,10 +148,12 @@ def selective(*keep):
         ("moe", selective("attention"), None),
         ("moe", FULL, None),
         ("moe", selective("attention", "projections", "experts"), ADAPTED),
+        ("moe", selective("attention"), ADAPTED),
     ],
 )
 def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkeypatch):
-    """A compiled block as on a GPU, divided into passes but without code: the bytes that autograd holds after the forward pass."""
+    """A compiled block as on a GPU, divided into passes but without code: the bytes that autograd holds after the forward pass, and of a
+    mixture those that come and go in the backward pass."""
     monkeypatch.setattr(rows, "_form", lambda x: "triton")  # the operators that a GPU's graph has
     monkeypatch.setattr(mixture, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight))
     fields = {"lora": adapters, "compile": True, "compute_dtype": "bfloat16"}
@@ -161,9 +185,14 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         y = forward(x, given[:2], Documents(given[2], T), *routes)
     y = y[0] if routes else y  # beside it, how many choices are the router's own
-    found, planned = sum(held.values()) / T, kept.block(spec.model, spec.trainer, 0).kept
-    y.sum().backward()
-    assert found == pytest.approx(planned, rel=0.01)  # a few numbers a token are left out: two statistics, sums of scores
+    planned = kept.block(spec.model, spec.trainer, 0)
+    # A few numbers a token are left out: two statistics, sums of scores.
+    assert sum(held.values()) / T == pytest.approx(planned.kept, rel=0.01)
+    gradient = torch.ones_like(y)
+    with MostOfTokens() as most:
+        y.backward(gradient)
+    if model == "moe":  # of a dense block an unfused activation has copies that compiled code has not
+        assert most.num_bytes / T <= planned.backward <= 1.26 * most.num_bytes / T
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_16k", "qwen3_8b_8k", "qwen3_30b_a3b_lora_64k"])

@@ -17,8 +17,12 @@ E experts · K experts a token · I expert intermediate · r rank of adapters
   can stay even where nobody asks for them.
 - A frozen product (LoRA) needs no input for its weight's gradient, but its adapter does. A named result of an adapted projection stays
   twice: the projection's and the adapter's. An expert's product and its adapter's are one operator, with one result.
-- Passing through: of a mixture the gradients of a layer's rows (c·K·D) and of what is between its products (c·3·K·I); of a dense
-  feed-forward c·(3F + D); or attention's gradients with float32 sums of the queries': c·(3h + 2g) + 4·h.
+- Passing through: of a mixture the gradients of a layer's rows (c·K·D) and of what is between its products (c·K·I, for a graph's memory
+  is free once read; c·3·K·I where a block is several); of a dense feed-forward c·(3F + D); or attention's gradients with float32 sums of
+  the queries': c·(3h + 2g) + 4·h.
+- The feed-forward's backward pass comes first. Where attention's output is kept and a block is one graph, what leads to it (queries, keys,
+  values, and the input they are made of) is made again after that, in the room that the feed-forward's leaves.
+- Experts with adapters that are made again make their down projection again too, for its narrow result: c·K·D pass through besides.
 """
 
 from dataclasses import dataclass
@@ -31,25 +35,26 @@ from orrery.trainer.parallel.compiled import is_one_graph
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes a token: from forward to backward; made again in the backward pass; passing through it besides."""
+    """Bytes a token: from forward to backward; and besides in the backward pass at its fullest, made again or passing through."""
 
     kept: int
-    again: int
-    passing: int
+    backward: int
 
 
 def block(model: Model, trainer: Trainer, layer: int) -> Block:
-    named, unasked, rest = _results(model, trainer, layer)
+    named, unasked, rest, late = _results(model, trainer, layer)
     entry = width(trainer.compute_dtype) * model.hidden_size
     every = entry + sum(named.values()) + rest
-    checkpointing = trainer.memory.activation_checkpointing
-    if checkpointing.kind == "none":
-        kept = every
-    else:
-        kept = entry + sum(named[name] for name in trainer.kept)
-        if not is_one_graph(trainer, model):
-            kept += sum(unasked[name] for name in trainer.kept)
-    return Block(kept, max(0, every - kept), _passing(model, trainer, layer))
+    attention, feed_forward = _passing(model, trainer, layer)
+    if trainer.memory.activation_checkpointing.kind == "none":
+        return Block(every, max(attention, feed_forward))
+    kept = entry + sum(named[name] for name in trainer.kept)
+    if not is_one_graph(trainer, model):
+        kept += sum(unasked[name] for name in trainer.kept)
+    again = max(0, every - kept)
+    if "attention" not in trainer.kept or not is_one_graph(trainer, model):
+        return Block(kept, again + max(attention, feed_forward))
+    return Block(kept, max(late + attention, again - late + feed_forward))
 
 
 def width(dtype: str) -> int:
@@ -60,8 +65,11 @@ def is_sparse(model: Model, layer: int) -> bool:
     return model.moe is not None and layer >= model.moe.num_dense_layers
 
 
-def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Results by the name that checkpointing has for them; of the same, what no backward pass asks for; and all others."""
+def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Results by the name that checkpointing has for them; of the same, what no backward pass asks for; and all others.
+
+    Last, of all that is not kept what attention's backward pass alone asks for.
+    """
     c, hidden = width(trainer.compute_dtype), model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     adapted = () if trainer.lora is None else trainer.lora.targets
@@ -77,11 +85,13 @@ def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int]
         return c * rank * count if target in adapted else 0
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
-    named["projections"] = c * (h + 2 * g + hidden) * copies("attention") + narrow("attention", 4)
+    inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
+    named["projections"] = inputs + c * hidden * copies("attention") + narrow("attention", 1)
     unasked = {"attention": 0, "projections": 0, "experts": 0}
     rest = c * hidden * trains("attention") + 8
     if model.qk_norm:
         rest += c * (h + g) + 4 * (model.num_heads + model.num_kv_heads)
+    late = rest + (0 if "projections" in trainer.kept else inputs)
     dense = _dense_width(model, layer)
     if dense:
         named["projections"] += c * 2 * dense * copies("feed_forward") + narrow("feed_forward", 3)
@@ -95,7 +105,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int]
         named["experts"] = c * top_k * 2 * inner + narrow("experts", 2 * top_k)
         unasked["experts"] = c * top_k * hidden
         rest += c * top_k * (hidden + inner) * trains("experts") + 20 * top_k + 8 + 4 * moe.num_experts * (not trainer.compile)
-    return named, unasked, rest
+    return named, unasked, rest, late
 
 
 def _dense_width(model: Model, layer: int) -> int:
@@ -105,12 +115,21 @@ def _dense_width(model: Model, layer: int) -> int:
     return model.moe.num_shared_experts * model.moe.expert_intermediate_size
 
 
-def _passing(model: Model, trainer: Trainer, layer: int) -> int:
+def _passing(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
+    """Through the backward pass of attention, and of the feed-forward."""
     c, h, g = width(trainer.compute_dtype), model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = c * (3 * h + 2 * g) + 4 * h
     feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
     if is_sparse(model, layer):
+        moe, checkpointing = model.moe, trainer.memory.activation_checkpointing
         rows = 1 if trainer.mesh.ep == 1 else 3  # those that come and go between ranks have copies in both orders
-        moe = model.moe
-        feed_forward += c * moe.num_experts_per_token * (rows * model.hidden_size + 3 * moe.expert_intermediate_size)
-    return max(attention, feed_forward)
+        if (
+            trainer.lora is not None
+            and "experts" in trainer.lora.targets
+            and checkpointing.kind != "none"
+            and "experts" not in trainer.kept
+        ):
+            rows += 1
+        between = 1 if is_one_graph(trainer, model) else 3
+        feed_forward += c * moe.num_experts_per_token * (rows * model.hidden_size + between * moe.expert_intermediate_size)
+    return attention, feed_forward

@@ -144,7 +144,7 @@ class _Step:
                     gathered=self.gathered(unit) + ahead(layer),
                     reduction=self.reducing(done[-1]),
                     activations=self.activations(layer),
-                    again=self.tokens * (one.again + one.passing) + 2 * self.c * hidden,
+                    again=self.tokens * one.backward + 2 * self.c * hidden,
                 ),
             )
             alone = self.shards == 1
