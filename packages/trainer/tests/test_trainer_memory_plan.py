@@ -238,6 +238,16 @@ def test_levers_do_what_they_are_named_for():
     assert optimizer["activations"] == 0
 
 
+def test_context_parallel_leaves_half_as_many_data_ranks_to_do_a_step():
+    model, trainer, load = case("qwen3_8b_8k", devices=8, fsdp='{"reduce_gradients": "step"}')
+    assert load.micro_batches == 1
+    before = plan(model, trainer, load, H200_BYTES)
+    (one,) = (lever for lever in levers(model, trainer, load, before) if lever.field.endswith("trainer.mesh.cp"))
+    assert one.load.micro_batches == 2 and one.trainer.mesh.num_data_ranks == trainer.mesh.num_data_ranks // 2
+    freed = before.peak_bytes - plan(model, one.trainer, one.load, H200_BYTES).peak_bytes
+    assert freed / GIB == pytest.approx(12.2, abs=0.05)  # with the gradients that its first micro-batch leaves, whole
+
+
 def test_spread_experts_are_gathered_in_part():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
     counted = sizes(model, None)

@@ -93,7 +93,8 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         one = in_section("mesh", "cp", 2 * mesh.cp, cost)
         half = one.trainer.mesh.model_copy(update={"dp_shard": mesh.dp_shard // 2})
         field = f"trainer.mesh.dp_shard: {half.dp_shard} and trainer.mesh.cp"
-        yield replace(one, field=field, trainer=one.trainer.model_copy(update={"mesh": half}))
+        twice = replace(load, micro_batches=2 * load.micro_batches)  # of the same step, on half as many data ranks
+        yield replace(one, field=field, trainer=one.trainer.model_copy(update={"mesh": half}), load=twice)
     if model.moe is not None:
         for ep in (2 * mesh.ep, 4 * mesh.ep, 8 * mesh.ep):
             if (mesh.dp_shard * mesh.cp) % ep == 0 and model.moe.num_experts % ep == 0:
