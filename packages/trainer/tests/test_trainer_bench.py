@@ -19,7 +19,7 @@ from orrery.manifest.identity import pretty_json
 from orrery.models.flops import true_work
 from orrery.trainer import host_copy
 from orrery.trainer.bench import clocks, phases, report, start
-from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes
+from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes, measure, parser
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import expected
 from orrery.trainer.bench.host_copies import host_copies
@@ -189,6 +189,36 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
     spec = manifest(trainer={"optimizer": {"kind": "adamw", "lr": 1e30, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 1.0}})
     done = bench(tmp_path, spec, "--steps", "1", "--warmup", "3")
     assert done.returncode == 1 and done.stderr.startswith("error: step ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--json", "{tmp}"], r"--json: {tmp} is a folder; name a file in it, such as {tmp}/result\.json"),
+        (["--json", "/proc/x/result.json"], r"--json: nothing can be written in /proc/x \(.+\); name a file in a folder of yours"),
+        (["--json", "/proc/result.json"], r"--json: nothing can be written in /proc \(.+\); name a file in a folder of yours"),
+        (["--profile", "/proc/x"], r"--profile: nothing can be written in /proc/x \(.+\); name a folder of yours"),
+        (["--profile", "{tmp}/manifest.json"], r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); name a folder of yours"),
+    ],
+)
+def test_a_place_that_takes_no_result_is_refused_before_any_rank_starts(words, sentence, tmp_path, monkeypatch):
+    path = tmp_path / "manifest.json"
+    path.write_text(pretty_json(manifest()))
+    monkeypatch.setattr(start, "run_ranks", lambda *rest: pytest.fail("ranks were started"))
+    with pytest.raises(OrreryError, match="^" + sentence.format(tmp=tmp_path) + "$"):
+        measure(parser().parse_args([str(path), "--device", "cpu", *(word.format(tmp=tmp_path) for word in words)]))
+
+
+def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, monkeypatch, capsys):
+    path, record = tmp_path / "manifest.json", tmp_path / "result.json"
+    path.write_text(pretty_json(manifest()))
+    monkeypatch.setattr(start, "run_ranks", lambda *rest: [])
+    monkeypatch.setattr(report, "result", lambda *rest: {"name": "tiny"})
+    monkeypatch.setattr(report, "show", lambda result: print("the table"))
+    arguments = parser().parse_args([str(path), "--device", "cpu", "--json", str(record), "--profile", str(tmp_path / "traces")])
+    with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # those ranks left none
+        measure(arguments)
+    assert json.loads(record.read_text()) == {"name": "tiny"} and capsys.readouterr().out == "the table\n"
 
 
 def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):

@@ -6,6 +6,7 @@ MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkou
 import argparse
 import gzip
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -33,13 +34,7 @@ def measure(arguments: argparse.Namespace) -> None:
     options = Options(**{field: getattr(arguments, field) for field in Options.__dataclass_fields__})
     asked = request(find(arguments.manifest), options)
     check_devices(asked)
-    if arguments.json is not None:
-        try:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OrreryError(
-                f"--json: {arguments.json.parent} cannot be made ({error.strerror}); name a file in a folder of yours"
-            ) from None
+    check_outputs(arguments.json, arguments.profile)
     # Imported here, so that a misspelt option does not wait for torch.
     from orrery.trainer.bench import report
     from orrery.trainer.bench.start import run_ranks
@@ -47,12 +42,33 @@ def measure(arguments: argparse.Namespace) -> None:
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orrery-bench-") as folder:
         answers = run_ranks(asked, Path(folder), arguments.deadline_s)
+        result = report.result(asked, answers, described(options), time.monotonic() - begin_s)
+        report.show(result)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         if arguments.profile is not None:
             keep_trace(Path(folder) / "trace.json", arguments.profile, asked)
-    result = report.result(asked, answers, described(options), time.monotonic() - begin_s)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    report.show(result)
+
+
+def check_outputs(file: Path | None, folder: Path | None) -> None:
+    """Makes the folders of what is to be written. Raises `OrreryError` where nothing can be: a measurement would be lost."""
+    if file is not None:
+        if file.is_dir():
+            raise OrreryError(f"--json: {file} is a folder; name a file in it, such as {file / 'result.json'}")
+        if not file.exists():
+            check_folder("--json", file.parent, "name a file in a folder of yours")
+        elif not os.access(file, os.W_OK):
+            raise OrreryError(f"--json: {file} cannot be written; name a file of yours")
+    if folder is not None:
+        check_folder("--profile", folder, "name a folder of yours")
+
+
+def check_folder(option: str, folder: Path, instead: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OrreryError(f"{option}: nothing can be written in {folder} ({error.strerror}); {instead}") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +148,6 @@ def float32_bytes(asked: Request) -> int:
 
 
 def keep_trace(trace: Path, folder: Path, asked: Request) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     with trace.open("rb") as source, gzip.open(folder / f"{asked.name}.trace.json.gz", "wb", compresslevel=4) as target:
         shutil.copyfileobj(source, target)
 
