@@ -38,6 +38,36 @@ def test_fewer_devices_shrink_the_shards_and_the_experts_with_them_and_are_named
         request(manifest(mesh={"cp": 2}), Options(devices=3))
 
 
+def test_a_mesh_that_was_asked_for_is_taken_or_refused():
+    spec = manifest(mesh={"dp_shard": 4, "ep": 2}, model={"family": "qwen3_moe", "moe": MOE})
+    for mesh, devices, sentence in (
+        ('{"ep": 4}', 2, r"trainer\.mesh\.ep 4 does not divide dp_shard·cp = 2; choose from \[1, 2\]"),
+        ('{"dp_shard": 2}', 1, r"trainer\.mesh\.dp_shard 2: --devices 1 leaves it 1; leave out dp_shard, or --devices"),
+    ):
+        with pytest.raises(OrreryError, match=f"^{sentence}$"):
+            request(spec, Options(mesh=mesh, devices=devices))
+        whole = {**spec.trainer.mesh.model_dump(mode="json"), "dp_shard": devices, **json.loads(mesh)}
+        with pytest.raises(OrreryError, match=f"^{sentence}$"):
+            request(spec, Options(trainer=json.dumps({"mesh": whole}), devices=devices))
+    assert request(spec, Options(mesh='{"cp": 2}', devices=2)).overrides == {"trainer.mesh.dp_shard": [4, 1], "trainer.mesh.cp": [1, 2]}
+
+
+def test_what_is_named_as_changed_is_what_runs():
+    spec = manifest(model={"max_positions": 4096})
+    most = spec.trainer.memory.max_tokens_per_micro_batch
+    assert request(spec, Options(document_tokens=999_999)).overrides == {}
+    shorter = request(spec, Options(document_tokens=8))
+    assert (shorter.document_tokens, shorter.overrides) == (
+        8,
+        {"inference.max_model_len_tokens": [min(most, spec.inference.max_model_len_tokens), 8]},
+    )
+    twice = request(spec, Options(memory='{"max_tokens_per_micro_batch": 16}', tokens_per_micro_batch=2 * most))
+    assert twice.tokens_per_micro_batch == twice.trainer.memory.max_tokens_per_micro_batch == 2 * most
+    assert twice.overrides["trainer.memory.max_tokens_per_micro_batch"] == [most, 2 * most]
+    same = json.dumps({"compile": spec.trainer.compile, "fsdp": spec.trainer.fsdp.model_dump(mode="json")})
+    assert request(spec, Options(trainer=same, memory=f'{{"max_tokens_per_micro_batch": {most}}}', loss="sft")).overrides == {}
+
+
 def test_an_option_that_the_schema_refuses_is_one_sentence():
     with pytest.raises(OrreryError, match=r"--memory: .*activation_offlod"):
         request(manifest(), Options(memory='{"activation_offlod": true}'))

@@ -1,6 +1,7 @@
 """What to measure: a manifest's model and trainer, fitted to the devices at hand; every change of the manifest has a name.
 
-- `devices` other than the mesh's change `dp_shard`, and `ep` where it no longer divides the ranks.
+- `devices` other than the mesh's change `dp_shard`, and `ep` where it no longer divides the ranks. A mesh that was asked for is taken as
+  it is, or refused.
 - `layers` makes the model shallower, so that a model that needs eight devices can be measured on fewer.
 - The SFT loss is measured with the optimizer and the clipping of the SFT stage, where the manifest has one.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
-from orrery.manifest.schema import Manifest, Mesh, Model, Trainer, fit_mesh
+from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, fit_mesh
 
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Load
@@ -84,43 +85,35 @@ class Request:
 
 def request(manifest: Manifest, options: Options) -> Request:
     """Raises `OrreryError` where the manifest cannot be fitted to what is asked for."""
-    model, trainer, overrides = manifest.model, manifest.trainer, {}
-
-    def change(field: str, old: Any, new: Any) -> Any:
-        if new != old:
-            overrides[field] = [old, new]
-        return new
-
+    model, trainer = manifest.model, manifest.trainer
     if options.layers is not None:
         if options.layers > model.num_layers:
             raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
-        model = model.model_copy(update={"num_layers": change("model.num_layers", model.num_layers, options.layers)})
+        model = model.model_copy(update={"num_layers": options.layers})
     if options.loss == "sft" and (sft := manifest.stages.sft) is not None:
         trainer = trainer.model_copy(update={"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm})
+    told = trainer
+    asked_mesh: dict[str, Any] = {}
     for section in ("memory", "fsdp", "mesh", "trainer"):
         if (text := getattr(options, section)) is not None:
-            trainer = merged(manifest, trainer, section, text, change)
+            new = parsed(section, text)
+            trainer = merged(manifest, trainer, section, new)
+            asked_mesh |= {"mesh": new, "trainer": new.get("mesh", {})}.get(section, {})
     if options.compile is not None:
-        trainer = trainer.model_copy(update={"compile": change("trainer.compile", trainer.compile, options.compile)})
+        trainer = trainer.model_copy(update={"compile": options.compile})
     if options.devices is not None:
-        mesh = fitted(trainer.mesh, options.devices)
-        for axis in ("dp_shard", "ep"):
-            change(f"trainer.mesh.{axis}", getattr(manifest.trainer.mesh, axis), getattr(mesh, axis))
-        trainer = trainer.model_copy(update={"mesh": mesh})
+        trainer = trainer.model_copy(update={"mesh": fitted(trainer.mesh, options.devices, asked_mesh)})
     if options.device == "cpu":
-        precision = {"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"}
-        for field, value in precision.items():
-            change(f"trainer.{field}", getattr(trainer, field), value)
-        trainer = trainer.model_copy(update=precision)
-    accelerator = change("hardware.accelerator", manifest.hardware.accelerator, options.device or manifest.hardware.accelerator)
+        trainer = trainer.model_copy(update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"})
+    accelerator = options.device or manifest.hardware.accelerator
     try:
         fit_mesh(trainer, model, accelerator)
     except ValueError as error:
         raise OrreryError(str(error)) from None
-    most = trainer.memory.max_tokens_per_micro_batch
-    tokens = change("trainer.memory.max_tokens_per_micro_batch", most, options.tokens_per_micro_batch or most)
+    tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
+    trainer = trainer.model_copy(update={"memory": trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})})
     longest = manifest.inference.max_model_len_tokens
-    document = min(tokens, change("inference.max_model_len_tokens", longest, options.document_tokens or longest))
+    document = min(tokens, options.document_tokens or longest)
     if document < 2:
         raise OrreryError(f"--document-tokens: a document of {document} token has none to train; give at least 2")
     if document > model.max_positions:
@@ -140,39 +133,63 @@ def request(manifest: Manifest, options: Options) -> Request:
         micro_batches=options.micro_batches,
         tokens_per_micro_batch=tokens,
         document_tokens=document,
-        overrides=overrides,
+        overrides=differences(
+            {
+                "model.num_layers": (manifest.model.num_layers, model.num_layers),
+                **{f"trainer.{field}": (getattr(told, field), getattr(trainer, field)) for field in Trainer.model_fields},
+                "hardware.accelerator": (manifest.hardware.accelerator, accelerator),
+                "inference.max_model_len_tokens": (min(told.memory.max_tokens_per_micro_batch, longest), document),
+            }
+        ),
     )
 
 
-def merged(manifest: Manifest, trainer: Trainer, section: str, text: str, change: Any) -> Trainer:
-    """`trainer` with the JSON object `text` over one of its sections, or over itself, checked by the schema."""
+def differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
+    """Of fields with two values each those whose values differ; of the trainer's sections their own fields."""
+    found: dict[str, list[Any]] = {}
+    for name, (old, new) in fields.items():
+        if isinstance(new, Memory | Fsdp | Mesh):
+            found |= differences({f"{name}.{field}": (getattr(old, field), getattr(new, field)) for field in type(new).model_fields})
+        elif old != new:
+            found[name] = [value.model_dump(mode="json") if isinstance(value, Record) else value for value in (old, new)]
+    return found
+
+
+def parsed(section: str, text: str) -> dict[str, Any]:
     try:
         new = json.loads(text)
         if not isinstance(new, dict):
             raise ValueError(f'{text} is no JSON object; write it as {{"field": value}}')
     except ValueError as error:
         raise OrreryError(f"--{section}: {error}") from None
+    return new
+
+
+def merged(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, Any]) -> Trainer:
+    """`trainer` with `new` over one of its sections, or over itself, checked by the schema."""
     whole = trainer.model_dump(mode="json")
     old = whole if section == "trainer" else whole[section]
     fields = {**whole, **new} if section == "trainer" else {**whole, section: {**old, **new}}
     try:
-        checked = Trainer.model_validate(fields)
+        return Trainer.model_validate(fields)
     except ValueError:
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")  # says which field, as of any manifest
         raise
-    for field, value in new.items():
-        change(f"trainer.{field}" if section == "trainer" else f"trainer.{section}.{field}", old.get(field), value)
-    return checked
 
 
-def fitted(mesh: Mesh, devices: int) -> Mesh:
-    """`mesh` over so many devices: dp_shard takes what dp_replicate and cp leave, ep what still divides."""
+def fitted(mesh: Mesh, devices: int, asked: dict[str, Any]) -> Mesh:
+    """`mesh` over so many devices: dp_shard takes what dp_replicate and cp leave, ep what still divides. What was `asked` for stays."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
         raise OrreryError(f"--devices: {devices} is no multiple of dp_replicate·cp = {others}; choose from {fits}")
     dp_shard = devices // others
-    return mesh.model_copy(update={"dp_shard": dp_shard, "ep": math.gcd(mesh.ep, dp_shard * mesh.cp)})
+    if asked.get("dp_shard", dp_shard) != dp_shard:
+        raise OrreryError(
+            f"trainer.mesh.dp_shard {mesh.dp_shard}: --devices {devices} leaves it {dp_shard}; leave out dp_shard, or --devices"
+        )
+    ep = mesh.ep if "ep" in asked else math.gcd(mesh.ep, dp_shard * mesh.cp)
+    return mesh.model_copy(update={"dp_shard": dp_shard, "ep": ep})
 
 
 def described(options: Options) -> dict[str, Any]:
