@@ -273,6 +273,32 @@ def test_a_device_of_unknown_rates_has_no_expected_times():
     assert expected(asked, [asked.document_tokens], "NVIDIA A100-SXM4-80GB") is None
 
 
+def test_the_optimizers_expected_time_follows_its_kind():
+    rest = {"lr": 1e-6, "weight_decay": 0.0}
+    adamw = {"kind": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, **rest}
+    muon = {"kind": "muon", "momentum": 0.95, "nesterov": True, "num_newton_schulz_steps": 5, "rest": adamw, **rest}
+
+    def expected_s(optimizer, **options):
+        asked = request(find("qwen3_30b_a3b_16k"), Options(devices=2, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options))
+        return expected(asked, [16384], "NVIDIA H200")["optimizer"]
+
+    sgd, momentum = ({"kind": "sgd", "momentum": value, **rest} for value in (0.0, 0.9))
+    signs, decayed = ({"kind": "sign_sgd", **rest, "weight_decay": value} for value in (0.0, 0.1))
+    num_bytes = [40 * expected_s(one) / expected_s(adamw) for one in (momentum, sgd, decayed, signs)]
+    assert num_bytes == pytest.approx([32, 24, 32, 24])
+    # By hand: 12 layers of 128 experts of three matrices 768 × 2048, and attention's 4096 (twice) and 512 (twice) × 2048, halved over two.
+    operations = 12 * (128 * 3 * _step(768, 2048) + 2 * _step(2048, 4096) + 2 * _step(512, 2048)) / 2
+    values = 12 * (128 * 3 * 768 * 2048 + 2 * 2048 * 4096 + 2 * 512 * 2048) / 2
+    elementwise_s = (20 * values + expected_s(adamw) * 4.2e12) / 4.2e12  # 60 bytes a value there, 40 elsewhere
+    assert expected_s(muon) == pytest.approx(5 * operations / 650e12 + elementwise_s, rel=1e-6)
+    offload = {"memory": '{"optimizer_offload": true}'}
+    assert expected_s(muon, **offload) < expected_s(adamw, **offload) and expected_s(signs, **offload) == expected_s(signs)
+
+
+def _step(m, n):
+    return 4 * m**2 * n + 2 * m**3
+
+
 def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
     with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose from \[1, 2\]"):
         request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))

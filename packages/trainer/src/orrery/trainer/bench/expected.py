@@ -10,8 +10,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from orrery.models import build
 from orrery.models.flops import executed_work
 from orrery.trainer.bench.request import Request
+from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,7 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
         "lm head": work.lm_head / mesh.cp / rates.dense_flops + tokens * model.vocab_size * 22 / rates.memory_bytes,
         "elementwise": tokens * model.num_layers * _elementwise_bytes(request) / rates.memory_bytes,
     }
-    # float32 weight, gradient and two moments read, three of them written; the gradient's norm and scale before it: 12 bytes more
-    seconds["optimizer"] = trained * 40 / rates.memory_bytes
-    if trainer.memory.optimizer_offload:
-        seconds["optimizer"] = max(seconds["optimizer"], trained * 8 / rates.host_link_bytes)
+    seconds["optimizer"] = _optimizer_s(request, trained, shards, rates) if trained else 0.0
     gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
     reductions = request.micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     over_ranks = (shards - 1) / shards
@@ -81,6 +82,49 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
         "communication": max(0.0, communication - computation),
         "step": max(computation, communication) + seconds["optimizer"],
     }
+
+
+def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) -> float:
+    """Of `trained` float32 values on this device. Bytes a value, by the kernels that `optim/` calls:
+
+    - AdamW 28 (weight, gradient and two moments read, three of them written), SGD 20 with momentum and 12 without; for the gradient's norm
+      and its scale, which these kernels write too, 12 more.
+    - Sign SGD 20 (gradient read, sign written; weight and sign read, weight written), 8 more where weights decay, 4 for the norm.
+    - Muon, of the blocks' matrices, 48 (norm 4, scale 8, momentum 12, bfloat16 copy 6, weight decay 8, update 10), 12 more with Nesterov's
+      look-ahead; and beside these the products of its iteration: of matrices of m ≤ n, 4·m²·n + 2·m³ a step (X Xᵀ, A A and B X), each
+      on one rank. AdamW for the rest.
+
+    Offloaded states, 4 bytes each, cross the host link both ways at once: the longer counts.
+    """
+    optimizer = request.trainer.optimizer
+    products_s = 0.0
+    if optimizer.kind == "muon":
+        values, operations = _matrices_of_blocks(request)
+        in_blocks = values / shards
+        rest = max(trained - in_blocks, 0.0)
+        products_s = optimizer.num_newton_schulz_steps * operations / shards / rates.dense_flops
+        num_bytes = in_blocks * (60 if optimizer.nesterov else 48) + rest * 40
+        num_states = in_blocks + 2 * rest
+    elif optimizer.kind == "adamw":
+        num_bytes, num_states = trained * 40, 2 * trained
+    elif optimizer.kind == "sgd":
+        num_bytes, num_states = (trained * 32, trained) if optimizer.momentum else (trained * 24, 0.0)
+    else:
+        num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
+    offloaded_s = 4 * num_states / rates.host_link_bytes if request.trainer.memory.optimizer_offload else 0.0
+    return max(num_bytes / rates.memory_bytes + products_s, offloaded_s)
+
+
+def _matrices_of_blocks(request: Request) -> tuple[int, float]:
+    """Values of the matrices that Muon moves, and operations of one step of its iteration on all of them."""
+    values, operations = 0, 0.0
+    for name, weight in build(request.model, torch.float32, "meta").named_parameters():
+        if is_block_matrix(name, weight):
+            rows, columns = weight.shape[-2] // (2 if FUSED.search(name) else 1), weight.shape[-1]
+            m, n = sorted((rows, columns))
+            values += weight.numel()
+            operations += weight.numel() / (m * n) * (4 * m**2 * n + 2 * m**3)
+    return values, operations
 
 
 def _parameters(request: Request) -> tuple[float, float]:
