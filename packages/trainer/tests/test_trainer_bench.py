@@ -149,6 +149,27 @@ def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communi
     assert set(found.by_pass["backward"]) == {"dense products"} and "attention" in found.by_pass["forward"]
 
 
+def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
+    copies = "void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<2>, CopyFunctor"
+    events = [
+        _event("user_annotation", "orrery.step", 0, 100),
+        _event("user_annotation", "FSDP::pre_forward (layers.0)", 0, 10),
+        _event("user_annotation", "FSDP::all_gather (layers.0)", 1, 8),
+        _event("cpu_op", "aten::_foreach_copy_", 2, 3),
+        _event("cuda_runtime", "cudaLaunchKernel", 3, 1, correlation=1),
+        _event("cuda_runtime", "cudaLaunchKernelExC", 6, 1, correlation=2),
+        _event("user_annotation", "Optimizer.step", 40, 20),
+        _event("cuda_runtime", "cudaLaunchKernel", 45, 1, correlation=3),
+        _event("kernel", copies, 10, 20, tid=7, correlation=1),
+        _event("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 10, tid=8, correlation=2),
+        _event("kernel", copies, 50, 30, tid=7, correlation=3),
+    ]
+    found = phases.divide(events, "orrery.step")
+    micro = {kind: round(seconds * 1e6, 6) for kind, seconds in found.by_kind.items() if seconds}
+    assert micro == {"sharding copies": 20, "communication": 10, "optimizer": 30, "idle": 40}
+    assert set(found.by_pass["forward"]) == {"sharding copies", "communication"}
+
+
 @pytest.mark.parametrize(
     ("name", "around", "kind"),
     [
@@ -161,6 +182,11 @@ def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communi
         ("sm90_xmma_gemm_bf16", ("autograd::engine::evaluate_function: _ChunkedTokenLogprobBackward",), "lm head"),
         ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", (), "sharding copies"),
         ("void at::native::elementwise_kernel", ("FSDP::all_gather_copy_out",), "sharding copies"),
+        (
+            "void at::native::multi_tensor_apply_kernel<CopyFunctor",
+            ("FSDP::all_gather (layers.3)", "aten::_foreach_copy_"),
+            "sharding copies",
+        ),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor", (), "optimizer"),
         ("void at::native::elementwise_kernel", ("Optimizer.step",), "optimizer"),
         ("_spread_rows", (), "expert rows"),

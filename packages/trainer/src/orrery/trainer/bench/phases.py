@@ -22,6 +22,7 @@ COPIES = "copies"
 # (kind, what the kernel's own name holds, what one of the open host ranges' names holds); the first row that fits decides
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
+    ("sharding copies", None, r"FSDP::"),  # torch._foreach_copy_ into gathers has the name of the optimizer's kernels
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -32,7 +33,6 @@ _RULES = (
     ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m"),
     ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
     ("dense products", r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$", None),
-    ("sharding copies", None, r"FSDP::"),
     ("sharding copies", r"split_with_sizes|chunk_cat", None),
 )
 KINDS = (
