@@ -37,7 +37,7 @@ from orrery.trainer.initialize import initialize
 from orrery.trainer.memory_plan import kept, out_of_memory
 from orrery.trainer.memory_plan.levers import choose, levers, shown
 from orrery.trainer.memory_plan.out_of_memory import explained, foreseen, of_stage, sentence
-from orrery.trainer.memory_plan.plan import Load, lines, plan
+from orrery.trainer.memory_plan.plan import Load, plan
 from orrery.trainer.memory_plan.sizes import sizes
 from orrery.trainer.parallel import activation_checkpointing
 
@@ -444,11 +444,3 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
     left = {lever.field for lever in levers(model, pulled, load, after)}
     assert {field for field in left if "mesh" not in field} == {"trainer.memory.lm_head_chunk_tokens", "trainer.fsdp.cpu_offload"}
     assert after.peak_bytes < before.peak_bytes / 2
-
-
-def test_lines_name_the_fullest_moment_and_what_fills_it():
-    found = plan(*case("qwen3_8b_8k", devices=4), H200_BYTES)
-    head, *rest = lines(found)
-    assert re.fullmatch(r"127\.1 GiB on each rank at its fullest \(LM head\), 22\.9 between steps", head)
-    assert rest[0].endswith("GiB activations")
-    assert sum(float(line.split()[0]) for line in rest) == pytest.approx(127.1, abs=0.5)

@@ -78,13 +78,6 @@ class Plan:
         return self.moments["optimizer"]["weights"] + self.moments["optimizer"]["optimizer state"]
 
 
-def lines(plan: Plan) -> list[str]:
-    """The fullest moment for people, GiB by category, the most first."""
-    parts = sorted(plan.moments[plan.fullest].items(), key=lambda part: -part[1])
-    head = f"{plan.peak_bytes / 2**30:.1f} GiB on each rank at its fullest ({plan.fullest}), {plan.resting_bytes / 2**30:.1f} between steps"
-    return [head, *(f"  {num_bytes / 2**30:6.1f} GiB {category}" for category, num_bytes in parts if num_bytes >= 2**20)]
-
-
 def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
     """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
     return Plan(dict(_Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora)).moments()))
