@@ -24,6 +24,7 @@ with tempfile.TemporaryDirectory() as _folder:
         json.loads(canonical_json(render(_workspace, name).manifest)) for name in ("words", "words_nodes", "words_sparse")
     )
 
+ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 MLA = {
     "q_lora_rank": 8,
@@ -83,6 +84,14 @@ SENTENCES = [
     (
         broken(("transport", "weights"), "adapters"),
         "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'",
+    ),
+    (
+        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["attention", "experts"]}),
+        "trainer.lora.targets ['experts']: family 'qwen3' with these layers has none; choose from ['attention', 'feed_forward']",
+    ),
+    (
+        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
+        "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; choose from ['attention', 'experts']",
     ),
     (
         broken(("transport", "routed_experts"), True),
@@ -273,6 +282,8 @@ def test_what_engines_do_not_cut_need_not_divide():
 def test_a_shared_expert_is_cut_as_a_dense_layer_is():
     moe = SPARSE["model"]["moe"] | {"num_shared_experts": 1, "score": "sigmoid", "expert_intermediate_size": 9}
     data = broken(("model",), SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE)
+    data["trainer"]["lora"] = {**ADAPTERS, "targets": ["feed_forward", "experts"]}
+    assert check(data, "here")  # and adapted as one
     data["inference"] |= {"tensor_parallel": 2, "expert_parallel": True}
     with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]"):
         check(data, "here")
@@ -473,7 +484,7 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
     assert err.startswith(f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit") and err.count("\n") == 1
 
 
-RANK_1024 = {"rank": 1024, "alpha": 8.0, "targets": ["attention"], "seed": 1}
+RANK_1024 = {**ADAPTERS, "rank": 1024}
 IN_VAIN = "it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024"
 
 

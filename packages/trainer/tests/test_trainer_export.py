@@ -14,7 +14,7 @@ from orrery.trainer import checkpoint, export
 from orrery.trainer.stored import Stored
 from orrery.transport import checkpoints
 
-LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "feed_forward", "experts"], "seed": 11}
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
 GLM = {"family": "glm4_moe", "rotary_fraction": 0.5, "attention_bias": True}
 GLM |= {"moe": {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid"}}
 CASES = {

@@ -14,11 +14,12 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import export
 
-LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "feed_forward", "experts"], "seed": 11}
+LORA = {"rank": 4, "alpha": 8.0, "seed": 11}
 MODELS = {"dense": {}, "moe": {"family": "qwen3_moe", "moe": MOE}}
+LORAS = {"dense": {**LORA, "targets": ["attention", "feed_forward"]}, "moe": {**LORA, "targets": ["attention", "experts"]}}
 
 
-def learner_of(tmp_path, model, lora=LORA, **trainer):
+def learner_of(tmp_path, model, lora, **trainer):
     spec = manifest(model=MODELS[model], trainer={"lora": lora, **trainer})
     start = write_start_weights(spec, tmp_path / "start")
     return spec, make_learner(spec, start)
@@ -37,13 +38,13 @@ def scores(policy):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_adapters_begin_as_nothing(tmp_path, model):
-    plain, adapted = (learner_of(tmp_path, model, lora)[1] for lora in (None, LORA))
+    plain, adapted = (learner_of(tmp_path, model, lora)[1] for lora in (None, LORAS[model]))
     assert torch.equal(scores(plain.policy), scores(adapted.policy))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_moves_adapters_and_nothing_else(tmp_path, model):
-    _, learner = learner_of(tmp_path, model)
+    _, learner = learner_of(tmp_path, model, LORAS[model])
     before = {name: weight.detach().clone() for name, weight in learner.policy.named_parameters()}
     train(learner)
     moved = {name for name, weight in learner.policy.named_parameters() if not torch.equal(weight, before[name])}
@@ -53,7 +54,7 @@ def test_training_moves_adapters_and_nothing_else(tmp_path, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_leaves_the_trainer_is_merged(tmp_path, model):
-    spec, learner = learner_of(tmp_path, model)
+    spec, learner = learner_of(tmp_path, model, LORAS[model])
     train(learner)
     whole = dict(named_hf_tensors(learner.policy.network))
     weights.save(learner.policy.network, spec.model, tmp_path / "merged")
@@ -73,7 +74,7 @@ def test_what_is_exported_is_the_exact_sum_rounded_once(tmp_path, model, dtype):
 
     So in bfloat16 it is the exact sum's own rounding, but where that lies so near the middle of two numbers that float32 cannot tell.
     """
-    spec = manifest(model=MODELS[model], trainer={"lora": LORA})
+    spec = manifest(model=MODELS[model], trainer={"lora": LORAS[model]})
     start = write_start_weights(spec, tmp_path / "start")
     network = build(spec.model, dtype)
     lora.adapt(network, spec.trainer.lora, torch.float32)
@@ -103,7 +104,7 @@ def test_what_is_exported_is_the_exact_sum_rounded_once(tmp_path, model, dtype):
 
 def test_what_leaves_alone_makes_the_merged_weights_of_the_frozen_ones(tmp_path):
     """Factors of float32, one sum a product: the difference is a rounding."""
-    spec, learner = learner_of(tmp_path, "dense", LORA | {"targets": ["attention", "feed_forward"]})
+    spec, learner = learner_of(tmp_path, "dense", LORAS["dense"])
     frozen = dict(named_hf_tensors(learner_of(tmp_path, "dense", None)[1].policy.network))
     train(learner)
     factors = dict(named_peft_tensors(learner.policy.network, torch.float32))
@@ -117,18 +118,23 @@ def test_what_leaves_alone_makes_the_merged_weights_of_the_frozen_ones(tmp_path)
 
 
 def test_targets_choose_what_is_adapted(tmp_path):
-    for target, count in {"attention": 4, "feed_forward": 3, "experts": 0}.items():
-        _, learner = learner_of(tmp_path, "dense", {**LORA, "targets": [target]})
-        assert len(list(adapters(learner.policy.network))) == 2 * count
-    _, learner = learner_of(tmp_path, "moe", {**LORA, "targets": ["experts"]})
-    assert len(list(adapters(learner.policy.network))) == 2 * 2
+    counts = {"dense": {"attention": 4, "feed_forward": 3, "experts": None}, "moe": {"attention": 4, "feed_forward": None, "experts": 2}}
+    for model, count_of in counts.items():
+        for target, count in count_of.items():
+            fields = {**LORA, "targets": [target]}
+            if count is None:
+                with pytest.raises(ValueError, match=rf"trainer\.lora\.targets \['{target}'\]: family .* has none; choose from"):
+                    manifest(model=MODELS[model], trainer={"lora": fields})
+                continue
+            _, learner = learner_of(tmp_path, model, fields)
+            assert len(list(adapters(learner.policy.network))) == 2 * count
 
 
 def test_two_ranks_train_adapters_as_one_does(tmp_path):
-    _, learner = learner_of(tmp_path, "moe")
+    _, learner = learner_of(tmp_path, "moe", LORAS["moe"])
     train(learner, [1])
     meshes = {"shards": {"dp_shard": 2}, "experts": {"dp_shard": 2, "ep": 2}}
-    fields = {"model": MODELS["moe"], "trainer": {"lora": LORA}}
+    fields = {"model": MODELS["moe"], "trainer": {"lora": LORAS["moe"]}}
     run_ranks(2, tmp_path, [{"name": name, "manifest": {"mesh": mesh, **fields}, "steps": [1]} for name, mesh in meshes.items()])
     for layout in meshes:
         found = load_file(tmp_path / f"{layout}.safetensors")
@@ -143,13 +149,13 @@ def test_on_a_direct_wire_every_rank_sends_its_shards_merged(tmp_path):
 
     Rank 32 is as many as queries have rows: a factor cut along its rank is not one that is cut along its weight's rows.
     """
-    wide = LORA | {"rank": 32}
+    wide = LORAS["dense"] | {"rank": 32}
     cases = {
-        "one": ("moe", {}, LORA),
-        "shards_dense": ("dense", {"dp_shard": 2}, LORA),
-        "shards_moe": ("moe", {"dp_shard": 2}, LORA),
-        "experts": ("moe", {"dp_shard": 2, "ep": 2}, LORA),
-        "replicas": ("moe", {"dp_replicate": 2}, LORA),
+        "one": ("moe", {}, LORAS["moe"]),
+        "shards_dense": ("dense", {"dp_shard": 2}, LORAS["dense"]),
+        "shards_moe": ("moe", {"dp_shard": 2}, LORAS["moe"]),
+        "experts": ("moe", {"dp_shard": 2, "ep": 2}, LORAS["moe"]),
+        "replicas": ("moe", {"dp_replicate": 2}, LORAS["moe"]),
         "as_many_rows": ("dense", {"dp_shard": 2}, wide),
     }
     for num_ranks in (1, 2):

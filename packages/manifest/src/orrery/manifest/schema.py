@@ -357,7 +357,7 @@ class Memory(Record):
 class Lora(Record):
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W + alpha / rank · B A; the weights themselves are frozen.
 
-    `targets`: projections of attention, dense feed-forwards (shared experts too), routed experts (a pair an expert).
+    `targets`: projections of attention, dense feed-forwards (shared experts too), routed experts (a pair an expert); the model has each.
     """
 
     rank: PositiveInt
@@ -405,13 +405,28 @@ class Trainer(Record):
         return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
 
 
-def fit_mesh(trainer: Trainer, model: Model, accelerator: str) -> None:
-    """Raises `ValueError` where the network cannot be divided as `trainer.mesh` says, naming what can."""
-    mesh = trainer.mesh
-    if trainer.lora is not None and model.family == "hugging_face":
+def _fit_adapters(lora: Lora | None, model: Model) -> None:
+    if lora is None:
+        return
+    if model.family == "hugging_face":
         raise ValueError(
             "trainer.lora: adapters need a network of this project's own; set trainer.lora to null, or choose another model.family"
         )
+    moe = model.moe
+    parts = {
+        "attention": True,
+        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
+        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
+    }
+    has = [part for part, is_there in parts.items() if is_there]
+    if lacking := [target for target in lora.targets if target not in has]:
+        raise ValueError(f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; choose from {has}")
+
+
+def fit_model(trainer: Trainer, model: Model, accelerator: str) -> None:
+    """Raises `ValueError` where the network has not what is to be adapted, or cannot be divided as `trainer.mesh` says, naming what can."""
+    _fit_adapters(trainer.lora, model)
+    mesh = trainer.mesh
     sharded = mesh.dp_shard * mesh.cp
     fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
     if sharded % mesh.ep:
@@ -979,8 +994,8 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
-    def mesh_fits_model(self) -> "Manifest":
-        fit_mesh(self.trainer, self.model, self.hardware.accelerator)
+    def trainer_fits_model(self) -> "Manifest":
+        fit_model(self.trainer, self.model, self.hardware.accelerator)
         return self
 
     @model_validator(mode="after")

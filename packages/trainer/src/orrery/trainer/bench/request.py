@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
-from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, fit_mesh
+from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, fit_model
 
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Load
@@ -107,7 +107,7 @@ def request(manifest: Manifest, options: Options) -> Request:
         trainer = trainer.model_copy(update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"})
     accelerator = options.device or manifest.hardware.accelerator
     try:
-        fit_mesh(trainer, model, accelerator)
+        fit_model(trainer, model, accelerator)
     except ValueError as error:
         raise OrreryError(str(error)) from None
     tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
