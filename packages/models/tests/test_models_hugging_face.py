@@ -22,7 +22,9 @@ SIZES = {
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
+    **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"], 1e-6),
 }
+SAME = {"intermediate_size": 40, "head_dim": 8, "rope_theta": 10000.0}  # of the manifest, as above and as these types' own
 LAYERS = ["sliding_attention", "full_attention"]
 TIED, UNTIED = {**SIZES, "tie_word_embeddings": True}, {**SIZES, "tie_word_embeddings": False}
 ARCHITECTURES = {
@@ -42,7 +44,7 @@ architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=A
 @pytest.fixture
 def make_network(make_model):
     def make(content, dtype=torch.float32, device="cpu"):
-        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"])
+        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"], **SAME)
         return model, build(model, dtype, device)
 
     return make
@@ -151,11 +153,48 @@ def test_initial_weights_follow_the_manifests_std_and_seed_and_transformers_rule
     assert len(fsdp_units(module)) == 2
 
 
-def test_what_the_manifest_and_the_config_say_differently_is_refused(make_model):
-    content = ARCHITECTURES["olmo2: norms behind"]
-    with pytest.raises(OrreryError, match=r"model\.vocab_size 61: model\.hf_config\.vocab_size is 64; write the same"):
-        build(make_model("hugging_face", hf_config={**content, "vocab_size": 64}, tie_embeddings=False))
-    with pytest.raises(OrreryError, match=r"model\.hf_config: transformers refuses it \(property 'head_dim'"):
-        build(make_model("hugging_face", hf_config={**content, "model_type": "falcon"}, tie_embeddings=False))
-    with pytest.raises(OrreryError, match=r"the files of a 'mixtral' are not its modules tensor by tensor"):
-        build(make_model("hugging_face", hf_config={**content, "model_type": "mixtral"}, tie_embeddings=False))
+def test_what_the_manifest_and_the_config_say_differently_is_refused(make_network):
+    content = {**ARCHITECTURES["olmo2: norms behind"], "rope_theta": 10000.0}
+    differ = {
+        "vocab_size": ("vocab_size", 64, "vocab_size 61: "),
+        "num_heads": ("num_attention_heads", 8, "num_heads 4: "),
+        "num_kv_heads": ("num_key_value_heads", 4, "num_kv_heads 2: "),
+        "intermediate_size": ("intermediate_size", 48, "intermediate_size 40: "),
+        "rope_theta": ("rope_theta", 500000.0, "rope_theta 10000.0: "),
+        "rms_norm_eps": ("rms_norm_eps", 1e-5, "rms_norm_eps 1e-06: "),
+    }
+    for ours, (theirs, value, told) in differ.items():
+        with pytest.raises(OrreryError, match=rf"model\.{told}model\.hf_config\.{theirs} is {value}; write the same") as caught:
+            make_network({**content, theirs: value})
+        assert f"model.{ours} " in str(caught.value)
+    with pytest.raises(OrreryError, match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16; write the same"):
+        make_network({**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16})
+    make_network({**ARCHITECTURES["gpt_neox: biases, half of a head turns"], "num_key_value_heads": 1})  # which nothing reads there
+
+
+REFUSED = {
+    "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
+    "mixtral": "the files of a 'mixtral' are not its modules tensor by tensor",
+    "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of it",
+    "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of it",
+    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts; .* of its text model, of type 'gemma3_text'",
+    "xlnet": "'xlnet': its tokens look ahead; choose a causal language model",
+    "electra": "a 'electra' like this is no decoder, and its tokens look ahead; set is_decoder to true",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_type_that_cannot_be_built_is_refused_in_a_sentence(kind, make_network):
+    content = {**ARCHITECTURES["olmo2: norms behind"], "model_type": kind, "rope_theta": 10000.0}
+    if kind == "xlnet":
+        content = {name: value for name, value in content.items() if name != "max_position_embeddings"} | {"d_head": 8, "d_inner": 40}
+    with pytest.raises(OrreryError, match=REFUSED[kind]) as caught:
+        make_network(content)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}], ids=str)
+def test_a_value_that_transformers_does_not_take_is_told_in_a_sentence(wrong, make_network):
+    with pytest.raises(OrreryError, match=r"model\.hf_config") as caught:
+        make_network({**ARCHITECTURES["olmo2: norms behind"], **wrong})
+    assert "\n" not in str(caught.value)

@@ -7,15 +7,21 @@ T tokens · D hidden · n documents · L longest document
   of our own families, cost less.
 - Attention is whatever transformers chooses; context and expert parallelism, router replay and our kernels but the LM head's are not here.
 - Names in files are transformers' own. Architectures whose modules are not their files tensor by tensor (stacked experts) are refused.
+- What looks ahead is refused, as far as it says so: networks with a module whose `is_decoder` is false, and the types of `LOOKS_AHEAD`.
+  Values are not looked at, of which a network has none when it is built.
+- Fields of the manifest's model that the config has too must say the same, since work and memory are counted from the manifest's.
 - Buffers that no file holds, such as rotary frequencies, are computed by transformers' own initialisation (`compute_buffers`).
 """
 
 import copy
 import threading
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from orrery.kernels.attention import Documents
 from orrery.manifest.errors import OrreryError
@@ -28,6 +34,18 @@ try:  # what transformers does to names when it saves; not documented as an inte
 except ImportError:
     revert_weight_conversion = None
 
+LOOKS_AHEAD = ("cpmant", "xlnet")  # model types that transformers calls causal language models, with no `is_decoder` to tell
+SAME_IN_CONFIG = {  # fields of the manifest's model, and what configs of transformers call them; which of these one has is its type's
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "num_layers": ("num_hidden_layers",),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "intermediate_size": ("intermediate_size", "ffn_dim"),
+    "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+}
+
 _GLOBAL_GENERATOR = threading.Lock()  # transformers draws from torch's own generator, of which a process has one
 
 
@@ -39,13 +57,12 @@ class HuggingFaceLm(CausalLm):
             content.pop(told, None)
         if "model_type" not in content:
             raise OrreryError("model.hf_config: no model_type; give the content of the model's config.json")
-        try:
-            settings = AutoConfig.for_model(**content)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            said = " ".join(str(error).split())
-            raise OrreryError(f"model.hf_config: transformers refuses it ({said}); give the content of the model's config.json") from error
+        settings = _taken(AutoConfig.for_model, **content)
+        _check_type(settings)
         _check_equal(config, settings)
-        network = AutoModelForCausalLM.from_config(settings)
+        network = _taken(AutoModelForCausalLM.from_config, settings)
+        _check_causal(network)
+        _check_head_dim(config, network)
         head_name = next(name for name, one in network.named_modules() if one is network.get_output_embeddings())
         body_name = network.base_model_prefix
         self.body = getattr(network, body_name)
@@ -133,16 +150,54 @@ class HuggingFaceLm(CausalLm):
         return value.detach().float()
 
 
-def _check_equal(config: Model, settings: object) -> None:
-    fields = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "tie_embeddings": "tie_word_embeddings",
-    }
-    for ours, theirs in fields.items():
-        if (said := getattr(config, ours)) != (found := getattr(settings, theirs)):
+def _taken(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
+    """What transformers makes of the config; raises OrreryError with what it says, whose exceptions are of many kinds."""
+    try:
+        return make(*args, **content)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise OrreryError(f"model.hf_config: transformers refuses it ({said}); give the content of the model's config.json") from error
+
+
+def _check_type(settings: PreTrainedConfig) -> None:
+    kind = settings.model_type
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OrreryError(f"model.hf_config.model_type {kind!r}: transformers has no causal language model of it; choose one that it has")
+    if (text := settings.get_text_config()) is not settings:
+        raise OrreryError(
+            f"model.hf_config.model_type {kind!r}: a model of several parts; give the config of its text model, of type {text.model_type!r}"
+        )
+
+
+def _check_causal(network: PreTrainedModel) -> None:
+    kind = network.config.model_type
+    if kind in LOOKS_AHEAD:
+        raise OrreryError(f"model.hf_config.model_type {kind!r}: its tokens look ahead; choose a causal language model")
+    if any(getattr(one, "is_decoder", None) is False for one in network.modules()):
+        raise OrreryError(f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead; set is_decoder to true in it")
+
+
+def _check_equal(config: Model, settings: PreTrainedConfig) -> None:
+    known = {*dir(type(settings)), *settings.attribute_map, *(one.name for one in fields(settings))}  # and not what nothing reads
+    for ours, names in SAME_IN_CONFIG.items():
+        said = getattr(config, ours)
+        theirs = next((name for name in names if name in known and getattr(settings, name) is not None), None)
+        if theirs is not None and (found := getattr(settings, theirs)) != said:
             raise OrreryError(f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}; write the same")
+    rope = getattr(settings, "rope_parameters", None) or {}
+    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]  # else one rotation for all layers
+    found = [one["rope_theta"] for one in by_layer_type or [rope] if "rope_theta" in one]
+    if found and config.rope_theta not in found:
+        values = " and ".join(map(repr, found))
+        raise OrreryError(f"model.rope_theta {config.rope_theta!r}: model.hf_config.rope_theta is {values}; write the same")
+
+
+def _check_head_dim(config: Model, network: PreTrainedModel) -> None:
+    """Of the network's modules, for many configs say nothing of it."""
+    found = sorted({one.head_dim for one in network.modules() if isinstance(getattr(one, "head_dim", None), int)})
+    if found and config.head_dim not in found:
+        values = " and ".join(map(str, found))
+        raise OrreryError(f"model.head_dim {config.head_dim}: the heads that model.hf_config makes are of {values}; write the same")
 
 
 def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, str]:
