@@ -53,6 +53,27 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
         assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "selective", "keep": keep}), plain)
 
 
+@pytest.mark.parametrize("away", [False, True], ids=["", "away"])
+def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp_path, away, pools):
+    """torch's own operator stands there; what it gives beside tensors stays too."""
+    content = {**GEMMA2, "model_type": "llama"}
+    model = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": content}
+
+    def calls(**checkpointing):
+        with torch.profiler.profile() as profiled:
+            found = steps_with(tmp_path, model, activation_checkpointing=checkpointing, activation_offload=away)
+        attention = [one for one in profiled.events() if one.name == "aten::_scaled_dot_product_flash_attention_for_cpu"]
+        # One that makes room for its result is one that computes it; others hand a call on, or give what was kept.
+        return found, sum(any(child.name.startswith("aten::empty") for child in one.cpu_children) for one in attention)
+
+    plain, once = calls(kind="none")
+    again, twice = calls(kind="full")
+    kept, as_often = calls(kind="selective", keep=["attention"])
+    assert twice == 2 * once > 0 and as_often == once
+    assert_same(again, plain)
+    assert_same(kept, plain)
+
+
 def test_logits_that_stay_are_those_that_are_made_again(tmp_path):
     for chunk in (5, 1000):
         again, kept = (steps_with(tmp_path, {}, lm_head_chunk_tokens=chunk, lm_head_keeps_logits=keeps) for keeps in (False, True))

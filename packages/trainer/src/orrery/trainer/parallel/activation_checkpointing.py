@@ -89,8 +89,9 @@ class _Anew(torch.autograd.Function):
 def _operations(name: str) -> list[Any]:
     aten, orrery = torch.ops.aten, torch.ops.orrery
     match name:
-        case "attention":
-            return [orrery.varlen_attention_forward.default]
+        case "attention":  # ours, and those that torch chooses from for a network of transformers
+            theirs = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+            return [orrery.varlen_attention_forward.default, *(getattr(aten, f"_scaled_dot_product_{name}").default for name in theirs)]
         case "projections":
             return [aten.mm.default, aten.addmm.default, aten.linear.default, orrery.wide_linear.default]
         case "experts":

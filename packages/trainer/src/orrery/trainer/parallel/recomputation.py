@@ -14,11 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -35,7 +36,7 @@ _aside: ContextVar[tuple[Pack, Unpack]] = ContextVar("aside", default=(_as_it_is
 def contexts(operations: Collection[Any] = (), compiled: Collection[Any] = ()) -> tuple[AbstractContextManager, AbstractContextManager]:
     """For `context_fn` of torch's `checkpoint`: around the forward pass, and around its recomputation.
 
-    `operations` return tensors; `compiled` are those that compiled code calls.
+    `operations` return tensors, perhaps beside numbers; `compiled` are those that compiled code calls.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -105,17 +106,16 @@ class _Keeps(_Mode):
         if function in self._operations:
             pack, unpack = _aside.get()
 
-            def set_by(value: Tensor) -> Any:
+            def set_by(value: Tensor) -> partial:
                 value = value.detach()  # without its place in the forward pass's graph; the recomputation gives it one in its own
-                return pack(value.clone() if function in self._compiled else value)
+                return partial(unpack, pack(value.clone() if function in self._compiled else value))
 
-            self._results[function].append((unpack, tree_map(set_by, result)))
+            self._results[function].append(tree_map_only(Tensor, set_by, result))
         return result
 
 
 class _Recalls(_Mode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self._operations:
-            unpack, kept = self._results[function].popleft()
-            return tree_map(unpack, kept)
+            return tree_map_only(partial, lambda kept: kept(), self._results[function].popleft())
         return function(*args, **(kwargs or {}))
