@@ -264,3 +264,12 @@ def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(nam
     said = notes(run)
     assert not said if lost is None else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
     assert notes(changed(name, trainer__memory__activation_checkpointing=EVERY, trainer__compile=False, **fields)) == []
+
+
+def test_keeping_experts_alone_where_there_are_none_is_told():
+    experts = {**EVERY, "keep": ["experts"]}
+    (said,) = notes(changed("qwen3_8b_8k", trainer__memory__activation_checkpointing=experts))
+    assert said.startswith(
+        "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has none, and all is made again"
+    )
+    assert notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []

@@ -65,11 +65,17 @@ def notes(manifest: Manifest) -> list[str]:
     """Lines below a run that is listed or planned: one if it cannot start, one if it keeps less than it says."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
-    lost = [name for name in getattr(trainer.memory.activation_checkpointing, "keep", ()) if name in trainer.unseen]
+    keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
+    lost = [name for name in keep if name in trainer.unseen]
     if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
         said.append(
             f"  note: trainer.memory.activation_checkpointing.keep {lost}: made again all the same, for with trainer.compile on "
             f"cp {mesh.cp} and ep {mesh.ep} nothing of that can be kept; set trainer.compile to false to keep it"
+        )
+    if set(keep) == {"experts"} and manifest.model.moe is None:
+        said.append(
+            f"  note: trainer.memory.activation_checkpointing.keep ['experts']: family {manifest.model.family!r} has none, and all is made "
+            f"again; set it to ['attention'] or ['attention', 'projections'], or activation_checkpointing.kind to 'full'"
         )
     return said
 
