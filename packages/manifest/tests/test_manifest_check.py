@@ -25,6 +25,8 @@ with tempfile.TemporaryDirectory() as _folder:
     )
 
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
+SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+MUON = {**SGD, "kind": "muon", "nesterov": True, "num_newton_schulz_steps": 5, "rest": GOOD["trainer"]["optimizer"]}
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 MLA = {
     "q_lora_rank": 8,
@@ -52,6 +54,10 @@ SENTENCES = [
     (broken(("trainer", "optimizer", "lrr"), 1e-3), "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?"),
     (broken(("trainer", "optimizer", "lr"), "fast"), 'trainer.optimizer.lr = "fast": should be a valid number'),
     (broken(("trainer", "optimizer", "lr"), -1), "trainer.optimizer.lr = -1: should be greater than 0"),
+    (broken(("trainer", "optimizer", "beta1"), 1.0), "trainer.optimizer.beta1 = 1.0: should be less than 1"),
+    (broken(("trainer", "optimizer", "beta2"), 1), "trainer.optimizer.beta2 = 1: should be less than 1"),
+    (broken(("trainer", "optimizer"), {**SGD, "momentum": 1.0}), "trainer.optimizer.momentum = 1.0: should be less than 1"),
+    (broken(("trainer", "optimizer"), {**MUON, "momentum": 1.0}), "trainer.optimizer.momentum = 1.0: should be less than 1"),
     (broken(("seed",), 1.5), "seed = 1.5: "),
     (broken(("seed",), True), "seed = true: should be a valid integer"),
     (broken(("trainer", "loss"), KeyError), "trainer.loss: is missing"),
@@ -287,6 +293,12 @@ def test_a_shared_expert_is_cut_as_a_dense_layer_is():
     data["inference"] |= {"tensor_parallel": 2, "expert_parallel": True}
     with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]"):
         check(data, "here")
+
+
+def test_averages_of_nothing_but_the_newest_gradient_are_allowed():
+    adamw = GOOD["trainer"]["optimizer"] | {"beta1": 0.0, "beta2": 0.0}
+    for optimizer in (SGD, MUON, adamw):
+        assert check(broken(("trainer", "optimizer"), optimizer), "here")
 
 
 def test_not_a_number_is_refused():

@@ -19,6 +19,7 @@ KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of ca
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average, which at 1 takes in nothing new
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
 ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # what a family's attention can be
@@ -239,8 +240,8 @@ class Fsdp(Record):
 class AdamW(Record):
     kind: Literal["adamw"]
     lr: PositiveFloat
-    beta1: Probability
-    beta2: Probability
+    beta1: Decay
+    beta2: Decay
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
 
@@ -253,7 +254,7 @@ class Muon(Record):
 
     kind: Literal["muon"]
     lr: PositiveFloat
-    momentum: Probability
+    momentum: Decay
     nesterov: bool
     weight_decay: NonNegativeFloat
     num_newton_schulz_steps: PositiveInt
@@ -263,7 +264,7 @@ class Muon(Record):
 class Sgd(Record):
     kind: Literal["sgd"]
     lr: PositiveFloat
-    momentum: Probability
+    momentum: Decay
     weight_decay: NonNegativeFloat
 
 
