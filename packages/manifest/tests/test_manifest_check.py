@@ -194,6 +194,15 @@ SENTENCES = [
     ),
     (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
     (broken(("model", "mla"), MLA), "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4"),
+    (broken(("model", "head_dim"), 7), "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8"),
+    (
+        broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
+        "model: mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
+    ),
+    (
+        broken(("model", "moe", "num_experts_per_token"), 9, SPARSE),
+        "model.moe: num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
+    ),
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 4}),
         "model: family 'qwen3' and mla set do not go together",

@@ -88,6 +88,14 @@ class MoE(Record):
     score: Literal["softmax", "sigmoid"]
     routed_scale: PositiveFloat
 
+    @model_validator(mode="after")
+    def a_token_has_its_experts(self) -> "MoE":
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts {self.num_experts}; set it to at most that"
+            )
+        return self
+
 
 class Llama3RopeScaling(Record):
     """Llama 3.1's stretching of slow rotary frequencies (Grattafiori et al. 2024, arXiv 2407.21783; transformers' rope_type "llama3")."""
@@ -149,13 +157,20 @@ class Model(Record):
     hf_config: dict[str, Any] | None
 
     @model_validator(mode="after")
-    def heads_divide(self) -> "Model":
+    def heads_divide_and_turn(self) -> "Model":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if (mla := self.mla) is not None and self.head_dim != mla.nope_head_dim + mla.rope_head_dim:
             raise ValueError(
                 f"head_dim {self.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + mla.rope_head_dim {mla.rope_head_dim}"
             )
+        if self.family == "hugging_face":
+            return self
+        field, turning = "head_dim · rotary_fraction", int(self.head_dim * self.rotary_fraction)
+        if mla is not None:
+            field, turning = "mla.rope_head_dim", mla.rope_head_dim
+        if turning % 2:
+            raise ValueError(f"{field} {turning} is odd, and numbers turn with position in pairs; try {turning + 1}")
         return self
 
     @model_validator(mode="after")
