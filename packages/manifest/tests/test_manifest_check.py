@@ -50,6 +50,8 @@ def broken(path, value, data=None):
     return data
 
 
+SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
+OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
 SENTENCES = [
     (broken(("trainer", "optimizer", "lrr"), 1e-3), "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?"),
     (broken(("trainer", "optimizer", "lr"), "fast"), 'trainer.optimizer.lr = "fast": should be a valid number'),
@@ -86,6 +88,19 @@ SENTENCES = [
     (
         broken(("orchestrator", "admission"), {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8}),
         "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
+    ),
+    (
+        broken(("trainer", "fsdp", "cpu_offload"), True, OFFLOADED),
+        "trainer: memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory already; set "
+        "trainer.memory.optimizer_offload to false",
+    ),
+    (
+        broken(("stages", "sft"), None, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
+        "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
+    ),
+    (
+        broken(("stages", "sft", "optimizer"), SGD, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
+        "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
     ),
     (
         broken(("transport", "weights"), "adapters"),
@@ -308,6 +323,12 @@ def test_averages_of_nothing_but_the_newest_gradient_are_allowed():
     adamw = GOOD["trainer"]["optimizer"] | {"beta1": 0.0, "beta2": 0.0}
     for optimizer in (SGD, MUON, adamw):
         assert check(broken(("trainer", "optimizer"), optimizer), "here")
+
+
+def test_state_of_one_stage_is_enough_to_offload():
+    for path in (("trainer", "optimizer"), ("stages", "sft", "optimizer")):
+        assert check(broken(path, SIGN_SGD, OFFLOADED), "here")
+    assert check(broken(("stages", "sft"), None, broken(("trainer", "optimizer"), {**SGD, "momentum": 0.5}, OFFLOADED)), "here")
 
 
 def test_not_a_number_is_refused():

@@ -441,6 +441,8 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
     pulled = Trainer.model_validate(fields)
     assert pulled.memory.max_tokens_per_micro_batch == 16384
     before, after = (plan(model, one, load, H200_BYTES) for one in (trainer, pulled))
-    left = {lever.field for lever in levers(model, pulled, load, after)}
+    left = {lever.field: lever for lever in levers(model, pulled, load, after)}
+    assert all(Trainer.model_validate(lever.trainer.model_dump(mode="json")) for lever in left.values())
+    assert "trainer.memory.optimizer_offload has no more to move then" in left["trainer.fsdp.cpu_offload"].cost
     assert {field for field in left if "mesh" not in field} == {"trainer.memory.lm_head_chunk_tokens", "trainer.fsdp.cpu_offload"}
     assert after.peak_bytes < before.peak_bytes / 2

@@ -294,6 +294,11 @@ class SignSgd(Record):
 Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="kind")]
 
 
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether it keeps anything from step to step."""
+    return optimizer.kind != "sign_sgd" and not (optimizer.kind == "sgd" and optimizer.momentum == 0)
+
+
 class ConstantSchedule(Record):
     kind: Literal["constant"]
     warmup_steps: NonNegativeInt
@@ -405,6 +410,15 @@ class Trainer(Record):
     max_grad_norm: PositiveFloat
     loss: DppoLoss
     checkpoint: Checkpoint
+
+    @model_validator(mode="after")
+    def optimizer_state_is_moved_once(self) -> "Trainer":
+        if self.memory.optimizer_offload and self.fsdp.cpu_offload:
+            raise ValueError(
+                "memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory already; "
+                "set trainer.memory.optimizer_offload to false"
+            )
+        return self
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -1007,6 +1021,16 @@ class Manifest(Record):
     def adapters_are_there(self) -> "Manifest":
         if self.transport.weights == "adapters" and self.trainer.lora is None:
             raise ValueError("transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'")
+        return self
+
+    @model_validator(mode="after")
+    def there_is_state_to_offload(self) -> "Manifest":
+        used = [self.trainer.optimizer, *([] if self.stages.sft is None else [self.stages.sft.optimizer])]
+        if self.trainer.memory.optimizer_offload and not any(_has_state(one) for one in used):
+            raise ValueError(
+                f"trainer.memory.optimizer_offload: {' and '.join(sorted({one.kind for one in used}))} as written here keep no state; "
+                f"set trainer.memory.optimizer_offload to false"
+            )
         return self
 
     @model_validator(mode="after")

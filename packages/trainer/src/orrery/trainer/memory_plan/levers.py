@@ -101,7 +101,11 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
                 yield in_section("mesh", "ep", ep, "tokens travel to their experts, and the host waits once a layer")
     if not spec.cpu_offload and mesh.world_size > 1:
         cost = "weights come over PCIe for each pass, and the optimizer steps on the processor: many times slower"
-        yield in_section("fsdp", "cpu_offload", True, cost, rank=1)
+        if memory.optimizer_offload:
+            cost += "; trainer.memory.optimizer_offload has no more to move then: set it to false"
+        one = in_section("fsdp", "cpu_offload", True, cost, rank=1)
+        kept = memory.model_copy(update={"optimizer_offload": False})
+        yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
     yield in_section("mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", rank=2)
 
 
