@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
+from orrery.inference.kv_offload import store_environment
 from orrery.inference.kv_transfer import lease_s, refuse_open_interfaces
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
@@ -52,6 +54,14 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
     assert (said["--host"], said["--port"]) == ("10.1.2.3", "4567")
     assert "--enforce-eager" in said
     assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, "127.0.0.1", 1))
+
+
+def test_the_devices_of_an_engine_share_its_segment_of_a_store(make_manifest, tmp_path):
+    store = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
+    for shape, share in (({}, 1 << 27), ({"tensor_parallel": 2}, 1 << 26), ({"tensor_parallel": 2, "data_parallel": 2}, 1 << 25)):
+        said = store_environment(make_manifest(kv_offload=store, **shape), tmp_path, "127.0.0.1:1")
+        config = json.loads(Path(said["MOONCAKE_CONFIG_PATH"]).read_text())
+        assert (config["global_segment_size"], config["local_buffer_size"]) == (share, share)
 
 
 def test_a_run_in_fp8_and_one_of_wide_engines_reach_the_command_line(tmp_path):

@@ -20,6 +20,7 @@ from orrery.inference.deployments.engine import Place
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 
+STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 PLACE = Place("engine:1", "policy", "proxy:1")
 POLICIES = ["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 28}
@@ -176,7 +177,7 @@ def test_vllms_own_parsers_take_every_engines_arguments():
     [
         ("llm_d", RUNS["nixl"], Place("engine:1", "policy"), "name its image with --proxy-image"),
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "set it to at most 24"),
-        ("llm_d", routed("round_robin", kv_offload={"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1}), PLACE, "nobody does here"),
+        ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "nobody does here"),
     ],
     ids=["no proxy", "too many", "store"],
 )

@@ -27,6 +27,7 @@ with tempfile.TemporaryDirectory() as _folder:
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 MUON = {**SGD, "kind": "muon", "nesterov": True, "num_newton_schulz_steps": 5, "rest": GOOD["trainer"]["optimizer"]}
+STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 16 << 20}
 ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 MLA = {
     "q_lora_rank": 8,
@@ -155,6 +156,15 @@ SENTENCES = [
         "at least that, or to 0 for no files",
     ),
     (
+        broken(("inference", "kv_offload"), {**STORE, "segment_bytes": (16 << 20) - 1}),
+        "inference.kv_offload.segment_bytes 16777215: Mooncake takes at least 16777216 of each of an engine's 1 devices, and one rollout "
+        "of inference.max_model_len_tokens 64 needs 8192; set it to at least 16777216, or inference.kv_offload.kind to 'none'",
+    ),
+    (
+        broken(("inference", "kv_offload"), {**STORE, "segment_bytes": 16 << 20}, broken(("inference", "data_parallel"), 2)),
+        "inference.kv_offload.segment_bytes 16777216: Mooncake takes at least 16777216 of each of an engine's 2 devices",
+    ),
+    (
         broken(("inference", "kv_block_tokens"), 16),
         "inference.kv_block_tokens 16: attention on cpu reads blocks of a multiple of 32 tokens; try 32",
     ),
@@ -277,6 +287,16 @@ def test_host_memory_holds_what_every_device_of_a_rank_keeps_of_a_rollout():
 
     # two key heads: two devices have one each, and of four two have the same
     assert [least(), least(tensor_parallel=2), least(tensor_parallel=4), least(data_parallel=2)] == [8192, 8192, 16384, 8192]
+
+
+def test_a_segment_holds_a_rollout_of_a_long_context():
+    long = copy.deepcopy(GOOD)
+    long["model"] |= {"max_positions": 1 << 18}
+    long["trainer"]["memory"]["max_tokens_per_micro_batch"] = 1 << 18
+    long["inference"] |= {"max_model_len_tokens": 1 << 18, "kv_cache_bytes": 1 << 30, "kv_offload": STORE}
+    with pytest.raises(OrreryError, match=r"segment_bytes 16777216: .* needs 33554432; set it to at least 33554432"):
+        check(long, "here")
+    assert check(broken(("inference", "kv_offload", "segment_bytes"), 33554432, long), "here")
 
 
 def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():

@@ -115,9 +115,13 @@ def forget(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Variables of an engine with a Mooncake Store, whose master is at `master` (host:port); writes the file that they name."""
+    """Variables of an engine with a Mooncake Store, whose master is at `master` (host:port); writes the file that they name.
+
+    Each of its devices has a worker, and each worker takes as much as the file says.
+    """
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
+    share = offload.segment_bytes // manifest.inference.devices_per_replica
     path = folder / "mooncake.json"
     path.write_text(
         json.dumps(
@@ -127,8 +131,8 @@ def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str
                 "protocol": offload.protocol,
                 "device_name": os.environ.get("ORRERY_RDMA_DEVICE", ""),
                 "mode": "embedded",
-                "global_segment_size": offload.segment_bytes,
-                "local_buffer_size": min(offload.segment_bytes, 1 << 30),
+                "global_segment_size": share,
+                "local_buffer_size": min(share, 1 << 30),
             }
         )
     )

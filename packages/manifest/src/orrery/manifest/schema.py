@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 SCHEMA_VERSION = 1
 FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
 DISK_PAGE_BYTES = 4096
+SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes of a worker
 KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of cache of a multiple of that
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
@@ -539,7 +540,8 @@ class TieredKvOffload(Record):
 
 
 class MooncakeKvOffload(Record):
-    """Blocks go into a Mooncake Store that all engines share: `segment_bytes` of host memory of every engine, one master a stage."""
+    """Blocks go into a Mooncake Store that all engines share: `segment_bytes` of host memory of every engine, of each of its devices as
+    much; one master a stage."""
 
     kind: Literal["mooncake"]
     protocol: Literal["tcp", "rdma"]
@@ -979,6 +981,14 @@ class Manifest(Record):
                 f"inference.kv_offload.host_bytes {offload.host_bytes} cannot hold one rollout of inference.max_model_len_tokens "
                 f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or inference.kv_offload.kind to 'none'"
             )
+        if offload.kind == "mooncake":
+            devices, longest = inference.devices_per_replica, _longest_host_bytes(self.model, inference)
+            if offload.segment_bytes < (needed := max(SEGMENT_BYTES * devices, longest)):
+                raise ValueError(
+                    f"inference.kv_offload.segment_bytes {offload.segment_bytes}: Mooncake takes at least {SEGMENT_BYTES} of each of an "
+                    f"engine's {devices} devices, and one rollout of inference.max_model_len_tokens {inference.max_model_len_tokens} needs "
+                    f"{longest}; set it to at least {needed}, or inference.kv_offload.kind to 'none'"
+                )
         if offload.kind == "tiers" and offload.disk_bytes:
             needed = _longest_cache_blocks(inference) * sum(disk_block_bytes(self.model, inference, self.transport.routed_experts))
             if offload.disk_bytes < needed:
