@@ -124,6 +124,10 @@ SENTENCES = [
         "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
     (
+        broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": 0.9}),
+        "inference.router.balance_rel_threshold = 0.9: should be greater than or equal to 1",
+    ),
+    (
         broken(("inference", "router"), ROUTER, NODES),
         "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the orchestrator takes each request to its two "
         "engines itself; set inference.router.kind to 'none', or",

@@ -499,7 +499,7 @@ class VllmRouter(Record):
     kind: Literal["vllm_router"]
     policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
     balance_abs_threshold: PositiveInt
-    balance_rel_threshold: PositiveFloat
+    balance_rel_threshold: Annotated[float, Field(ge=1.0)]
 
 
 class NoKvTransfer(Record):
