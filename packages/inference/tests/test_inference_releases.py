@@ -279,7 +279,8 @@ def manifests():
     cpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
     gpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
     gpu["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
-    gpu["model"]["moe"]["expert_intermediate_size"] = 256  # whole blocks of FP8
+    gpu["model"]["moe"]["expert_intermediate_size"] = 256  # whole blocks of FP8, as on the next line
+    gpu["model"]["head_dim"] = 64
     gpu["inference"] |= {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "quantization": "fp8"}
     for each in (cpu, gpu):
         each["transport"] |= {"routed_experts": True, "weights": "adapters"}

@@ -246,6 +246,22 @@ def test_experts_in_fp8_of_whole_blocks_are_built(fields):
     check_built(changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields))
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        ("qwen3_8b_8k", {"model__hidden_size": 4032}, "model.hidden_size 4032: a layer in FP8 takes inputs of a multiple of 128 on each"),
+        ("qwen3_8b_8k", {"model__head_dim": 60}, "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: a layer in FP8 takes"),
+        ("qwen3_8b_8k", {"model__intermediate_size": 12416}, "model.intermediate_size 12416 over inference.tensor_parallel 2: a layer in"),
+        ("qwen3_30b_a3b_16k", {"model__head_dim": 60}, "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: .* to less"),
+    ],
+)
+def test_dense_layers_in_fp8_of_broken_blocks_are_refused(name, fields, sentence):
+    wide = {"hardware": {**H200, "devices_per_node": 24}, "inference__tensor_parallel": 2, "inference__quantization": "fp8"}
+    check_built(changed(name, **wide))
+    with pytest.raises(OrreryError, match=rf"inference\.quantization 'fp8' with {sentence}"):
+        changed(name, **wide, **fields)
+
+
 EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
 
 

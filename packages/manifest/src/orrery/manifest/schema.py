@@ -1028,6 +1028,26 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
+    def fp8_inputs_are_whole_blocks(self) -> "Manifest":
+        """A dense layer of vLLM in FP8 asks that its inputs on a device are."""
+        model, inference = self.model, self.inference
+        if inference.quantization != "fp8":
+            return self
+        widths = [("model.hidden_size", model.hidden_size, 1)]
+        if model.family != "hugging_face":
+            field, size = ("head_dim", model.head_dim) if model.mla is None else ("mla.value_head_dim", model.mla.value_head_dim)
+            widths.append((f"model.num_heads·{field}", model.num_heads * size, inference.tensor_parallel))
+        widths += [(field, width, devices) for field, width, by, devices in _cut_widths(model, inference) if by == "tensor_parallel"]
+        for field, width, devices in widths:
+            if width % (FP8_BLOCK * devices):
+                over = f" over inference.tensor_parallel {devices}" if devices > 1 else ""
+                raise ValueError(
+                    f"inference.quantization 'fp8' with {field} {width}{over}: a layer in FP8 takes inputs of a multiple of {FP8_BLOCK} on "
+                    f"each device; set inference.quantization to 'none'" + (", or inference.tensor_parallel to less" if over else "")
+                )
+        return self
+
+    @model_validator(mode="after")
     def adapters_are_there(self) -> "Manifest":
         if self.transport.weights == "adapters" and self.trainer.lora is None:
             raise ValueError("transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'")
