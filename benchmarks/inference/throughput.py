@@ -76,6 +76,7 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
         "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
     }  # fmt: skip
+    content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
     content["hardware"]["num_nodes"] = 1  # one engine, and a trainer that is never started
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
     model["max_positions"] = max(model["max_positions"], length)

@@ -78,7 +78,7 @@ def files(folder: Path) -> list[str]:
 def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_run_stays(checkout, other):
     before = files(other.path)
     run = begun(
-        checkout, other, trainer__checkpoint={"interval_steps": 5, "keep": 3}, orchestrator__admission={"kind": "fixed", "max_in_flight": 7}
+        checkout, other, trainer__checkpoint={"interval_steps": 5, "keep": 3}, orchestrator__admission={"kind": "fixed", "max_in_flight": 9}
     )
     assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
     assert set(files(run.path)) == {

@@ -242,6 +242,21 @@ SENTENCES = [
         broken(("orchestrator", "rollouts_per_batch"), 9),
         "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
     ),
+    (
+        broken(("orchestrator", "admission", "max_in_flight"), 3),
+        "orchestrator: admission.max_in_flight 3 cannot hold one group of algorithm.group_size 4; set it to at least that",
+    ),
+    (
+        broken(("orchestrator", "sampling", "max_tokens_per_turn"), 64),
+        "orchestrator.sampling.max_tokens_per_turn 64 leave no room for a prompt in inference.max_model_len_tokens 64; set it to less",
+    ),
+    *(
+        (
+            broken(("tasks", part), 2 * GOOD["tasks"][part]),
+            f"tasks: {part}: ['words'] name more than one task each; give every task a name of its own",
+        )
+        for part in ("train", "evaluation")
+    ),
     (broken(("name",), "Reverse Text"), 'name = "Reverse Text": '),
     *((broken(("name",), name), f"name: no run is called '{name}', for the pipeline has a rule of that name") for name in TARGETS),
     (broken(("python_lock_sha256",), "abc"), 'python_lock_sha256 = "abc": '),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import FixedAdmission, Manifest
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
@@ -24,7 +24,10 @@ PROMPT_TOKENS = 3
 
 def manifest(**orchestrator: Any) -> Manifest:
     """A small manifest; keywords replace fields of `orchestrator`, or `num_steps`,
-    `interval_steps`, `checkpoint_steps`, `max_turns`, `weights`."""
+    `interval_steps`, `checkpoint_steps`, `max_turns`, `weights`.
+
+    `max_in_flight` may be less than a group, as an adaptive admission's limit may be for a while, and a manifest's may not.
+    """
     num_steps = orchestrator.pop("num_steps", 6)
     checkpoint_steps = orchestrator.pop("checkpoint_steps", 3)
     interval_steps = orchestrator.pop("interval_steps", 3)
@@ -38,7 +41,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         {"name": f"task{i}", "kind": "fake", "args": {}, "weight": weight, "seed": i, "max_turns": max_turns}
         for i, weight in enumerate(weights)
     ]
-    return Manifest.model_validate({
+    checked = Manifest.model_validate({
         "schema_version": 1, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
         "model": {
             "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02}, "tokenizer": {"kind": "characters", "alphabet": "abc"},
@@ -69,7 +72,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         "orchestrator": {
             "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False}, "rollouts_per_batch": 8,
             "drop_zero_advantage_groups": True, "keep_batches": 500,
-            "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max_in_flight},
+            "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
             "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2},
         } | orchestrator,
@@ -77,6 +80,10 @@ def manifest(**orchestrator: Any) -> Manifest:
         "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
         "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": {"num_problems": 3, "rollouts_per_problem": 2}},
     })  # fmt: skip
+    if max_in_flight >= 4:
+        return checked
+    narrow = checked.orchestrator.model_copy(update={"admission": FixedAdmission(kind="fixed", max_in_flight=max_in_flight)})
+    return checked.model_copy(update={"orchestrator": narrow})
 
 
 def rollout(request: Request, versions: list[int], reward: float | None = None) -> Rollout:

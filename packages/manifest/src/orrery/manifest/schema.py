@@ -767,6 +767,15 @@ class Orchestrator(Record):
     evaluation: Evaluation
 
     @model_validator(mode="after")
+    def a_group_can_be_in_flight(self) -> "Orchestrator":
+        group, most = self.algorithm.group_size, self.admission.max_in_flight
+        if most < group:
+            raise ValueError(
+                f"admission.max_in_flight {most} cannot hold one group of algorithm.group_size {group}; set it to at least that"
+            )
+        return self
+
+    @model_validator(mode="after")
     def batch_is_whole_groups(self) -> "Orchestrator":
         group, batch = self.algorithm.group_size, self.rollouts_per_batch
         if batch % group:
@@ -779,6 +788,14 @@ class Orchestrator(Record):
 class Tasks(Record):
     train: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+
+    @model_validator(mode="after")
+    def names_differ(self) -> "Tasks":
+        for part in ("train", "evaluation"):
+            names = [task.name for task in getattr(self, part)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{part}: {twice} name more than one task each; give every task a name of its own")
+        return self
 
 
 # Wires and stages ---------------------------------------------------------------------------------------------------
@@ -916,6 +933,11 @@ class Manifest(Record):
         if self.inference.max_model_len_tokens > model.max_positions:
             raise ValueError(
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
+            )
+        if (turn := self.orchestrator.sampling.max_tokens_per_turn) >= (longest := self.inference.max_model_len_tokens):
+            raise ValueError(
+                f"orchestrator.sampling.max_tokens_per_turn {turn} leave no room for a prompt in inference.max_model_len_tokens {longest}; "
+                f"set it to less"
             )
         if self.trainer.memory.max_tokens_per_micro_batch < self.inference.max_model_len_tokens:
             raise ValueError(
