@@ -70,6 +70,21 @@ SENTENCES = [
         'trainer.optimizer.kind = "x": there is no such kind; the kinds here are adamw, muon, sgd, sign_sgd',
     ),
     (broken(("stages", "rl"), None), "stages.rl = null: it cannot be left out; write an object with num_steps"),
+    (
+        broken(("inference", "kv_offload"), None),
+        "inference.kv_offload = null: should be an object whose kind is one of none, tiers, mooncake",
+    ),
+    (
+        broken(("trainer", "memory", "activation_checkpointing"), "full"),
+        'trainer.memory.activation_checkpointing = "full": should be an object whose kind is one of none, full, selective',
+    ),
+    (broken(("model", "init"), {"seed": 1}), 'model.init = {"seed": 1}: should be an object whose kind is one of random, pretrained'),
+    (
+        broken(("stages", "sft", "data"), None),
+        "stages.sft.data = null: should be an object whose kind is one of demonstrations, chat_file, dataset",
+    ),
+    (broken(("trainer", "mesh"), None), "trainer.mesh = null: it cannot be left out; write an object with dp_replicate, dp_shard,"),
+    (broken(("tasks", "train", 0), None), "tasks.train[0] = null: it cannot be left out; write an object with name, kind,"),
     (broken(("trainer", "schedule", "decay"), 3), "trainer.schedule.decay = 3: there is no such field"),
     (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
     (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),

@@ -50,7 +50,7 @@ def sentence(error: ValidationError) -> str:
     """One sentence for the most telling of the errors: a misspelt field before a wrong value before a missing field."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
-    path, siblings = _walk(first["loc"])
+    path, siblings, kind = _walk(first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "extra_forbidden":
@@ -67,8 +67,11 @@ def sentence(error: ValidationError) -> str:
         close = nearest(str(first["ctx"]["tag"]), kinds)
         hint = f"did you mean {close!r}?" if close else f"the kinds here are {', '.join(kinds)}"
         text = f"{path}.kind = {_short(first['ctx']['tag'])}: there is no such kind; {hint}"
+    elif first["type"] in ("model_attributes_type", "union_tag_not_found"):
+        kinds = [_tag(member) for member in _members(kind)]
+        text = f"{path} = {_short(first['input'])}: should be an object whose kind is one of {', '.join(filter(None, kinds))}"
     elif first["type"] == "model_type" and first["input"] is None:
-        fields = [name for name in _walk((*first["loc"], ""))[1] if name]
+        fields = list(kind.model_fields)
         text = f"{path} = null: it cannot be left out; write an object with {', '.join(fields)}"
     elif first["type"] == "value_error":
         text = f"{path}: {message}" if path else message
@@ -82,8 +85,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
-    """A pydantic location as a field path without its union tags, and the field names beside its last element."""
+def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
+    """A pydantic location as a field path without its union tags, the field names beside its last element, and what that one's type is."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []
@@ -105,7 +108,7 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
             kind = field.annotation if field else None
         else:
             kind, siblings = None, []
-    return path, siblings
+    return path, siblings, kind
 
 
 def _members(kind: Any) -> list[Any]:
