@@ -253,7 +253,11 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
         manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
     if engine_devices:
         is_mixture = manifest["model"]["moe"] is not None
-        manifest["inference"] |= {"tensor_parallel": len(engine_devices), "data_parallel": 1, "expert_parallel": is_mixture}
+        manifest["inference"] |= {
+            "tensor_parallel": len(engine_devices),
+            "data_parallel": 1,
+            "expert_parallel": is_mixture and len(engine_devices) > 1,
+        }
         manifest["hardware"] |= {"num_nodes": 1}
     run_dir = folder / "run"
     (run_dir / "weights" / "init").mkdir(parents=True)

@@ -135,6 +135,10 @@ SENTENCES = [
         "transport.routed_experts: family 'qwen3' has no experts to choose; set transport.routed_experts to false",
     ),
     (
+        broken(("inference", "expert_parallel"), True, SPARSE),
+        "inference.expert_parallel: the one device of an engine has all experts; set inference.expert_parallel to false, or data_parallel",
+    ),
+    (
         broken(("inference", "num_replicas"), 2),
         "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),

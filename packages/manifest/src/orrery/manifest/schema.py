@@ -959,6 +959,11 @@ class Manifest(Record):
                     f"inference.expert_parallel: family {self.model.family!r} has no experts to spread; "
                     f"set inference.expert_parallel to false"
                 )
+        elif self.inference.expert_parallel and self.inference.devices_per_replica == 1:
+            raise ValueError(
+                "inference.expert_parallel: the one device of an engine has all experts; set inference.expert_parallel to false, or "
+                "data_parallel or tensor_parallel to more"
+            )
         elif self.inference.expert_parallel and self.model.moe.num_experts % (devices := self.inference.devices_per_replica):
             fits = [n for n in range(1, devices + 1) if self.model.moe.num_experts % n == 0]
             raise ValueError(
