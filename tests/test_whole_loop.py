@@ -29,12 +29,17 @@ def scripts(monkeypatch):
     return found
 
 
-def made_up(tmp_path, num_steps=8, tokens=1000, run_id="0" * 12):
-    """Steps end every 10 s from second 10 on; the last batch was cut at second 65, so steps 4, 5 and 6 are measured."""
-    folder = tmp_path / f"asynchrony_cpu-{run_id}"
+def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
+    """Steps end every 10 s from second 10 on; the last batch was cut at second 65, so steps 4, 5 and 6 are measured.
+
+    The manifest is the checked-in one, with other values of `orchestrator` where some are given.
+    """
+    folder = tmp_path / "asynchrony_cpu-000000000000"
     folder.mkdir(parents=True)
     (folder / "receipt.json").write_text(json.dumps({"stages": {"init": {"attempts": [{"versions": {"driver": "1"}}]}}}))
-    (folder / "manifest.json").write_bytes((ROOT / "manifests" / "asynchrony_cpu.json").read_bytes())
+    manifest = json.loads((ROOT / "manifests" / "asynchrony_cpu.json").read_text())
+    manifest["orchestrator"] |= orchestrator
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     rl = [
         {"step": step, "time_s": 10.0 * step, "num_trained_tokens": tokens, "mismatch_kl": step / 100} for step in range(1, num_steps + 1)
     ]
@@ -64,33 +69,72 @@ def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(
         scripts[0].numbers(made_up(tmp_path / "short", num_steps=4))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "run_id", "says"),
-    [
-        (1000, "0" * 12, None),
-        (510, "0" * 12, None),
-        (490, "0" * 12, r"tokens/s: 49, and recorded allows 50 at least; find what became slower"),
-        (1000, "1" * 12, r"another manifest: their figures are not to be compared"),
-    ],
-    ids=["as recorded", "within the tolerance", "slower", "another manifest"],
-)
-def test_the_gate_lets_nothing_slower_pass_and_compares_no_other_manifest(scripts, tmp_path, monkeypatch, capsys, tokens, run_id, says):
+@pytest.fixture
+def recorded(scripts, tmp_path, monkeypatch):
+    """Writes down what was measured of a made-up run, and leaves a command line that asks for the gate; the record's file."""
     _, whole_loop = scripts
-    monkeypatch.setattr(whole_loop, "HERE", tmp_path)
-    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "recorded"))
-    monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--out", str(tmp_path)])
-    monkeypatch.setenv("ORRERY_COMMIT", "0" * 40)
-    whole_loop.main()
-    written = (tmp_path / "whole_loop_cpu.json").read_bytes()
+
+    def write(**orchestrator):
+        monkeypatch.setattr(whole_loop, "HERE", tmp_path)
+        monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "recorded", **orchestrator))
+        monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--out", str(tmp_path)])
+        monkeypatch.setenv("ORRERY_COMMIT", "0" * 40)
+        whole_loop.main()
+        monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--gate"])
+        return tmp_path / "whole_loop_cpu.json"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [(1000, None), (510, None), (490, r"tokens/s: 49, and recorded allows 50 at least; find what became slower")],
+    ids=["as recorded", "within the tolerance", "slower"],
+)
+def test_the_gate_lets_nothing_slower_pass(scripts, recorded, tmp_path, monkeypatch, tokens, says):
+    _, whole_loop = scripts
+    file = recorded()
+    written = file.read_bytes()
     assert json.loads(written)["value"] == 100 and json.loads(written)["details"]["versions"] == {"driver": "1"}
-    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now", tokens=tokens, run_id=run_id))
-    monkeypatch.setattr(sys, "argv", ["whole_loop.py", "--shape", "cpu", "--gate"])
+    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now", tokens=tokens))
     if says is None:
         whole_loop.main()
     else:
         with pytest.raises(SystemExit, match=says):
             whole_loop.main()
-    assert (tmp_path / "whole_loop_cpu.json").read_bytes() == written, "the gate records nothing"
+    assert file.read_bytes() == written, "the gate records nothing"
+
+
+def test_the_gate_refuses_another_loop_before_it_measures(scripts, recorded, monkeypatch):
+    _, whole_loop = scripts
+    recorded(rollouts_per_batch=128, keep_batches=3)
+    monkeypatch.setattr(whole_loop, "run", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit, match=r"another loop than asynchrony_cpu is now .*: their figures are not to be compared"):
+        whole_loop.main()
+
+
+def test_the_gate_refuses_a_run_from_a_folder_that_was_another_loop(scripts, recorded, tmp_path, monkeypatch):
+    _, whole_loop = scripts
+    recorded()
+    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now", rollouts_per_batch=128))
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"their figures are not to be compared"):
+        whole_loop.main()
+
+
+def test_fields_that_cost_no_time_may_differ_from_the_record(scripts, recorded, tmp_path, monkeypatch):
+    _, whole_loop = scripts
+    recorded(keep_batches=3)
+    monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now"))
+    whole_loop.main()
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("whole_loop_*.json")), ids=lambda file: file.stem)
+def test_what_is_recorded_is_of_the_manifest_that_is_checked_in(scripts, file):
+    """Else the gate refuses this shape. A new field that costs no time goes into COSTS_NO_TIME; after any other change measure anew."""
+    _, whole_loop = scripts
+    manifest = load(ROOT / "manifests" / f"{file.stem.replace('whole_loop', 'asynchrony')}.json")
+    assert json.loads(file.read_text())["details"]["timed_sha256"] == whole_loop.timed_sha256(manifest)
 
 
 def test_the_gate_is_of_waiting_and_of_pauses_too(scripts, tmp_path, capsys):

@@ -4,11 +4,14 @@
     python benchmarks/async/whole_loop.py --shape h200_2 --gate     measure, and fail where the recorded value is missed; nothing is written
 
 - The run is `asynchrony_<shape>`: random weights, answers of drawn lengths, in `--runs DIR` or run now.
-- The gate: tokens a second not below the recorded by more than TOLERANCE, the trainer waits for no more than half of that more of the time,
-  and updates pause engines no longer than by five times as much. On shared processors times say little, so a CPU's is wide.
+- The gate compares figures of one manifest, but for fields that cost no time (`COSTS_NO_TIME`); the lock is one of them, since what other
+  releases cost is what a gate is to find.
+- It asks for tokens a second not below the recorded by more than TOLERANCE, a trainer that waits for no more than half of that more of the
+  time, and updates that pause engines no longer than by five times as much. On shared processors times say little, so a CPU's is wide.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -16,11 +19,32 @@ from typing import Any
 
 from shapes import Numbers, numbers, ran_with, run
 
+from orrery.manifest.fields import leaves, spelled
+from orrery.manifest.identity import load
+from orrery.manifest.schema import Manifest
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import ROOT, record
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = {"cpu": 0.5, "h200_1": 0.1, "h200_2": 0.1, "h200_2_fp8": 0.1, "h200_4": 0.1, "h200_8": 0.1}  # share of the recorded value
+COSTS_NO_TIME = ("python_lock_sha256", "orchestrator.keep_batches")
+
+
+def timed_sha256(manifest: Manifest) -> str:
+    """The digest of all fields that a figure may depend on: runs that share it are compared."""
+    fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
+    timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
+    return hashlib.sha256(json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def refuse_another(manifest: Manifest, recorded: dict[str, Any], name: str) -> None:
+    """SystemExit where `recorded`, the content of the file `name`, is of a run that `manifest` is not to be compared with."""
+    if timed_sha256(manifest) != recorded["details"]["timed_sha256"]:
+        raise SystemExit(
+            f"error: {name} is of {recorded['details']['run']}, which was another loop than {manifest.name} is now (more differs than "
+            f"{' and '.join(COSTS_NO_TIME)}): their figures are not to be compared; measure without --gate to record this one"
+        )
 
 
 def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> list[str]:
@@ -50,6 +74,20 @@ def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> 
     return worse
 
 
+def gate(shape: str, runs: Path | None) -> None:
+    """SystemExit with a sentence for each figure that is worse than recorded; before it measures, where nothing may be compared."""
+    name, recorded = f"asynchrony_{shape}", HERE / f"whole_loop_{shape}.json"
+    if not recorded.exists():
+        raise SystemExit(f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first")
+    before = json.loads(recorded.read_text())
+    if runs is None:
+        refuse_another(load(ROOT / "manifests" / f"{name}.json"), before, recorded.name)
+    data = run(name, runs)
+    refuse_another(data.manifest, before, recorded.name)
+    if worse := found_worse(numbers(data), before["rows"][0], TOLERANCE[shape]):
+        raise SystemExit("\n".join(f"error: {one}; find what became slower, or record it anew" for one in worse))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=TOLERANCE, default="cpu")
@@ -57,30 +95,25 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    recorded = HERE / f"whole_loop_{options.shape}.json"
-    if options.gate and not recorded.exists():
-        raise SystemExit(f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first")
+    if options.gate:
+        gate(options.shape, options.runs)
+        return
     data = run(f"asynchrony_{options.shape}", options.runs)
     measured = numbers(data)
-    if options.gate:
-        record_before = json.loads(recorded.read_text())
-        if record_before["details"]["run"] != data.run_dir.name:
-            raise SystemExit(
-                f"error: {recorded.name} is of {record_before['details']['run']} and this is {data.run_dir.name}, another manifest: "
-                "their figures are not to be compared; measure without --gate to record this one"
-            )
-        if worse := found_worse(measured, record_before["rows"][0], TOLERANCE[options.shape]):
-            raise SystemExit("\n".join(f"error: {one}; find what became slower, or record it anew" for one in worse))
-        return
     record(
-        options.out / recorded.name,
+        options.out / f"whole_loop_{options.shape}.json",
         figure=f"whole loop, trained tokens a second ({options.shape})",
         value=measured.tokens_per_s,
         unit="tokens/s",
         goal=None,
         better="higher",
         rows=[measured.row(options.shape)],
-        details={"run": data.run_dir.name, "gate_tolerance": TOLERANCE[options.shape], "versions": ran_with(data)},
+        details={
+            "run": data.run_dir.name,
+            "timed_sha256": timed_sha256(data.manifest),
+            "gate_tolerance": TOLERANCE[options.shape],
+            "versions": ran_with(data),
+        },
     )
 
 
