@@ -19,6 +19,7 @@ from orrery.inference.deployments.dynamo import SERVER_FLAGS, without_server_fla
 from orrery.inference.deployments.engine import Place
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
 
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 PLACE = Place("engine:1", "policy", "proxy:1")
@@ -178,8 +179,11 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         ("llm_d", RUNS["nixl"], Place("engine:1", "policy"), "name its image with --proxy-image"),
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "set it to at most 24"),
         ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "nobody does here"),
+        ("llm_d", apart({"kind": "nixl"}, kv_offload=TIERS), PLACE, "engines that hand caches over keep none elsewhere yet"),
+        ("dynamo", load(REPOSITORY / "manifests/glm5_run.json"), PLACE, "this network is not built yet"),
+        ("dynamo", apart({"kind": "mooncake", "protocol": "tcp"}, max_restarts=1), PLACE, "a request hangs whose cache was lost"),
     ],
-    ids=["no proxy", "too many", "store"],
+    ids=["no proxy", "too many", "store", "tiers with prefill apart", "no network", "hangs in the locked release"],
 )
 def test_what_a_cluster_cannot_serve_is_one_sentence(kind, manifest, place, sentence):
     with pytest.raises(OrreryError, match=sentence):

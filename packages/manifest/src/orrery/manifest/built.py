@@ -50,12 +50,17 @@ def check_built(manifest: Manifest) -> None:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
 
 
+def check_startable(manifest: Manifest) -> None:
+    """Raises `OrreryError` with one sentence where a run cannot start with what the locks name."""
+    locked = LOCKED[manifest.hardware.accelerator]
+    check_built(manifest)
+    check_release(manifest, locked.name, locked.features.__contains__)
+
+
 def refusal(manifest: Manifest) -> str | None:
     """What is to be told of a run that can be planned and not started, with what the locks name; or None."""
-    locked = LOCKED[manifest.hardware.accelerator]
     try:
-        check_built(manifest)
-        check_release(manifest, locked.name, locked.features.__contains__)
+        check_startable(manifest)
     except OrreryError as error:
         return f"it is planned and refuses to start: {error}"
     return None

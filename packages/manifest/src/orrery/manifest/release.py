@@ -1,6 +1,6 @@
 """Release: what a manifest can ask of one release of vLLM and not of another. One law, for whoever knows which release it will be.
 
-- `built.refusal` asks with the release that the locks name for the manifest's hardware, before anything starts.
+- `built.check_startable` asks with the release that the locks name for the manifest's hardware, before anything starts.
 - An engine asks with the release that it finds installed (`orrery.inference.releases`), which may be another.
 """
 
