@@ -5,6 +5,10 @@ import dataclasses
 import json
 import logging
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +16,9 @@ import orchestrator_fakes as fakes
 import pytest
 
 from orrery.manifest.errors import RunFailed
+from orrery.manifest.identity import canonical_json
 from orrery.observe import wind_down
+from orrery.observe.health import read_health
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, snapshot, stage, winding_down
 from orrery.orchestrator.loop import Loop
@@ -362,3 +368,19 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
     updates = Updates(fakes.FakeMe(tmp_path, fakes.manifest()), state, SimpleNamespace(cancel=none), gone_on, watch)
     assert not asyncio.run(updates.take_newest())
     assert (state.digests, state.updating) == (known, False)
+
+
+@pytest.mark.parametrize("stage", ["rl", "evaluate"])
+def test_sigterm_ends_the_wait_for_engines_in_order(tmp_path, stage):
+    (tmp_path / "manifest.json").write_bytes(canonical_json(fakes.manifest()))
+    argv = [sys.executable, "-m", "orrery.orchestrator", "--run-dir", str(tmp_path), "--stage", stage]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            while "orchestrator.0" not in (found := read_health(tmp_path, stage)) or found["orchestrator.0"].wait is None:
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert read_health(tmp_path, stage)["orchestrator.0"].doing == "terminated"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from typing import Any
 
 from orrery.manifest.plan import stage
@@ -27,18 +28,11 @@ async def fleet(me: Any) -> EngineFleet:
 
     Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
     """
-    inference, request = me.manifest.inference, WindDownRequest(me)
-
-    def end_early() -> None:
-        if request.look():
-            raise WoundDown(checkpoints.latest(me.run_dir) or 0)
-
-    engines = await asyncio.to_thread(
-        rendezvous.await_endpoints, me, "inference", inference.num_replicas, scaled(SERVERS_START_S), end_early
-    )
+    inference = me.manifest.inference
+    engines = await _endpoints(me, "inference", inference.num_replicas)
     router_url = None
     if inference.router.kind != "none":
-        router_url = (await asyncio.to_thread(rendezvous.await_endpoints, me, "router", 1, scaled(SERVERS_START_S), end_early))[0].url
+        router_url = (await _endpoints(me, "router", 1))[0].url
     return EngineFleet(
         [engine.url for engine in engines],
         router_url,
@@ -48,6 +42,22 @@ async def fleet(me: Any) -> EngineFleet:
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
         model=served_model(me.manifest, me.stage),
     )
+
+
+async def _endpoints(me: Any, role: str, count: int) -> list[rendezvous.Endpoint]:
+    """Those of servers that are starting; looks for them in a thread, which ends once nobody waits for it any more."""
+    request, is_left = WindDownRequest(me), threading.Event()
+
+    def end_early() -> None:
+        if is_left.is_set():  # the loop's end waits for its threads: SIGTERM would wait for the servers
+            raise asyncio.CancelledError
+        if request.look():
+            raise WoundDown(checkpoints.latest(me.run_dir) or 0)
+
+    try:
+        return await asyncio.to_thread(rendezvous.await_endpoints, me, role, count, scaled(SERVERS_START_S), end_early)
+    finally:
+        is_left.set()
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:
