@@ -10,6 +10,7 @@ import pytest
 
 from orrery.inference import server
 from orrery.inference.releases import ApiServer
+from orrery.inference.root_cause import root_cause
 from orrery.manifest.errors import RunFailed
 
 
@@ -69,3 +70,60 @@ def test_a_server_that_ends_though_nobody_asked_it_to_has_lost_its_engine(monkey
 
     with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
         serve(monkeypatch, tmp_path, for_ever, ended)
+
+
+POINTS = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+CORE = "(EngineCore pid=7) ERROR 11-23 10:10:57 [core.py:1510] "
+WORKER = "(Worker_TP1 pid=8) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
+FULL = "RuntimeError: Insufficient space in /dev/shm: 1048576 MiB required, 24099 MiB free."
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([f"{CORE}EngineCore failed to start.", f"{CORE}    raise RuntimeError(", CORE + FULL], FULL),
+        (["Traceback (most recent call last):", "    raise RuntimeError(", FULL, "nothing more"], FULL),
+        (
+            [
+                f"{WORKER}torch.OutOfMemoryError: CUDA out of memory.",
+                f"{CORE}Exception: WorkerProc initialization failed. See stack trace for root cause.",
+            ],
+            "torch.OutOfMemoryError: CUDA out of memory.",
+        ),
+        (["(EngineCore pid=7) INFO 11-23 10:10:57 [core.py:9] ValueError: of no account"], str(POINTS)),
+        ([], str(POINTS)),
+    ],
+    ids=["logged", "raised", "of a worker", "no error", "an empty log"],
+)
+def test_an_engine_that_does_not_start_says_the_cause_that_its_log_has(tmp_path, lines, cause):
+    log, earlier = tmp_path / "inference.0.log", f"{CORE}ValueError: of an earlier start\n"
+    log.write_text(earlier + "".join(f"{line}\n" for line in lines))
+    assert root_cause(POINTS, log, len(earlier)) == cause
+    assert root_cause(RuntimeError("told at once"), log, 0) == "told at once"
+    assert root_cause(POINTS, tmp_path / "no.log", 0) == str(POINTS)
+
+
+def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, tmp_path):
+    me = SimpleNamespace(index=0, name="inference.0", run_dir=tmp_path, manifest=None)
+    log = tmp_path / "logs" / "inference.0.log"
+    log.parent.mkdir()
+    log.write_text(f"{CORE}ValueError: of an earlier start\n")
+
+    async def start(*_):
+        with open(log, "a") as file:
+            file.write(f"{CORE}{FULL}\n")
+        raise POINTS
+
+    parser = SimpleNamespace(parse_args=lambda _: None)
+    monkeypatch.setattr(server, "_serve", start)
+    monkeypatch.setattr(server.plugin, "register", lambda: None)
+    monkeypatch.setattr(server.releases, "correct", lambda _: None)
+    monkeypatch.setattr(server.releases, "api_server", lambda: ApiServer(lambda _: parser, lambda _: None, None, None, None))
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server, "_kill_children", lambda: None)
+    monkeypatch.setattr(server.Left, "by", lambda _: server.Left(tmp_path, "start", "shared", tmp_path / "disk", 0))
+    monkeypatch.setattr(server.tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(server.plugin.SHARED, "")
+    with pytest.raises(RunFailed, match=r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read logs"):
+        server.serve(me, [])

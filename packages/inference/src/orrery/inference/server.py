@@ -31,6 +31,7 @@ from orrery.inference import plugin, releases
 from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
 from orrery.inference.patches import vllm_shared_memory
+from orrery.inference.root_cause import root_cause
 from orrery.manifest.errors import RunFailed
 from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
@@ -47,6 +48,8 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
     left = Left.by(me)
     left.remove()  # of a start that was killed
+    log = me.run_dir / "logs" / f"{me.name}.log"
+    log_begin = log.stat().st_size if log.exists() else 0  # earlier starts have written to it too
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
     releases.correct(me.manifest)
@@ -59,8 +62,9 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
         uvloop.run(_serve(me, vllm, args, left))
-    except RuntimeError as error:  # vLLM's word for an engine core that died while starting; its own log has the cause
-        raise RunFailed(f"inference {me.index}: vLLM did not start ({error}); read logs/{me.name}.log") from error
+    except RuntimeError as error:  # vLLM's word for an engine core that died while starting
+        cause = root_cause(error, log, log_begin)
+        raise RunFailed(f"inference {me.index}: vLLM did not start ({cause}); read logs/{me.name}.log") from error
     finally:
         _kill_children()
         left.remove()
