@@ -16,9 +16,10 @@ from inference_servers import REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from orrery.inference import kv_transfer
 from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
-from orrery.inference.kv_offload import store_environment
-from orrery.inference.kv_transfer import lease_s, refuse_open_interfaces
+from orrery.inference.kv_offload import offload, store_environment
+from orrery.inference.kv_transfer import lease_s, refuse_missing_rdma, refuse_open_interfaces
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
@@ -176,6 +177,34 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
         f"'nixl' or 'tiers', run in a network namespace, or set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file "
         f"where a firewall keeps others out"
     )
+
+
+def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
+    folder = tmp_path / "infiniband"
+    monkeypatch.setattr(kv_transfer, "RDMA_DEVICES", folder)
+    for make_ready in (lambda: None, folder.mkdir):
+        make_ready()
+        refuse_missing_rdma("here", "tcp")
+        with pytest.raises(OrreryError, match=r"^here\.protocol 'rdma': .* has none in .*/infiniband, .*; set here\.protocol to 'tcp'"):
+            refuse_missing_rdma("here", "rdma")
+    (folder / "mlx5_0").mkdir()
+    refuse_missing_rdma("here", "rdma")
+
+
+@pytest.mark.parametrize("field", ["kv_transfer", "kv_offload"])
+def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypatch, tmp_path, field):
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {})
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr(kv_transfer, "RDMA_DEVICES", tmp_path / "none")
+    mooncake = {"kind": "mooncake", "protocol": "rdma"}
+    with pytest.raises(OrreryError, match=rf"^inference\.{field}\.protocol 'rdma': "):
+        if field == "kv_transfer":
+            apart = {"num_replicas": 2, "prefill_replicas": 1, "router": {"kind": "none"}}
+            engine_environment(make_manifest(kv_transfer=mooncake, **apart), "127.0.0.1")
+        else:
+            (tmp_path / "manifest.json").touch()
+            manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 20})
+            offload(SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0))
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():

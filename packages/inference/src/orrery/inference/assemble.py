@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orrery.inference import releases
 from orrery.inference.adapter_start import adapter_arguments
-from orrery.inference.kv_transfer import name_devices, refuse_open_interfaces, transfer_config, transfer_environment
+from orrery.inference.kv_transfer import name_devices, refuse_missing_rdma, refuse_open_interfaces, transfer_config, transfer_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
@@ -145,6 +145,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
     name_interface()
     if manifest.inference.kv_transfer.kind == "mooncake":
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
+        refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
         os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
         name_devices(manifest)

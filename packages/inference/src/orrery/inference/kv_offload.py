@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.inference.kv_transfer import refuse_missing_rdma, refuse_open_interfaces
 from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.inference.patches.vllm_routes_shared import SHARED
 from orrery.inference.routes_on_disk import FOLDER, FOLDER_BYTES
@@ -66,6 +66,7 @@ def offload(me: RoleProcess) -> list[str]:
     os.environ["PYTHONHASHSEED"] = HASH_SEED
     if me.manifest.inference.kv_offload.kind == "mooncake":
         refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
+        refuse_missing_rdma("inference.kv_offload", me.manifest.inference.kv_offload.protocol)
         store = rendezvous.await_endpoints(me, "kv_store", 1, scaled(STORE_DEADLINE_S))[0]
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))

@@ -10,6 +10,7 @@
 """
 
 import os
+import socket
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from orrery.observe.network import LOOPBACK_INTERFACE, interface
 from orrery.transport.fleet import request_s
 
 LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled
+RDMA_DEVICES = Path("/sys/class/infiniband")
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
@@ -68,7 +70,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 def name_devices(manifest: Manifest) -> None:
     """Have UCX, which NIXL goes by, use this run's interface and RDMA devices; what is set already, as a matter of placement, stays."""
     if manifest.inference.kv_transfer.kind == "nixl":
-        os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *_rdma_devices()]))
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *(f"{name}:1" for name in rdma_devices())]))
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
@@ -94,6 +96,15 @@ def refuse_open_interfaces(what: str) -> None:
         )
 
 
-def _rdma_devices() -> list[str]:
-    folder = Path("/sys/class/infiniband")
-    return [f"{each.name}:1" for each in sorted(folder.iterdir())] if folder.is_dir() else []
+def refuse_missing_rdma(field: str, protocol: str) -> None:
+    """Raise OrreryError where `field` asks Mooncake for RDMA and this machine has none: it would go by TCP, and say so in its log alone."""
+    if protocol == "rdma" and not rdma_devices():
+        raise OrreryError(
+            f"{field}.protocol 'rdma': {socket.gethostname()} has none in {RDMA_DEVICES}, and Mooncake would go by TCP; "
+            f"set {field}.protocol to 'tcp', or run where every node has one"
+        )
+
+
+def rdma_devices() -> list[str]:
+    """Names of this machine's RDMA devices."""
+    return sorted(each.name for each in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
