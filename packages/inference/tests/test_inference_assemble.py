@@ -185,7 +185,9 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
     for make_ready in (lambda: None, folder.mkdir):
         make_ready()
         refuse_missing_rdma("here", "tcp")
-        with pytest.raises(OrreryError, match=r"^here\.protocol 'rdma': .* has none in .*/infiniband, .*; set here\.protocol to 'tcp'"):
+        with pytest.raises(
+            OrreryError, match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; set here\.protocol to 'tcp'"
+        ):
             refuse_missing_rdma("here", "rdma")
     (folder / "mlx5_0").mkdir()
     refuse_missing_rdma("here", "rdma")

@@ -100,7 +100,7 @@ def refuse_missing_rdma(field: str, protocol: str) -> None:
     """Raise OrreryError where `field` asks Mooncake for RDMA and this machine has none: it would go by TCP, and say so in its log alone."""
     if protocol == "rdma" and not rdma_devices():
         raise OrreryError(
-            f"{field}.protocol 'rdma': {socket.gethostname()} has none in {RDMA_DEVICES}, and Mooncake would go by TCP; "
+            f"{field}.protocol 'rdma': {socket.gethostname()} has no device in {RDMA_DEVICES}, and Mooncake would go by TCP; "
             f"set {field}.protocol to 'tcp', or run where every node has one"
         )
 
