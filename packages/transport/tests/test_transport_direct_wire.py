@@ -5,13 +5,14 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
 
 from orrery.transport.fingerprint import tensor_fingerprint
-from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, release
+from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, links, release
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 from orrery.transport.weight_wire.peers import Peers
@@ -328,3 +329,36 @@ def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monke
         peers.send(torch.zeros(1), 1, 0)
     with pytest.raises(WireFailed, match="trainer 0 did not send its slices"):
         peers.receive(torch.zeros(1), 0, 0)
+
+
+class Opened:
+    """Stands for what a link opens: says in `closed` that it was closed."""
+
+    def __init__(self, name, closed):
+        self.close = lambda: closed.append(name)
+
+
+def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypatch):
+    closed = []
+    member = SimpleNamespace(place=None)
+    plan = SimpleNamespace(members=[member], holdings=[member, member], ranks=[], of_target=lambda _: [(0, {0: None, 1: None})])
+
+    def reader(_meeting, _generation, source, _own):
+        if source == 1:
+            raise WireFailed("trainer 1 is gone")
+        return Opened(f"reader of {source}", closed)
+
+    def offer(*_):
+        raise WireFailed("the store is gone")
+
+    monkeypatch.setattr(links.ipc, "is_shared", lambda *_: False)
+    monkeypatch.setattr(links, "Registered", lambda *_: Opened("buckets", closed))
+    monkeypatch.setattr(links, "NixlReader", reader)
+    monkeypatch.setattr(links.nixl, "offer", offer)
+    parts = SimpleNamespace(address=SimpleNamespace(secret="s")), 1, 0, plan, [], torch.device("cpu")
+    with pytest.raises(WireFailed, match="trainer 1 is gone"):
+        links.make_target_link("nixl", *parts)
+    assert closed == ["reader of 0", "buckets"]
+    with pytest.raises(WireFailed, match="the store is gone"):
+        links.make_source_link("nixl", *parts)
+    assert closed == ["reader of 0", "buckets", "buckets"]

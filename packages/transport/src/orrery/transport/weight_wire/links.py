@@ -11,6 +11,7 @@ be overwritten, and the target's not read. What a target's device was told to do
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -43,29 +44,27 @@ class TargetLink(Protocol):
 
 
 class _Sending:
-    """A source's end, over whichever way leads to each target."""
+    """A source's end, over whichever way leads to each target; `opened` is what it closes."""
 
-    def __init__(self, pull: PullSource | None, pulling: set[int], peers: Peers | None, buckets: Sequence[torch.Tensor], num_sources: int):
+    def __init__(
+        self, opened: ExitStack, pull: PullSource, pulling: set[int], peers: Peers | None, buckets: Sequence[torch.Tensor], num_sources: int
+    ) -> None:
         self._pull, self._pulling, self._peers, self._buckets, self._num_sources = pull, pulling, peers, buckets, num_sources
-        self.registered: Registered | None = None
+        self.close = opened.close
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> OnItsWay:
         if target in self._pulling:
-            assert self._pull is not None
             return self._pull.send(side, number, target, offset, num_bytes)
         assert self._peers is not None
         return self._peers.send(self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number)
 
-    def close(self) -> None:
-        for end in (self._pull, self._peers, self.registered):
-            if end is not None:
-                end.close()
-
 
 class _Receiving:
-    def __init__(self, pull: PullTarget, pulled: set[int], peers: Peers | None):
+    """A target's end; `opened` is what it closes."""
+
+    def __init__(self, opened: ExitStack, pull: PullTarget, pulled: set[int], peers: Peers | None) -> None:
         self._pull, self._pulled, self._peers = pull, pulled, peers
-        self.registered: Registered | None = None
+        self.close = opened.close
 
     def receive(self, number: int, source: int, message: Message, into: torch.Tensor) -> OnItsWay:
         if source in self._pulled:
@@ -75,11 +74,6 @@ class _Receiving:
             torch.cuda.current_stream().synchronize()
         return self._peers.receive(into, source, number)
 
-    def close(self) -> None:
-        for end in (self._pull, self._peers, self.registered):
-            if end is not None:
-                end.close()
-
 
 def make_source_link(
     kind: str, meeting: Meeting, generation: int, rank: int, plan: Plan, buckets: Sequence[torch.Tensor], device: torch.device
@@ -87,17 +81,20 @@ def make_source_link(
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
-    registered, offer = None, None
-    if kind == "nixl":
-        registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.secret}", buckets)
-        offer = nixl.offer(meeting, generation, rank, registered)
-    elif near:
-        offer = ipc.offer(meeting, generation, rank, buckets)
-    peers = Peers(meeting.store, generation, rank, plan.ranks, device) if _needs_peers(kind, plan) else None
-    pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer)
-    link = _Sending(pull, pulling, peers, buckets, len(plan.holdings))
-    link.registered = registered
-    return link
+    with ExitStack() as opened:  # where one end cannot be made, those before it are closed
+        offer = None
+        if kind == "nixl":
+            registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.secret}", buckets)
+            opened.callback(registered.close)
+            offer = nixl.offer(meeting, generation, rank, registered)
+        elif near:
+            offer = ipc.offer(meeting, generation, rank, buckets)
+        pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer)
+        opened.callback(pull.close)
+        peers = Peers(meeting.store, generation, rank, plan.ranks, device) if _needs_peers(kind, plan) else None
+        if peers is not None:
+            opened.callback(peers.close)
+        return _Sending(opened.pop_all(), pull, pulling, peers, buckets, len(plan.holdings))
 
 
 def make_target_link(
@@ -106,17 +103,22 @@ def make_target_link(
     place = plan.members[target].place
     sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
     readers: dict[int, Reader] = {}
-    registered = None
-    if kind == "nixl":
-        registered = Registered(f"engine-{target}-{generation}-{meeting.address.secret}", buckets)
-        readers = {source: NixlReader(meeting, generation, source, registered) for source in sources}
-    else:
-        near = [source for source in sources if ipc.is_shared(plan.holdings[source].place, place)]
-        readers = {source: IpcReader(meeting, generation, source, device) for source in near}
-    peers = Peers(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device) if _needs_peers(kind, plan) else None
-    link = _Receiving(PullTarget(meeting, generation, target, readers), set(readers), peers)
-    link.registered = registered
-    return link
+    with ExitStack() as opened:
+        if kind == "nixl":
+            registered = Registered(f"engine-{target}-{generation}-{meeting.address.secret}", buckets)
+            opened.callback(registered.close)
+            for source in sources:
+                readers[source] = NixlReader(meeting, generation, source, registered)
+                opened.callback(readers[source].close)
+        else:
+            for source in sources:
+                if ipc.is_shared(plan.holdings[source].place, place):
+                    readers[source] = IpcReader(meeting, generation, source, device)
+                    opened.callback(readers[source].close)
+        peers = Peers(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device) if _needs_peers(kind, plan) else None
+        if peers is not None:
+            opened.callback(peers.close)
+        return _Receiving(opened.pop_all(), PullTarget(meeting, generation, target, readers), set(readers), peers)
 
 
 def _needs_peers(kind: str, plan: Plan) -> bool:

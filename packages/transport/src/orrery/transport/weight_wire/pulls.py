@@ -88,10 +88,6 @@ class PullTarget:
         self._count[source] += 1
         return _Awaited(self._meeting, key, source, self._readers[source], into)
 
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
 
 class _Awaited:
     def __init__(self, meeting: Meeting, key: str, source: int, reader: Reader, into: torch.Tensor) -> None:
