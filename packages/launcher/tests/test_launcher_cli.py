@@ -20,6 +20,7 @@ from orrery.launcher.doctor import examine
 from orrery.launcher.runs import find, job
 from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import id12, load
 from orrery.manifest.workspace import Workspace
 from orrery.observe.health import HealthFile
 from orrery.observe.metrics import MetricsFile
@@ -109,6 +110,17 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
     code, out, err = orrery(capsys, *words)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+
+
+def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):
+    manifest = json.loads((checkout / "manifests/reverse_text.json").read_text())
+    elsewhere = checkout / "c.json"
+    elsewhere.write_text(json.dumps({**manifest, "stages": {**manifest["stages"], "sft": None}}))
+    code, out, _ = orrery(capsys, "plan", str(elsewhere))
+    assert code == 0 and re.findall(rf"(?m)^(\w+) of reverse_text-{id12(load(elsewhere))}: ", out) == ["init", "rl", "evaluate", "report"]
+    code, _, err = orrery(capsys, "plan", "missing.json")
+    assert code == 2 and err.startswith("error: missing.json: ")
+    assert not (checkout / "runs").exists(), "a plan makes nothing"
 
 
 def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher(checkout, capsys):

@@ -79,19 +79,19 @@ def adopt(
 
 @app.command()
 def plan(
-    word: RunWord,
+    word: manifest_cli.Run,
     stage: Annotated[
         str | None, typer.Argument(metavar="[STAGE]", help="One stage, with its srun lines; without it all of the run.")
     ] = None,
 ) -> None:
     """Say what a run's stages would be on this site: nodes, devices, images, submission, command lines. Starts nothing."""
     from orrery.launcher.describe_plan import describe_stage
-    from orrery.launcher.runs import find
+    from orrery.launcher.runs import planned
     from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
 
     workspace = find_workspace()
-    run, site = find(word, workspace), load_site(workspace)
+    run, site = planned(word, workspace), load_site(workspace)
     for name in [stage] if stage else run.stages:
         lines = describe_stage(run.manifest, name, site, workspace)
         print("\n".join(line for line in lines if stage or not line.startswith("  srun")))

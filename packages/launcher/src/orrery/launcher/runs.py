@@ -76,6 +76,14 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
     return Run(manifest, path)
 
 
+def planned(word: str, workspace: Workspace) -> Run:
+    """The run of a manifest by its path (`*.json`), which need not be one of `manifests/`, else as `find`."""
+    if not word.endswith(".json"):
+        return find(word, workspace)
+    manifest = load(word)
+    return Run(manifest, run_dir(runs_root(workspace), manifest))
+
+
 def members(word: str, workspace: Workspace | None = None) -> list[Run]:
     """The runs of a group (`reverse_text_seeds`, a spec file of several runs), or the one run that `word` names."""
     workspace = workspace or find_workspace()
