@@ -1,4 +1,4 @@
-"""Whole small runs of what the demo has not: routes that the trainer replays, adapters alone as weights, a store that engines share."""
+"""Whole small runs of what the demo has not: routes that the trainer replays, caches outside the device, adapters alone as weights."""
 
 import json
 import os
@@ -61,8 +61,8 @@ def blocks(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".bin")]
 
 
-def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda name: None) -> Path:
-    """The run's folder after its stages init and rl; `look` is called with its name while they run."""
+def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda name: None, stages: tuple[str, ...] = ("init", "rl")) -> Path:
+    """The run's folder after its `stages`; `look` is called with its name while they run."""
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = run_dir(tmp_path / "runs", spec)
@@ -70,7 +70,7 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
     (folder / "manifest.json").write_bytes(canonical_json(spec))
     put_on_path(tmp_path / "site")
     path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    for stage in ("init", "rl"):
+    for stage in stages:
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path}
         with open(tmp_path / "said", "w") as said:
             process = subprocess.Popen(["orrery", "run", folder.name, stage], cwd=tmp_path, env=env, stdout=said, stderr=said)
@@ -138,6 +138,15 @@ def small(name: str) -> Manifest:
     content["stages"] |= {"sft": None}
     content["stages"]["rl"] |= {"num_steps": 3}
     return Manifest.model_validate(content)
+
+
+def test_second_turns_find_in_host_memory_and_on_disk_what_has_left_the_device(tmp_path):
+    content = json.loads((ROOT / "manifests" / "calculator_kv_tiers.json").read_text())
+    content["stages"]["rl"] |= {"num_steps": 2}
+    spec = Manifest.model_validate(content)
+    folder = play(tmp_path, spec, stages=("init", "sft", "rl"))
+    (tokens,) = found_outside(folder, spec)
+    assert tokens > 0
 
 
 def test_adapters_are_all_that_engines_get_and_they_compute_what_the_trainer_does(tmp_path):

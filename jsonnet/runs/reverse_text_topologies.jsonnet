@@ -1,5 +1,4 @@
-// The demo in small on engines that divide their work (prefill apart from decode), on one whose cache goes on in host memory and disk, and on two
-// that share a store. What has Mooncake in it runs where a machine has no network but the run's own (docs/inference.md).
+// The demo in small on engines that divide their work (prefill apart from decode), and on two that share a store. What has Mooncake in it runs where a machine has no network but the run's own (docs/inference.md).
 local small = (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke { layout+:: { trainer_ranks: 1 } };
 // A question of more than one block of cache, for parts of a block stay where they are.
 local long = {
@@ -14,10 +13,6 @@ local long = {
   },
   reverse_text_prefill_decode_mooncake: self.reverse_text_prefill_decode {
     inference+: { kv_transfer: { kind: 'mooncake', protocol: 'tcp' } },
-  },
-  reverse_text_kv_tiers: small + long + {
-    layout+:: { engines: 1 },
-    inference+: { kv_offload: { kind: 'tiers', host_bytes: 67108864, disk_bytes: 268435456 } },
   },
   reverse_text_kv_store: small + long + {
     layout+:: { engines: 2 },
