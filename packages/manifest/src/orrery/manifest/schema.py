@@ -540,8 +540,8 @@ class TieredKvOffload(Record):
 
 
 class MooncakeKvOffload(Record):
-    """Blocks go into a Mooncake Store that all engines share: `segment_bytes` of host memory of every engine, of each of its devices as
-    much; one master a stage."""
+    """Blocks go into a Mooncake Store that all engines share: `segment_bytes` of host memory of every engine, which its devices divide
+    evenly, and besides a buffer of a gigabyte at most a device; one master a stage."""
 
     kind: Literal["mooncake"]
     protocol: Literal["tcp", "rdma"]
