@@ -205,7 +205,7 @@ def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypat
             engine_environment(make_manifest(kv_transfer=mooncake, **apart), "127.0.0.1")
         else:
             (tmp_path / "manifest.json").touch()
-            manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 20})
+            manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 24})
             offload(SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0))
 
 
