@@ -38,7 +38,8 @@ def outcome(op, *leaves_and_ends):
     *leaves, ends = leaves_and_ends
     out = op(*leaves, ends)[: ends[-1]]
     out.backward(torch.randn(*out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out))
-    return [out.detach(), leaves[0].grad[: ends[-1]], *(leaf.grad for leaf in leaves[1:])]
+    grad_x = leaves[0].grad
+    return [out.detach(), None if grad_x is None else grad_x[: ends[-1]], *(leaf.grad for leaf in leaves[1:])]
 
 
 @COUNTS
@@ -50,9 +51,30 @@ def test_it_is_the_sum_of_two_products_and_so_are_its_gradients(counts, rest):
         torch.testing.assert_close(a, e)
 
 
-def test_a_gradient_that_nobody_wants_is_neither_made_nor_kept_for():
+@COUNTS
+@pytest.mark.parametrize("trained", ["ab", "a", "b", "weight"])
+def test_what_trains_behind_an_x_that_wants_no_gradient_has_its_own(trained, counts):
+    def grads(op):
+        *leaves, ends = example(counts)
+        named = dict(zip(("x", "weight", "a", "b"), leaves, strict=True))
+        for name, leaf in named.items():
+            leaf.requires_grad_(name in {"ab": ("a", "b")}.get(trained, (trained,)))
+        outcome(op, *leaves, ends)
+        return {name: leaf.grad for name, leaf in named.items()}
+
+    actual, expected = grads(adapted_grouped_matmul), grads(reference)
+    for name, e in expected.items():
+        if e is None:
+            assert actual[name] is None
+        else:
+            torch.testing.assert_close(actual[name], e)
+
+
+@pytest.mark.parametrize("trains_x", [True, False])
+def test_a_gradient_that_nobody_wants_is_neither_made_nor_kept_for(trains_x):
     x, weight, a, b, ends = example([3, 5])
     weight.requires_grad_(False)
+    x.requires_grad_(trains_x)
     kept, calls = [], []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -62,11 +84,12 @@ def test_a_gradient_that_nobody_wants_is_neither_made_nor_kept_for():
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         out = adapted_grouped_matmul(x, weight, a, b, ends)
-    assert sorted(kept) == sorted([*(tuple(t.shape) for t in (x, weight, a, b, ends)), (8, 4)])
+    assert sorted(kept) == sorted([*(tuple(t.shape) for t in ((x, weight, a, b, ends) if trains_x else (x, b, ends))), (8, 4)])
     with Watch():
         out.sum().backward()
     assert [call for call in calls if call.startswith("orrery.")] == [
-        "orrery.adapted_grouped_matmul.default", "orrery.adapter_gradient.default", "orrery.adapter_gradient.default",
+        "orrery.adapted_grouped_matmul.default" if trains_x else "orrery.narrow_grouped_matmul.default",
+        "orrery.adapter_gradient.default", "orrery.adapter_gradient.default",
     ]  # fmt: skip
 
 
@@ -83,6 +106,7 @@ def test_it_compiles_into_one_graph_that_serves_every_routing():
 def test_the_operators_say_truly_what_they_return():
     x, weight, a, b, ends = example([3, 0, 5])
     torch.library.opcheck(torch.ops.orrery.adapted_grouped_matmul, (x, weight, a, b, ends))
+    torch.library.opcheck(torch.ops.orrery.narrow_grouped_matmul, (x.detach(), a.detach(), ends))
     for narrow_first in (False, True):
         wide, narrow = torch.randn(8, 24, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
         torch.library.opcheck(torch.ops.orrery.adapter_gradient, (wide, narrow, ends, narrow_first))
@@ -117,6 +141,7 @@ def test_tritons_kernels_add_what_the_products_give_and_leave_other_rows_alone(r
     num = int(ends[-1])
     assert close(narrow[:num], expected_narrow[:num]) and close(actual[:num], expected[:num])
     assert torch.equal(actual[num:], y[num:])
+    assert torch.equal(low_rank.narrow_product(x, a, ends)[:num], narrow[:num])
     for narrow_first in (False, True):
         start, products = 0, []
         for end in ends.tolist():

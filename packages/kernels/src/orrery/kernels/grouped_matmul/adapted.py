@@ -55,6 +55,22 @@ def _(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Te
     return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1]), x_MK.new_empty(x_MK.shape[0], a_ERK.shape[1])
 
 
+@torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
+def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
+    """The second result of `adapted_grouped_matmul` by itself, [M, R]: all of x's gradient that a's needs."""
+    x_MK = x_MK.contiguous()
+    if _is_fused(x_MK, a_ERK.shape[1]):
+        from orrery.kernels.grouped_matmul import low_rank
+
+        return low_rank.narrow_product(x_MK, a_ERK, ends_E)
+    return operators.product(x_MK, a_ERK, ends_E)
+
+
+@_narrow.register_fake
+def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], a_ERK.shape[1])
+
+
 @torch.library.custom_op("orrery::adapter_gradient", mutates_args=())
 def _adapter_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
     """[E, W, R], or [E, R, W] where the narrow factor is first; zero for an empty group."""
@@ -77,9 +93,15 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     x_MK, weight_ENK, a_ERK, b_ENR, ends_E = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    wants_weight, wants_a, wants_b = ctx.needs_input_grad[1:4]
-    wanted = x_MK if wants_weight or wants_a else None, output[1] if wants_b else None
-    ctx.save_for_backward(*wanted, weight_ENK, a_ERK, b_ENR, ends_E)
+    wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
+    wanted = (
+        x_MK if wants_weight or wants_a else None,
+        output[1] if wants_b else None,
+        weight_ENK if wants_x else None,
+        a_ERK if wants_x else None,
+        b_ENR if wants_x or wants_a else None,
+    )
+    ctx.save_for_backward(*wanted, ends_E)
 
 
 def _backward(ctx: Any, grad_MN: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -87,8 +109,12 @@ def _backward(ctx: Any, grad_MN: Tensor | None, _: Tensor | None) -> tuple[Tenso
     if grad_MN is None:
         return (None,) * 5
     grad_MN = grad_MN.contiguous()
-    wants_weight, wants_a, wants_b = ctx.needs_input_grad[1:4]
-    grad_x_MK, grad_narrow_MR = _adapted(grad_MN, weight_ENK.transpose(1, 2), b_ENR.transpose(1, 2), a_ERK.transpose(1, 2), ends_E)
+    wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
+    grad_x_MK = grad_narrow_MR = None
+    if wants_x:
+        grad_x_MK, grad_narrow_MR = _adapted(grad_MN, weight_ENK.transpose(1, 2), b_ENR.transpose(1, 2), a_ERK.transpose(1, 2), ends_E)
+    elif wants_a:
+        grad_narrow_MR = _narrow(grad_MN, b_ENR.transpose(1, 2), ends_E)
     grad_weight_ENK = torch.ops.orrery.grouped_matmul_weight_gradient(grad_MN, x_MK, ends_E) if wants_weight else None
     grad_a_ERK = _adapter_gradient(x_MK, grad_narrow_MR, ends_E, True) if wants_a else None
     grad_b_ENR = _adapter_gradient(grad_MN, narrow_MR, ends_E, False) if wants_b else None

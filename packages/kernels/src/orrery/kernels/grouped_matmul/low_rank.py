@@ -36,6 +36,11 @@ def add_low_rank(y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_
     return narrow_MR
 
 
+def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
+    """x a[e]ᵀ [M, R] alone, of any rank, where a general product asks for a multiple of 8."""
+    return add_low_rank(x_MK.new_empty(len(x_MK), 0), x_MK, a_ERK, a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1]), ends_E)
+
+
 def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
     """[E, W, R], or [E, R, W] where the narrow one is `first`: of each group, one factor transposed times the other. Both contiguous."""
     num_groups, width, rank = ends_E.shape[0], wide_MW.shape[1], narrow_MR.shape[1]
