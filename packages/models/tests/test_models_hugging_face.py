@@ -69,7 +69,7 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(content, make_n
     lengths, temperature = [17, 1, 9], torch.linspace(0.5, 1.5, 27)
     token_ids, positions, cu_seqlens = make_pack(lengths)
     target = token_ids.roll(-1)
-    logprob, entropy = module.score(token_ids, positions, cu_seqlens, target, temperature, chunk_tokens=10)
+    logprob, entropy = module.log_probs(module(token_ids, positions, cu_seqlens), target, temperature, chunk_tokens=10)
     logits = torch.cat([theirs(document[None]).logits[0] for document in token_ids.split(lengths)]) / temperature[:, None]
     expected = logits.log_softmax(-1)
     assert logits.std() > 0.05
@@ -112,7 +112,7 @@ def test_the_length_of_a_chunk_changes_no_log_prob_of_a_capped_head(make_network
     model, module = make_network(ARCHITECTURES["gemma2: soft caps, a window"])
     filled(model, module)
     pack, temperature = make_pack([7, 9]), torch.ones(16)
-    scores = [module.score(*pack, pack[0].roll(-1), temperature, chunk_tokens) for chunk_tokens in (3, 16, "auto")]
+    scores = [module.log_probs(module(*pack), pack[0].roll(-1), temperature, chunk_tokens) for chunk_tokens in (3, 16, "auto")]
     for other in scores[1:]:
         torch.testing.assert_close(other, scores[0], rtol=0, atol=1e-5)
 
@@ -135,7 +135,8 @@ def test_a_pack_of_no_tokens_gives_zero_gradients(content, make_network):
     model, module = make_network(content)
     filled(model, module)
     nothing = torch.zeros(0, dtype=torch.int64)
-    logprob, entropy = module.score(nothing, nothing, torch.zeros(1, dtype=torch.int32), nothing, torch.zeros(0), chunk_tokens=8)
+    hidden = module(nothing, nothing, torch.zeros(1, dtype=torch.int32))
+    logprob, entropy = module.log_probs(hidden, nothing, torch.zeros(0), chunk_tokens=8)
     (logprob.sum() + entropy.sum()).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name

@@ -107,7 +107,7 @@ def test_a_training_gradient_equals_the_one_of_transformers(family, fields, make
     weights.save(module, model, tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     token_ids, positions, cu_seqlens = make_pack([30])
-    logprob, _ = module.score(token_ids, positions, cu_seqlens, token_ids.roll(-1), torch.ones(30), chunk_tokens=7)
+    logprob, _ = module.log_probs(module(token_ids, positions, cu_seqlens), token_ids.roll(-1), torch.ones(30), chunk_tokens=7)
     logprob[:-1].mean().backward()
     torch.log_softmax(theirs(token_ids[None]).logits[0, :-1], -1).gather(1, token_ids[1:, None]).mean().backward()
     expected = dict(theirs.named_parameters())
@@ -137,11 +137,11 @@ def test_a_pack_gives_what_its_documents_give_alone(family, fields, make_model, 
 
 
 @variants
-def test_score_is_the_log_softmax_of_the_logits_at_each_temperature(family, fields, make_model, make_pack):
+def test_log_probs_are_the_log_softmax_of_the_logits_at_each_temperature(family, fields, make_model, make_pack):
     module = initialized(make_model(family, **fields))
     pack = make_pack([9, 12])
     target, temperature = pack[0].roll(-1), torch.linspace(0.5, 1.5, 21)
-    logprob, entropy = module.score(*pack, target, temperature, chunk_tokens=4)
+    logprob, entropy = module.log_probs(module(*pack), target, temperature, chunk_tokens=4)
     expected = reference_token_logprob(module(*pack), module.lm_head_weight, target, temperature)
     torch.testing.assert_close((logprob, entropy), expected, rtol=1e-5, atol=1e-5)
     assert logprob.dtype == entropy.dtype == torch.float32
@@ -162,7 +162,8 @@ def test_the_router_is_computed_in_float32_under_bfloat16_weights(make_model, ma
 def test_a_pack_of_no_tokens_gives_zero_gradients(family, fields, make_model):
     module = initialized(make_model(family, **fields))
     nothing = torch.zeros(0, dtype=torch.int64)
-    logprob, entropy = module.score(nothing, nothing, torch.zeros(1, dtype=torch.int32), nothing, torch.zeros(0), chunk_tokens=8)
+    hidden = module(nothing, nothing, torch.zeros(1, dtype=torch.int32))
+    logprob, entropy = module.log_probs(hidden, nothing, torch.zeros(0), chunk_tokens=8)
     (logprob.sum() + entropy.sum()).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name

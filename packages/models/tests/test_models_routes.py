@@ -35,7 +35,7 @@ def learned(module, pack, routes=None):
     """(loss, gradients, choices that differ)."""
     module.zero_grad()
     target = pack[0].roll(-1)
-    logprob, _ = module.score(*pack, target, torch.ones(len(target)), chunk_tokens=7, routed_experts_TLK=routes)
+    logprob, _ = module.log_probs(module(*pack, routes), target, torch.ones(len(target)), chunk_tokens=7)
     logprob.mean().backward()
     return logprob.detach(), {name: one.grad.clone() for name, one in module.named_parameters()}, module.num_routes_differ
 

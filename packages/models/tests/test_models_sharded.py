@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from orrery.manifest.schema import Model
-from orrery.models import build, expert_modules, fsdp_methods, fsdp_units, hf_folder, weights
+from orrery.models import build, expert_modules, fsdp_units, hf_folder, weights
 from orrery.models.placement import box_of
 
 WORLD_SIZE = 4
@@ -50,9 +50,20 @@ cases = pytest.mark.parametrize("case", CASES)
 computing = pytest.mark.parametrize("case", [case for case, (_, _, cut) in CASES.items() if cut is None])
 
 
-def score_and_gradients(module, pack):
-    token_ids, positions, cu_seqlens = pack
-    logprob, entropy = module.score(token_ids, positions, cu_seqlens, token_ids.roll(-1), torch.full((len(token_ids),), 0.7), 5)
+class Scorer(nn.Module):
+    """Network and head behind one `forward`, which is FSDP's root, as the trainer's policy is."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, token_ids, positions, cu_seqlens):
+        hidden = self.network(token_ids, positions, cu_seqlens)
+        return self.network.log_probs(hidden, token_ids.roll(-1), torch.full((len(token_ids),), 0.7), 5)
+
+
+def score_and_gradients(scorer, pack):
+    logprob, entropy = scorer(*pack)
     (logprob.mean() + 0.1 * entropy.mean()).backward()
     return logprob.detach(), entropy.detach()
 
@@ -76,7 +87,7 @@ def main(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def sharded(model: Model, cut: int | None) -> nn.Module:
+def sharded(model: Model, cut: int | None) -> Scorer:
     mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
     module = build(model, torch.float32, "meta")
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -89,15 +100,13 @@ def sharded(model: Model, cut: int | None) -> nn.Module:
             fully_shard(experts, mesh=expert_mesh["expert_fsdp"], mp_policy=policy, shard_placement_fn=lambda _: Shard(cut))
     for unit in fsdp_units(module):
         fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    for method in fsdp_methods(module):
-        register_fsdp_forward_method(module, method)
-    return module
+    return fully_shard(Scorer(module), mesh=mesh, mp_policy=policy)
 
 
 def compute(rank: int, directory: Path, cut: int | None) -> None:
     model = Model.model_validate_json((directory / "model.json").read_text())
-    drawn, loaded = sharded(model, cut), sharded(model, cut)
+    scorer = sharded(model, cut)
+    drawn, loaded = sharded(model, cut).network, scorer.network
     weights.initialize(drawn, model)
     weights.load(loaded, directory / "whole")
     for (name, a), (_, b) in zip(drawn.named_parameters(), loaded.named_parameters(), strict=True):
@@ -111,7 +120,7 @@ def compute(rank: int, directory: Path, cut: int | None) -> None:
     save_file(slices, directory / f"slices_{rank}.safetensors")
     if cut is None:
         tensors = load_file(directory / "pack.safetensors")
-        logprob, entropy = score_and_gradients(loaded, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
+        logprob, entropy = score_and_gradients(scorer, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
         save_file({"logprob": logprob, "entropy": entropy, **gradients(loaded)}, directory / f"outcome_{rank}.safetensors")
 
 
@@ -153,7 +162,7 @@ def ranks(make_model, make_pack, tmp_path_factory):
 @computing
 def test_ranks_have_the_scores_and_gradients_of_one(case, ranks, make_pack):
     directory, _, module = ranks[case]
-    logprob, entropy = score_and_gradients(module, make_pack([7, 9, 4]))
+    logprob, entropy = score_and_gradients(Scorer(module), make_pack([7, 9, 4]))
     expected = {"logprob": logprob, "entropy": entropy, **gradients(module)}
     for rank in range(WORLD_SIZE):
         actual = load_file(directory / f"outcome_{rank}.safetensors")

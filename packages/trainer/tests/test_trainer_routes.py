@@ -102,9 +102,9 @@ def test_log_probs_are_compared_on_the_engines_routes(start):
     columns = elsewhere(engine, columns)
     ids = torch.from_numpy(columns.token["token_id"].astype(np.int64))
     position = torch.from_numpy(np.arange(len(ids)) - np.repeat(columns.offsets[:-1], columns.lengths))
-    given = (ids, position, torch.from_numpy(columns.offsets.astype(np.int32)))
-    routes = torch.from_numpy(columns.token["routed_experts"])
-    logprob = engine.policy.network.score(*given, ids.roll(-1), torch.ones(len(ids)), 16, routes)[0].detach().numpy()
+    given = (ids, position, torch.from_numpy(columns.offsets.astype(np.int32)), torch.from_numpy(columns.token["routed_experts"]))
+    network = engine.policy.network
+    logprob = network.log_probs(network(*given), ids.roll(-1), torch.ones(len(ids)), 16)[0].detach().numpy()
     columns.token["logprob"][1:] = np.where(columns.token["trained"][1:], logprob[:-1], 0)
     peak, num_tokens = engine.compare([columns])
     assert peak < 1e-5 and num_tokens == columns.token["trained"].sum()

@@ -1,5 +1,5 @@
 """Models: what a network is, on one device, and its weights as Hugging Face has them."""
 
-from orrery.models.families import build, expert_modules, fsdp_methods, fsdp_units, hf_config
+from orrery.models.families import build, expert_modules, fsdp_units, hf_config
 
-__all__ = ["build", "expert_modules", "fsdp_methods", "fsdp_units", "hf_config"]
+__all__ = ["build", "expert_modules", "fsdp_units", "hf_config"]

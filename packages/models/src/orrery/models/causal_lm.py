@@ -3,8 +3,8 @@
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
 - One device is all that this code knows. `sharding.py` of the family says which modules are FSDP units; `trainer/parallel` applies it.
-- The vocabulary is read twice: at the embedding and at the LM head. The head's weight is used inside this module's own forward methods
-  (`forward`, `score`), so that a sharded weight is whole when it is read: outside of them `lm_head_weight` may be a shard.
+- The vocabulary is read twice: at the embedding and at the LM head (`log_probs`). A sharded weight is whole only inside the forward pass
+  of the module that FSDP has wrapped around it: outside, `lm_head_weight` may be a shard.
 - Parameters are unset (NaN) after construction: `orrery.models.weights` initialises or loads them.
 """
 
@@ -40,7 +40,7 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Packed tokens to hidden states (`forward`) or to log-probs and entropies of given tokens (`score`).
+    """Packed tokens to hidden states (`forward`), and those to log-probs and entropies of given tokens (`log_probs`).
 
     A family gives `layers`, `lm_head` (None where the embedding serves), `lm_head_weight` and `forward`.
     """
@@ -82,25 +82,17 @@ class CausalLm(nn.Module):
         """The family's own draw of a whole initial tensor, on the CPU; None where it has no other than `orrery.models.weights`."""
         return None
 
-    def score(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens: Tensor,
-        target_T: Tensor,
-        temperature_T: Tensor,
-        chunk_tokens: ChunkTokens,
-        routed_experts_TLK: Tensor | None = None,
-        max_seqlen: int | None = None,
+    def log_probs(
+        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of `target_T[t]` after token t, and the entropy there: float32 [T] each; differentiable.
+        """Log-prob of `target_T[t]` after row t of `forward`'s hidden states, and the entropy there: float32 [T] each; differentiable.
 
-        target i64 [T], temperature f32 [T] > 0. The target of a document's last token is of no meaning; any id will do.
+        target i64 [T], temperature f32 [T] > 0. The head is called as a module, not through its weight, wherever it is one: FSDP's hooks
+        sit on module calls.
         """
-        hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens, routed_experts_TLK, max_seqlen)
         if self.lm_head is None:
-            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens)
-        return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens)
+            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens, keep_logits)
+        return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens, keep_logits)
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -73,11 +73,6 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
     return units
 
 
-def fsdp_methods(module: CausalLm) -> tuple[str, ...]:
-    """Methods besides `forward` to hand to `register_fsdp_forward_method`."""
-    return _part(module.config, "sharding").FSDP_METHODS
-
-
 def expert_modules(module: CausalLm) -> list[nn.Module]:
     """The modules all of whose parameters have the expert as dimension 0: FSDP units of their own under expert parallel."""
     patterns = _part(module.config, "sharding").EXPERT_MODULES

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from orrery.kernels.token_logprob import token_logprob
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.micro_batch import MicroBatch
 
@@ -29,16 +28,11 @@ class Policy(nn.Module):
         self.copies: Copies | None = None  # of the weights that compute, on one rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature.
-
-        The head is called as a module, not through its weight, wherever it is one: FSDP's hooks sit on module calls.
-        """
+        """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature."""
         network = self.network
         hidden_TD = network(batch.token_id, batch.position, batch.cu_seqlens, batch.routed_experts, max_seqlen=batch.max_seqlen)
         hidden_MD = _Rows.apply(hidden_TD, batch.row)
-        if network.lm_head is None:
-            return token_logprob(hidden_MD, network.lm_head_weight, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
-        return network.lm_head(hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
+        return network.log_probs(hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
 
 
 class _Rows(torch.autograd.Function):
