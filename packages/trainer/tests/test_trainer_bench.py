@@ -299,26 +299,48 @@ def test_a_device_of_unknown_rates_has_no_expected_times():
     assert expected(asked, [asked.document_tokens], "NVIDIA A100-SXM4-80GB") is None
 
 
+REST = {"lr": 1e-6, "weight_decay": 0.0}
+ADAMW = {"kind": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, **REST}
+MUON = {"kind": "muon", "momentum": 0.95, "nesterov": True, "num_newton_schulz_steps": 5, "rest": ADAMW, **REST}
+
+
+def expected_with(optimizer, devices=2, **options):
+    options = Options(devices=devices, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options)
+    return expected(request(find("qwen3_30b_a3b_16k"), options), [16384], "NVIDIA H200")
+
+
+def expected_s(optimizer, **options):
+    return expected_with(optimizer, **options)["optimizer"]
+
+
 def test_the_optimizers_expected_time_follows_its_kind():
-    rest = {"lr": 1e-6, "weight_decay": 0.0}
-    adamw = {"kind": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, **rest}
-    muon = {"kind": "muon", "momentum": 0.95, "nesterov": True, "num_newton_schulz_steps": 5, "rest": adamw, **rest}
-
-    def expected_s(optimizer, **options):
-        asked = request(find("qwen3_30b_a3b_16k"), Options(devices=2, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options))
-        return expected(asked, [16384], "NVIDIA H200")["optimizer"]
-
-    sgd, momentum = ({"kind": "sgd", "momentum": value, **rest} for value in (0.0, 0.9))
-    signs, decayed = ({"kind": "sign_sgd", **rest, "weight_decay": value} for value in (0.0, 0.1))
-    num_bytes = [40 * expected_s(one) / expected_s(adamw) for one in (momentum, sgd, decayed, signs)]
+    sgd, momentum = ({"kind": "sgd", "momentum": value, **REST} for value in (0.0, 0.9))
+    signs, decayed = ({"kind": "sign_sgd", **REST, "weight_decay": value} for value in (0.0, 0.1))
+    num_bytes = [40 * expected_s(one) / expected_s(ADAMW) for one in (momentum, sgd, decayed, signs)]
     assert num_bytes == pytest.approx([32, 24, 32, 24])
     # By hand: 12 layers of 128 experts of three matrices 768 × 2048, and attention's 4096 (twice) and 512 (twice) × 2048, halved over two.
     operations = 12 * (128 * 3 * _step(768, 2048) + 2 * _step(2048, 4096) + 2 * _step(512, 2048)) / 2
     values = 12 * (128 * 3 * 768 * 2048 + 2 * 2048 * 4096 + 2 * 512 * 2048) / 2
-    elementwise_s = (20 * values + expected_s(adamw) * 4.2e12) / 4.2e12  # 60 bytes a value there, 40 elsewhere
-    assert expected_s(muon) == pytest.approx(5 * operations / 650e12 + elementwise_s, rel=1e-6)
+    elementwise_s = (20 * values + expected_s(ADAMW) * 4.2e12) / 4.2e12  # 60 bytes a value there, 40 elsewhere
+    assert expected_s(MUON) == pytest.approx(5 * operations / 650e12 + elementwise_s, rel=1e-6)
     offload = {"memory": '{"optimizer_offload": true}'}
-    assert expected_s(muon, **offload) < expected_s(adamw, **offload) and expected_s(signs, **offload) == expected_s(signs)
+    assert expected_s(MUON, **offload) < expected_s(ADAMW, **offload) and expected_s(signs, **offload) == expected_s(signs)
+
+
+def test_muons_expected_time_has_its_all_to_alls_which_only_offloaded_states_hide():
+    # By hand: of 12 layers attention's matrices, 4096 × 2048 and 512 × 2048 (two each), are cut over four, the experts' are not. A device
+    # holds a quarter and sends three quarters of it, two bytes a value, to the owners; and as much of what it owns.
+    cut_s = 2 * 2 * 12 * (2 * 4096 * 2048 + 2 * 512 * 2048) / 4 * 3 / 4 / 350e9
+    muon, adamw = expected_with(MUON, devices=4), expected_with(ADAMW, devices=4)
+    assert muon["communication in all"] - adamw["communication in all"] == pytest.approx(cut_s)
+    assert muon["communication"] - adamw["communication"] == pytest.approx(cut_s)
+    assert muon["step"] - adamw["step"] == pytest.approx(muon["optimizer"] - adamw["optimizer"] + cut_s)
+    alone, alone_adamw = expected_with(MUON, devices=1), expected_with(ADAMW, devices=1)
+    assert alone["communication in all"] == alone_adamw["communication in all"] == 0.0
+    offload = {"devices": 4, "memory": '{"optimizer_offload": true}'}
+    muon, adamw = expected_with(MUON, **offload), expected_with(ADAMW, **offload)
+    assert muon["communication in all"] - adamw["communication in all"] == pytest.approx(cut_s)
+    assert muon["communication"] == adamw["communication"]
 
 
 def _step(m, n):

@@ -3,7 +3,7 @@
 - Products and attention: executed operations (`orrery.models.flops`), what is computed again included.
 - Elementwise work: bytes that kernels read and write, fused as far as neighbours fuse, at the memory's rate; `_elementwise_bytes` counts.
 - Communication: bytes that a device sends or receives, at the link's rate. What products can hide costs nothing: the step is the longer
-  of computation and communication, plus what cannot hide (the optimizer).
+  of computation and communication, plus what cannot hide (the optimizer, and Muon's all-to-alls in it).
 - It is a floor to compare with, made of nothing measured in the run itself.
 """
 
@@ -59,7 +59,9 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
         "lm head": work.lm_head / mesh.cp / rates.dense_flops + tokens * model.vocab_size * 22 / rates.memory_bytes,
         "elementwise": tokens * model.num_layers * _elementwise_bytes(request) / rates.memory_bytes,
     }
-    seconds["optimizer"] = _optimizer_s(request, trained, shards, rates) if trained else 0.0
+    computing_s, offloaded_s, dealt_s = _optimizer_s(request, trained, shards, rates) if trained else (0.0, 0.0, 0.0)
+    seconds["optimizer"] = max(computing_s, offloaded_s)
+    dealing_s = max(computing_s + dealt_s, offloaded_s) - seconds["optimizer"]  # what copies of offloaded states do not hide
     gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
     reductions = request.micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     over_ranks = (shards - 1) / shards
@@ -78,14 +80,16 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
     computation = sum(seconds.values()) - seconds["optimizer"]
     return {
         **seconds,
-        "communication in all": communication,
-        "communication": max(0.0, communication - computation),
-        "step": max(computation, communication) + seconds["optimizer"],
+        "communication in all": communication + dealt_s,
+        "communication": max(0.0, communication - computation) + dealing_s,
+        "step": max(computation, communication) + seconds["optimizer"] + dealing_s,
     }
 
 
-def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) -> float:
-    """Of `trained` float32 values on this device. Bytes a value, by the kernels that `optim/` calls:
+def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of its kernels, of offloaded states' copies beside them, and of its all-to-alls, for `trained` float32 values on this device.
+
+    Bytes a value, by the kernels that `optim/` calls:
 
     - AdamW 28 (weight, gradient and two moments read, three of them written), SGD 20 with momentum and 12 without; for the gradient's norm
       and its scale, which these kernels write too, 12 more.
@@ -94,12 +98,14 @@ def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) ->
       look-ahead; and beside these the products of its iteration: of matrices of m ≤ n, 4·m²·n + 2·m³ a step (X Xᵀ, A A and B X), each
       on one rank. AdamW for the rest.
 
-    Offloaded states, 4 bytes each, cross the host link both ways at once: the longer counts.
+    Offloaded states, 4 bytes each, cross the host link both ways at once. Muon deals out the matrices that are cut, in bfloat16: of its
+    pieces a device sends away all but those of the matrices that it owns, and of these afterwards all but its own pieces.
     """
     optimizer = request.trainer.optimizer
-    products_s = 0.0
+    products_s = dealt_bytes = 0.0
     if optimizer.kind == "muon":
-        values, operations = _matrices_of_blocks(request)
+        values, cut, operations = _matrices_of_blocks(request)
+        dealt_bytes = 2 * 2 * cut / shards * (shards - 1) / shards
         in_blocks = values / shards
         rest = max(trained - in_blocks, 0.0)
         products_s = optimizer.num_newton_schulz_steps * operations / shards / rates.dense_flops
@@ -112,19 +118,20 @@ def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) ->
     else:
         num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
     offloaded_s = 4 * num_states / rates.host_link_bytes if request.trainer.memory.optimizer_offload else 0.0
-    return max(num_bytes / rates.memory_bytes + products_s, offloaded_s)
+    return num_bytes / rates.memory_bytes + products_s, offloaded_s, dealt_bytes / rates.link_bytes
 
 
-def _matrices_of_blocks(request: Request) -> tuple[int, float]:
-    """Values of the matrices that Muon moves, and operations of one step of its iteration on all of them."""
-    values, operations = 0, 0.0
+def _matrices_of_blocks(request: Request) -> tuple[int, int, float]:
+    """Of the matrices that Muon moves: values, those that FSDP cuts (not stacks: between matrices), operations of an iteration's step."""
+    values, cut, operations = 0, 0, 0.0
     for name, weight in build(request.model, torch.float32, "meta").named_parameters():
         if is_block_matrix(name, weight):
             rows, columns = weight.shape[-2] // (2 if FUSED.search(name) else 1), weight.shape[-1]
             m, n = sorted((rows, columns))
             values += weight.numel()
+            cut += weight.numel() if weight.ndim == 2 else 0
             operations += weight.numel() / (m * n) * (4 * m**2 * n + 2 * m**3)
-    return values, operations
+    return values, cut, operations
 
 
 def _parameters(request: Request) -> tuple[float, float]:
