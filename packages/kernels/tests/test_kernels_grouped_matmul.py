@@ -1,17 +1,10 @@
-"""Grouped products against one product a group.
-
-The Triton kernel runs on a GPU, or, with TRITON_INTERPRET=1 in the environment, on a CPU under its interpreter.
-"""
-
-import os
-from importlib.util import find_spec
+"""Grouped products against one product a group."""
 
 import pytest
 import torch
 
 from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [0, 0], [7]])
 
 
@@ -22,10 +15,16 @@ def example(counts, dtype=torch.float64, device="cpu", k=16, n=24, rest=0):
     return x, weight, torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
-def outcome(op, x, weight, ends, *args):
-    out = op(x, weight, ends, *args)
+def outcome(op, x, weight, ends):
+    out = op(x, weight, ends)
     out.backward(torch.randn(*out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out))
     return out.detach(), x.grad, weight.grad
+
+
+def grouped(outcome, ends):
+    """What is defined of an outcome: rows of a group, and the weight's gradient."""
+    out, grad_x, grad_weight = outcome
+    return out[: ends[-1]], grad_x[: ends[-1]], grad_weight
 
 
 @COUNTS
@@ -45,18 +44,17 @@ def test_each_group_is_multiplied_by_its_own_weight_and_gets_its_own_gradient(op
 
 
 @COUNTS
-def test_rows_of_no_group_are_zero_where_asked_and_give_no_gradient(counts):
+def test_rows_of_no_group_give_no_gradient(counts):
     expected = outcome(reference_grouped_matmul, *example(counts, rest=4))
     x, weight, ends = example(counts, rest=4)
     with torch.no_grad():
         x[sum(counts) :] = float("nan")
-    actual = outcome(grouped_matmul, x, weight, ends, True)
-    for a, e in zip(actual, expected, strict=True):
+    for a, e in zip(grouped(outcome(grouped_matmul, x, weight, ends), ends), grouped(expected, ends), strict=True):
         torch.testing.assert_close(a, e)
-    assert (actual[0][sum(counts) :] == 0).all() and (actual[1][sum(counts) :] == 0).all()
+    assert (expected[0][sum(counts) :] == 0).all() and (expected[1][sum(counts) :] == 0).all()
 
 
-def test_rows_of_no_group_show_when_they_are_read_unasked():
+def test_rows_of_no_group_show_when_they_are_read():
     out, grad_x, grad_weight = outcome(grouped_matmul, *example([3, 5], rest=2))
     assert out[8:].isnan().all() and grad_x[8:].isnan().all() and not grad_weight.isnan().any() and not out[:8].isnan().any()
 
@@ -93,7 +91,7 @@ def test_it_compiles_into_one_graph_that_serves_every_routing():
 
 def test_the_operators_say_truly_what_they_return():
     x, weight, ends = example([3, 0, 5])
-    torch.library.opcheck(torch.ops.orrery.grouped_matmul, (x, weight, ends, True))
+    torch.library.opcheck(torch.ops.orrery.grouped_matmul, (x, weight, ends))
     grad = torch.randn(8, 24, dtype=torch.float64)
     torch.library.opcheck(torch.ops.orrery.grouped_matmul_weight_gradient, (grad, x.detach(), ends))
 
@@ -105,29 +103,15 @@ def test_shapes_that_do_not_go_together_are_refused():
             grouped_matmul(*wrong)
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
-)
-@pytest.mark.parametrize(("num_rows", "end", "width"), [(40, 0, 24), (40, 21, 1032), (33, 32, 8), (32, 32, 8)])
-def test_triton_clears_the_rows_from_the_last_end_on_and_no_others(num_rows, end, width):
-    from orrery.kernels.grouped_matmul import triton
-
-    out = torch.ones(num_rows, width, device=DEVICE)
-    triton.clear_rest(out, torch.tensor([0, end], dtype=torch.int32, device=DEVICE))
-    assert (out[:end] == 1).all() and (out[end:] == 0).all()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form needs a GPU")
 @pytest.mark.parametrize("rest", [0, 5])
 @pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [7]])
 def test_the_fused_form_on_a_gpu_agrees_within_bfloat16(counts, rest):
-    fused, loop = example(counts, torch.bfloat16, "cuda", rest=rest), example(counts, rest=rest)
     outputs = []
-    for x, weight, ends in (fused, loop):
-        out = grouped_matmul(x, weight, ends, True)
+    for x, weight, ends in (example(counts, torch.bfloat16, "cuda", rest=rest), example(counts, rest=rest)):
+        out = grouped_matmul(x, weight, ends)
         out.sum().backward()
-        outputs.append((out.detach(), x.grad, weight.grad))
+        outputs.append(grouped((out.detach(), x.grad, weight.grad), ends))
     for a, e in zip(*outputs, strict=True):
         assert (a.cpu().double() - e).abs().max() <= 3e-2 * e.abs().max()
 
@@ -135,9 +119,9 @@ def test_the_fused_form_on_a_gpu_agrees_within_bfloat16(counts, rest):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form needs a GPU")
 def test_the_fused_form_never_waits_for_the_device():
     x, weight, ends = example([3, 5, 2], torch.bfloat16, "cuda")
-    outcome(grouped_matmul, x, weight, ends, True)
+    outcome(grouped_matmul, x, weight, ends)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        grouped_matmul(x, weight, ends, True).sum().backward()
+        grouped_matmul(x, weight, ends).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

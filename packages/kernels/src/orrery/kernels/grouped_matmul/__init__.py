@@ -4,7 +4,7 @@
 
 - `reference.py` loops over the groups with plain autograd: the referee.
 - `operators.py` is the op, `orrery::grouped_matmul`, and the product of its weight's gradient: torch's grouped GEMM in bfloat16 on a
-  GPU, without a host sync; a loop elsewhere. torch.compile leaves both whole. `triton.py` clears rows that belong to no group.
+  GPU, without a host sync; a loop elsewhere. torch.compile leaves both whole.
 - `adapted.py` is the product with adapters in it, `orrery::adapted_grouped_matmul`; `low_rank.py` is what they add, in Triton.
 - `multiprocessors.py` keeps the GEMM off those that collectives hold.
 """

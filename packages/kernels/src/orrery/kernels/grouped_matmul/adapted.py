@@ -5,12 +5,15 @@ product x a[e]ᵀ is its second result, which the gradient of b needs; the first
 both. In bfloat16 on a GPU with Triton, ranks to 64 run in `low_rank.py`'s kernels, all else in grouped products.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orrery.kernels.grouped_matmul import operators
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 def adapted_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> Tensor:
@@ -31,7 +34,7 @@ def adapted_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_EN
 
 
 def _is_fused(x: Tensor, rank: int) -> bool:
-    if not (operators.HAS_TRITON and x.is_cuda and x.dtype == torch.bfloat16):
+    if not (HAS_TRITON and x.is_cuda and x.dtype == torch.bfloat16):
         return False
     from orrery.kernels.grouped_matmul import low_rank
 

@@ -5,11 +5,9 @@
 - bfloat16 on a GPU is torch's grouped GEMM where K and N are multiples of 8 (its rows start at multiples of 16 bytes): the group ends stay
   on the device. All else, float32 on a GPU too, loops over the groups and waits for their ends.
 - Rows beyond `ends[-1]`, which a transfer of fixed capacity leaves, belong to no group. They give nothing to the weight's gradient. What
-  they hold in the output and in x's gradient is undefined, NaN where the loop runs so that a reader shows, unless `zero_rest` asks for
-  zeros: then a small pass writes those rows.
+  they hold in the output and in x's gradient is undefined, NaN where the loop runs so that a reader shows.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,36 +18,32 @@ from orrery.kernels.grouped_matmul.multiprocessors import leaving
 
 # Public since torch 2.10, private before; None where this torch has neither.
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-HAS_TRITON = find_spec("triton") is not None
 
 
-def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool = False) -> Tensor:
+def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Rows `ends[e − 1]:ends[e]` of x times weight[e] transposed: [M, N] in x's dtype.
 
     x [M, K] and weight [E, N, K] of one dtype; ends i32 [E], rising, at most M; a group may be empty, M may be 0.
-    Rows from ends[-1] on are undefined, in the output and in x's gradient, or zero with `zero_rest`.
+    Rows from ends[-1] on are undefined, in the output and in x's gradient.
     """
     if x_MK.shape[1] != weight_ENK.shape[2] or x_MK.dtype != weight_ENK.dtype or ends_E.shape != weight_ENK.shape[:1]:
         raise ValueError(
             f"x {x_MK.dtype} {list(x_MK.shape)}, weight {weight_ENK.dtype} {list(weight_ENK.shape)} and ends {list(ends_E.shape)} "
             "must be [M, K], [E, N, K] and [E], x and weight of one dtype"
         )
-    return _product(x_MK, weight_ENK, ends_E, zero_rest)
+    return _product(x_MK, weight_ENK, ends_E)
 
 
 def _fuses(a: Tensor, *widths: int) -> bool:
     return _grouped_mm is not None and a.is_cuda and a.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
 
 
-def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool = False) -> Tensor:
+def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """The product as such, for operators that are made of it; it has no gradient of its own."""
     if x_MK.shape[0] and _fuses(x_MK, *weight_ENK.shape[1:]):
         with leaving():
-            out_MN = _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
-        if zero_rest:
-            _clear_rest(out_MN, ends_E)
-        return out_MN
-    out_MN = x_MK.new_full((x_MK.shape[0], weight_ENK.shape[1]), 0.0 if zero_rest else float("nan"))
+            return _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
+    out_MN = x_MK.new_full((x_MK.shape[0], weight_ENK.shape[1]), float("nan"))
     start = 0
     for e, end in enumerate(ends_E.tolist()):
         if start < end:
@@ -59,12 +53,12 @@ def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool = 
 
 
 @torch.library.custom_op("orrery::grouped_matmul", mutates_args=())
-def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
-    return product(x_MK, weight_ENK, ends_E, zero_rest)
+def _product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return product(x_MK, weight_ENK, ends_E)
 
 
 @_product.register_fake
-def _(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor, zero_rest: bool) -> Tensor:
+def _(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1])
 
 
@@ -93,8 +87,8 @@ def _(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
     return x_MK.new_empty(ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_MK, weight_ENK, ends_E, ctx.zero_rest = inputs
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x_MK, weight_ENK, ends_E = inputs
     wants_x, wants_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_MK if wants_weight else None, weight_ENK if wants_x else None, ends_E)
 
@@ -102,20 +96,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
     grad_MN = grad_MN.contiguous()  # a plain sum's is expanded, which the grouped GEMM refuses
-    grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E, ctx.zero_rest) if ctx.needs_input_grad[0] else None
+    grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
     grad_weight_ENK = _weight_gradient(grad_MN, x_MK, ends_E) if ctx.needs_input_grad[1] else None
-    return grad_x_MK, grad_weight_ENK, None, None
+    return grad_x_MK, grad_weight_ENK, None
 
 
 _product.register_autograd(_backward, setup_context=_keep)
-
-
-def _clear_rest(out_MN: Tensor, ends_E: Tensor) -> None:
-    """Zeros in the rows from ends[-1] on, without asking the device where that is."""
-    if HAS_TRITON:
-        from orrery.kernels.grouped_matmul import triton
-
-        triton.clear_rest(out_MN, ends_E)
-    else:
-        rest_M = torch.arange(out_MN.shape[0], device=out_MN.device) >= ends_E[-1]
-        out_MN.masked_fill_(rest_M[:, None], 0)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul` with `zero_rest`; any device, any dtype."""
+    """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul`; any device, any dtype."""
     ends = [0, *ends_E.tolist()]
     # One unbind, not E selects: the backward is then one stack instead of E full-size zero tensors.
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in enumerate(weight_ENK.unbind(0))]
