@@ -88,16 +88,11 @@ def _state(module: CausalLm) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def named_hf_tensors(module: CausalLm, full: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """(HF name, detached tensor) of every checkpoint tensor, in `hf_tensors` order; one parameter is gathered at a time.
 
-    Views of the parameters where nothing is sharded: copy what must outlive the next optimizer step. With `full=False` only what this
-    rank holds, without any collective: `named_hf_slices` says where it belongs.
+    Views of the parameters where nothing is sharded: copy what must outlive the next optimizer step.
     """
-    if not full:
-        for hf, _, local in named_hf_slices(module):
-            yield hf.name, local
-        return
     state, adapter_of = _state(module), dict(adapters(module))
     # The tensors of a parameter follow one another, so one gathered parameter is alive at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):

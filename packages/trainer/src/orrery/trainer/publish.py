@@ -58,7 +58,7 @@ class Publisher:
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_hf_tensors(self._policy.network, full=True)
+        return named_hf_tensors(self._policy.network)
 
     def settle(self) -> float:
         """Called by all ranks just before the weights change; seconds that this took."""
