@@ -376,15 +376,12 @@ def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypat
         "bytes": torch.arange(200, dtype=torch.uint8),
         "flag": torch.tensor([True, False]),
     }
-    for metadata in (None, {"format": "pt"}):
-        save_file(tensors, tmp_path / "one", metadata)
-        layout = safetensors_file.layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
-        found = safetensors_file.write(
-            tmp_path / "other", [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)]
-        )
-        assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
-        checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
-        assert json.loads((tmp_path / "note").read_text()) == {"one": {"bytes": found[0], "sha256": found[1]}}
+    save_file(tensors, tmp_path / "one")
+    layout = safetensors_file.layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    found = safetensors_file.write(tmp_path / "other", [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)])
+    assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
+    checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
+    assert json.loads((tmp_path / "note").read_text()) == {"one": {"bytes": found[0], "sha256": found[1]}}
 
 
 def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):

@@ -56,10 +56,9 @@ class Layout:
         return max((stop for _, stop in self.spans.values()), default=0)
 
 
-def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> Layout:
+def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
     """The file of `tensors` = {name: (dtype, shape)}."""
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    spans, start = {}, 0
+    header, spans, start = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-_RANK[tensors[name][0]], name)):
         dtype, shape = tensors[name]
         stop = start + math.prod(shape) * dtype.itemsize
