@@ -75,13 +75,18 @@ def recorded():
             yield bench["name"], options, bench["peak_allocated_bytes"] / GIB, bench["allocated_before_steps_bytes"] / GIB
 
 
+def resting_bytes(found):
+    """Between steps, of weights and states that are on the device then."""
+    return found.moments["optimizer"]["weights"] + found.moments["optimizer"]["optimizer state"]
+
+
 @pytest.mark.parametrize("one", [*MEASURED, *recorded()], ids=lambda one: f"{one[0]}, {shown(list(one[1].values()))}")
 def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
     name, options, peak, resting = one
     model, trainer, load = case(name, **options)
     found = plan(model, trainer, load, H200_BYTES)
     # Weights and states, counted: nothing to estimate. Buckets of offloaded states are there from the first step on.
-    counted = found.moments["optimizer"]["weights"] if trainer.memory.optimizer_offload else found.resting_bytes
+    counted = found.moments["optimizer"]["weights"] if trainer.memory.optimizer_offload else resting_bytes(found)
     assert counted / GIB == pytest.approx(resting, rel=2e-3)
     # Errors when written: −6.6 %, the whole model recomputed on four devices; +7.5 % with adapters of experts made again, measured before
     # they were one operator; +6.1 % with cp; at most +2.2 % elsewhere where a block's backward pass is fullest; below 0.7 % where the LM
@@ -232,8 +237,8 @@ def test_levers_do_what_they_are_named_for():
     assert head["gradients"] - by_micro_batch == 4 * parameters - sum(4 * unit.trained // 8 for unit in counted.units)
     assert after["trainer.memory.optimizer_offload"].moments["optimizer"]["optimizer state"] == 3 * 128 * 2**20
     assert after["trainer.memory.activation_offload"].moments["LM head"]["activations"] == head["activations"] * 2 // 36
-    assert after["trainer.fsdp.cpu_offload"].resting_bytes == 0
-    assert after["trainer.mesh.dp_shard"].resting_bytes == pytest.approx(before.resting_bytes / 2, abs=8)
+    assert resting_bytes(after["trainer.fsdp.cpu_offload"]) == 0
+    assert resting_bytes(after["trainer.mesh.dp_shard"]) == pytest.approx(resting_bytes(before) / 2, abs=8)
     assert after["trainer.mesh.dp_shard: 4 and trainer.mesh.cp"].moments["LM head"]["activations"] == head["activations"] / 2
     assert optimizer["activations"] == 0
 

@@ -72,11 +72,6 @@ class Plan:
     def peak_bytes(self) -> int:
         return sum(self.moments[self.fullest].values())
 
-    @property
-    def resting_bytes(self) -> int:
-        """Between steps."""
-        return self.moments["optimizer"]["weights"] + self.moments["optimizer"]["optimizer state"]
-
 
 def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
     """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
