@@ -21,8 +21,8 @@ from torch import Tensor
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
-from orrery.models.hf_tensors import HfTensor, slices
-from orrery.models.placement import Box
+from orrery.models.hf_tensors import HfTensor
+from orrery.models.placement import Box, slices
 
 SINGLE_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
 TIED_HEAD = "lm_head.weight"

@@ -14,7 +14,7 @@ from torch import Tensor
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_names
 from orrery.models.lora import adapters, merged
-from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative
+from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative, slices
 
 # What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -42,10 +42,6 @@ class HfTensor:
         """This tensor, a view of the whole parameter."""
         part = whole[slices(self.box)]
         return part if self.expert is None else part[0]
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*side) for side in box)
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:

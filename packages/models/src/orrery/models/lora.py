@@ -21,7 +21,7 @@ from orrery.models.adapter import Adapter
 from orrery.models.causal_lm import CausalLm
 from orrery.models.feed_forward import FeedForward
 from orrery.models.mixture import Experts
-from orrery.models.placement import Box, full_tensor, local_box, local_tensor
+from orrery.models.placement import Box, full_tensor, local_box, local_tensor, slices
 
 
 class AdaptedLinear(nn.Linear):
@@ -77,7 +77,7 @@ def initialize(module: nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         bound = 1 / math.sqrt(adapter.a.shape[-1])
         whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
-        local_tensor(adapter.a).copy_(whole[tuple(slice(*side) for side in local_box(adapter.a))])
+        local_tensor(adapter.a).copy_(whole[slices(local_box(adapter.a))])
 
 
 @torch.no_grad()
@@ -110,4 +110,4 @@ def _beside(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     is_cut_alike = isinstance(factor, DTensor) and isinstance(weight, DTensor) and factor.placements == weight.placements
     if is_cut_alike and all(getattr(placement, "dim", None) != rank_dim for placement in factor.placements):
         return local_tensor(factor)
-    return full_tensor(factor)[tuple(slice(*side) for side in box)]
+    return full_tensor(factor)[slices(box)]

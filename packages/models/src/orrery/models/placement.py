@@ -73,3 +73,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 def relative(box: Box, origin: Box) -> Box:
     """`box`, counted from the first corner of `origin`."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)

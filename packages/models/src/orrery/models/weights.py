@@ -23,8 +23,8 @@ from orrery.manifest.schema import Model, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, ignored_hf_names
-from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors, slices
-from orrery.models.placement import is_sharded, local_tensor
+from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors
+from orrery.models.placement import is_sharded, local_tensor, slices
 
 __all__ = [
     "MAX_FILE_BYTES",

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from orrery.manifest.errors import RunFailed
-from orrery.models.placement import Box, intersection, relative
+from orrery.models.placement import Box, intersection, relative, slices
 
 FORMAT = 1
 REMEDY = "remove its step folder to go on from the checkpoint before it"
@@ -62,10 +62,6 @@ class Stored:
             except Exception as error:  # safetensors has its own exception; a missing file is an OSError
                 raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
         return self._files[rank]
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*side) for side in box)
 
 
 def read_json(path: Path) -> dict[str, Any]:
