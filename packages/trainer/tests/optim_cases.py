@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from orrery.manifest import schema
-from orrery.models.placement import local_box
-from orrery.trainer.optim import Optimizer, gradient_norm, local, make_optimizer
+from orrery.models.placement import local_box, local_tensor
+from orrery.trainer.optim import Optimizer, gradient_norm, make_optimizer
 from orrery.trainer.parallel.world import World
 
 ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -140,20 +140,20 @@ def try_layout(toy: Toy, world: World) -> dict:
     for name, weight in toy.named_parameters():
         weight.grad = like(weight, gradients(1)[name]) if weight.requires_grad else None
     norm = gradient_norm(toy.parameters(), world)
-    answer: dict = {"norm": norm.item(), "empty": [name for name, weight in toy.named_parameters() if not local(weight).numel()]}
-    start = {name: local(weight).detach().clone() for name, weight in toy.named_parameters()}
+    answer: dict = {"norm": norm.item(), "empty": [name for name, weight in toy.named_parameters() if not local_tensor(weight).numel()]}
+    start = {name: local_tensor(weight).detach().clone() for name, weight in toy.named_parameters()}
     for kind in SPECS:
         alone = Toy()
         take_steps(alone, make_optimizer(alone, spec_of(kind)), [1, 2], divisor=2.0)
         for offload in (False, True) if kind in ("adamw", "muon") else (False,):
             with torch.no_grad():
                 for name, weight in toy.named_parameters():
-                    local(weight).copy_(start[name])
+                    local_tensor(weight).copy_(start[name])
             take_steps(toy, make_optimizer(toy, spec_of(kind), offload), [1, 2], divisor=2.0)
             errors = [
-                (local(weight) - local(like(weight, whole.detach()))).abs().max().item()
+                (local_tensor(weight) - local_tensor(like(weight, whole.detach()))).abs().max().item()
                 for weight, whole in zip(toy.parameters(), alone.parameters(), strict=True)
-                if weight.requires_grad and local(weight).numel()
+                if weight.requires_grad and local_tensor(weight).numel()
             ]
             answer[f"{kind}{', offloaded' if offload else ''}"] = max(errors, default=0.0)
     return answer

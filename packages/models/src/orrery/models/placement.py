@@ -12,6 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
+    """The part that this rank holds; all of a tensor that is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

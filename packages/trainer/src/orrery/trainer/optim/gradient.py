@@ -3,7 +3,7 @@
 - Gradients are summed over ranks before they get here (`parallel/fsdp.py`); the norm is of the whole gradient, each shard counted once.
 - Which ranks hold other parts of a weight is read from the weight itself: the axes of its own mesh that shard it. So the same lines serve
   weights on the FSDP mesh, experts on theirs, replicas, and weights that nobody shards.
-- Local shards are read through `local`: no gradient is ever gathered, and a norm is a few kernels and a scalar a mesh axis on the wire.
+- Local shards alone are read: no gradient is ever gathered, and a norm is a few kernels and a scalar a mesh axis on the wire.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
@@ -42,8 +38,8 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             mesh = weight.device_mesh if isinstance(weight, DTensor) else None
             axes = tuple(sharding_axes(weight))
             parts = alike.setdefault((mesh, axes) if axes else (None, ()), [])
-            if weight.grad is not None and local(weight.grad).numel():
-                parts.append(local(weight.grad))
+            if weight.grad is not None and local_tensor(weight.grad).numel():
+                parts.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), parts in alike.items():
         # Of CPU-offloaded gradients the squares are made on the CPU; what travels is on the ranks' device, as nccl wants it.
@@ -74,5 +70,5 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
     """Position of the last tensor with a NaN or an infinity in this rank's part, or −1."""
-    bad = [i for i, tensor in enumerate(tensors) if tensor is not None and not torch.isfinite(local(tensor)).all()]
+    bad = [i for i, tensor in enumerate(tensors) if tensor is not None and not torch.isfinite(local_tensor(tensor)).all()]
     return bad[-1] if bad else -1

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from orrery.manifest.errors import RunFailed
+from orrery.models.placement import local_tensor
 from orrery.trainer.host_memory import host_block
-from orrery.trainer.optim.gradient import local
 
 if TYPE_CHECKING:
     from orrery.trainer.optim.optimizer import Bucket, Line
@@ -124,4 +124,4 @@ class Offload:
 
 
 def _device_of(line: "Line") -> torch.device:
-    return local(line.weights[0]).device
+    return local_tensor(line.weights[0]).device

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from orrery.models.placement import Box, local_box
-from orrery.trainer.optim.gradient import local, sharding_axes
+from orrery.models.placement import Box, local_box, local_tensor
+from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.offload import Offload
 
 # Bytes of state on this rank in a bucket (of weights, where a rule has no state).
@@ -96,11 +96,11 @@ class Line:
     def __post_init__(self) -> None:
         for weight in self.weights:
             self.starts.append(self.length)
-            self.length += -(-local(weight).numel() // ALIGNMENT) * ALIGNMENT
+            self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[Cut]]]:
         """Windows of at most `num_values`, which cut weights where they end."""
-        shards = [(weight, start, local(weight).numel()) for weight, start in zip(self.weights, self.starts, strict=True)]
+        shards = [(weight, start, local_tensor(weight).numel()) for weight, start in zip(self.weights, self.starts, strict=True)]
         position = 0
         for begin in range(0, self.length, num_values):
             end = min(begin + num_values, self.length)
@@ -125,7 +125,7 @@ class Line:
                 yield begin, start, cuts
                 begin, share, cuts = start, 0, []
             share += one
-            cuts.append(Cut(weight, 0, local(weight).numel(), start))
+            cuts.append(Cut(weight, 0, local_tensor(weight).numel(), start))
         if cuts:
             yield begin, self.length, cuts
 
@@ -205,21 +205,21 @@ class Optimizer:
 
     def _piece(self, bucket: Bucket, cut: Cut, windows: dict[str, Tensor] | None) -> Piece:
         weight, rule, own = cut.weight, bucket.group.rule, self._state[cut.weight]
-        shard = local(weight).detach()
+        shard = local_tensor(weight).detach()
         first = cut.offset - bucket.begin
 
         def part(tensor: Tensor) -> Tensor:
             return tensor if rule.whole else tensor.view(-1)[cut.start : cut.stop]
 
         if windows is None:
-            state = {key: part(local(own[key])) for key in rule.keys}
+            state = {key: part(local_tensor(own[key])) for key in rule.keys}
         else:
             state = {key: windows[key][first : first + cut.stop - cut.start] for key in rule.keys}
             state = {key: value.view(shard.shape) if rule.whole else value for key, value in state.items()}
         if rule.counts:
             state["step"] = own["step"]
         assert weight.grad is not None
-        return Piece(weight, part(shard), part(local(weight.grad)), state)
+        return Piece(weight, part(shard), part(local_tensor(weight.grad)), state)
 
     def _make_state(self, group: Group) -> None:
         for weight in group.weights:
@@ -227,11 +227,11 @@ class Optimizer:
             if self._offload is None:
                 own.update({key: torch.zeros_like(weight, requires_grad=False) for key in group.rule.keys})
             if group.rule.counts:
-                own["step"] = torch.zeros((), dtype=torch.float32, device=local(weight).device)
+                own["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(weight).device)
         if self._offload is not None:
             for line in {id(bucket.line): bucket.line for bucket in self._buckets if bucket.group is group}.values():
                 for weight, start in zip(line.weights, line.starts, strict=True):
-                    shard = local(weight)
+                    shard = local_tensor(weight)
                     for key, values in self._offload.lines[id(line)].items():
                         self._state[weight][key] = values[start : start + shard.numel()].view(shard.shape)
 
@@ -244,7 +244,7 @@ def named_state(optimizer: Optimizer, weights: dict[str, nn.Parameter]) -> Itera
     state = optimizer.state
     for name, weight in weights.items():
         for key, tensor in sorted(state.get(weight, {}).items()):
-            yield key, name, local(tensor), local_box(weight) if tensor.ndim else ()
+            yield key, name, local_tensor(tensor), local_box(weight) if tensor.ndim else ()
 
 
 def _buckets(group: Group, bucket_bytes: int) -> list[Bucket]:
