@@ -10,6 +10,7 @@ from engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import fence
+from orrery.observe.health import read_health
 from orrery.observe.metrics import read
 from orrery.observe.process import RoleProcess
 from orrery.transport import engine as engine_module
@@ -144,6 +145,9 @@ class Engines:
         """What the launcher and the new process do."""
         port = int(self.urls[3].rpartition(":")[2])
         rendezvous.publish(RoleProcess("inference", self.me.run_dir, "rl", 1, 1, port, incarnation), self.urls[3])
+
+    def waits(self):
+        return {wait.what for wait in read_health(self.me.run_dir, "rl")["orchestrator.0"].waits}
 
     def rows(self, event):
         return [row for row in read(self.me.run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("event") == event]
@@ -388,6 +392,74 @@ def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_i
         assert await updating is None
         assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
         assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(Phase.HEALTHY) == [1]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(tmp_path, monkeypatch):
+    gone = {"/pause": (500, {}), "/health": (503, {})}
+    stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "version_3", engines.fleet
+        folder.mkdir()
+        updating = asyncio.create_task(fleet.update(Published(3, str(folder), FINGERPRINTS, PUBLISHED.digest)))
+        await until(lambda: fleet.roster.at(Phase.FENCED) == [0, 1])
+        folder.rmdir()
+        engines.start_again()
+        assert await updating is None
+        assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_the_next_version_and_others_serve(tmp_path, monkeypatch):
+    back, seen = {"inference.1 to serve again"}, []
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "wire", engines.fleet
+        await fleet.update(direct(folder))
+        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        await fleet.metrics()
+        assert engines.waits() == back
+        (folder / "version_3.json").unlink()  # the trainer steps, and an evaluation keeps version 3
+        engines.start_again()
+        await until(lambda: engines.waits() == set())
+        assert fleet.roster.at(Phase.STALE) == [1] and fleet.is_serving
+        monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
+        await asyncio.sleep(0.1)
+        fleet.check()
+        monkeypatch.setattr(fleet_module, "RETURN_S", 600.0)
+        stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
+        assert (await fleet.update(direct(folder, 4))).version == 4
+        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        assert seen == [back] and engines.waits() == set(), "it has a version to take, and has taken it"
+        assert [row["version"] for row in engines.rows("engine_healthy")] == [4]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when_nobody_serves_any_more(tmp_path, monkeypatch):
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "wire", engines.fleet
+        await fleet.update(direct(folder))
+        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        await fleet.metrics()
+        (folder / "version_3.json").unlink()
+        engines.start_again()
+        await until(lambda: engines.waits() == set())
+        stand_ins[0].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        await fleet.metrics()
+        assert not fleet.is_serving
+        await until(lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"})
+        monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
+        with pytest.raises(RunFailed, match=r"engine [01] did not serve again within 0 s"):
+            while True:
+                fleet.check()
+                await asyncio.sleep(0.01)
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 

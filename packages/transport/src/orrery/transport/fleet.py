@@ -8,6 +8,7 @@
   incarnation listens, it is brought to the wanted version, attested, and only then given requests (`orrery.transport.roster`).
 - Where no engine serves, requests wait at the door, and an update is over when one has come back with it.
 - What ends the run all the same: weights that are not those published; an update that every engine refuses; an engine that stays away.
+  One that is back and can only wait for the next version does not, while others serve.
 - Never: retries. A request that its engine took along is a failure, which the caller counts.
 """
 
@@ -103,7 +104,8 @@ class EngineFleet:
         self._updating = asyncio.Lock()
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._num_lost, self._last_loss = 0, ""
-        self._away: dict[int, tuple[float, ExitStack]] = {}  # since when, and the wait that says so
+        self._away: dict[int, float] = {}  # since when
+        self._clocks: dict[int, tuple[float, ExitStack]] = {}  # since when one that is away has something to do, and the wait that says so
         self._retired: list[EngineClient] = []
         self._changed = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
@@ -124,7 +126,7 @@ class EngineFleet:
             self._tending.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await self._tending
-        for _, wait in self._away.values():
+        for _, wait in self._clocks.values():
             wait.close()
         await asyncio.gather(*(client.close() for client in [*self.engines, *self._retired, *([self.router] if self.router else [])]))
 
@@ -189,6 +191,7 @@ class EngineFleet:
             self.roster.want(published.version)
             self._published, self._is_gone = published, False
             self._reports.clear()
+            self._set_clocks()
             incarnations = {index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)}
             failures = await self._take_together(published, list(incarnations))
             if failures is None:
@@ -215,6 +218,7 @@ class EngineFleet:
         """
         claimed = claim(published, [self.engines[index].name for index in indices])
         if claimed is None:
+            self._note_gone()
             return None
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin = list(indices), 0, time.perf_counter()
@@ -223,8 +227,7 @@ class EngineFleet:
                 failed = await self._take_all(waiting, claimed, begin)
                 failures = {index: error for index, error in failures.items() if index not in waiting} | failed
                 if any(isinstance(error, TooLate) for error in failed.values()):
-                    self._is_gone = True
-                    self._ring()
+                    self._note_gone()
                     return {index: error for index, error in failures.items() if not isinstance(error, TakenAlong)}
                 waiting = [index for index, error in failed.items() if isinstance(error, TakenAlong)]
                 num_blameless += len(waiting) == len(failed)
@@ -286,9 +289,8 @@ class EngineFleet:
             return
         self._admitted.add(index)
         if index in self._away and self._restarting is not None:
-            since_s, wait = self._away.pop(index)
-            wait.close()
-            away_s, version = time.monotonic() - since_s, self.roster.wanted
+            away_s, version = time.monotonic() - self._away.pop(index), self.roster.wanted
+            self._stop_clock(index)
             self._restarting.log.info("engine %d serves again, at version %d, after %.1f s", index, version, away_s)
             self._restarting.metrics.write(
                 None, event="engine_healthy", engine=index, incarnation=incarnation, version=version, away_s=away_s
@@ -348,10 +350,26 @@ class EngineFleet:
         await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
 
     def _watch_for(self, index: int) -> None:
-        if index not in self._away and self._restarting is not None:
+        """From now on it has RETURN_S to serve again, where its clock does not run already."""
+        me = self._restarting
+        assert me is not None
+        self._away.setdefault(index, time.monotonic())
+        if index not in self._clocks:
             wait = ExitStack()
-            wait.enter_context(self._restarting.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S)))
-            self._away[index] = time.monotonic(), wait
+            wait.enter_context(me.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S)))
+            self._clocks[index] = time.monotonic(), wait
+
+    def _stop_clock(self, index: int) -> None:
+        if index in self._clocks:
+            self._clocks.pop(index)[1].close()
+
+    def _set_clocks(self) -> None:
+        """The clock of one that is back stands while it can only wait for the next version and others serve, and begins anew after that."""
+        for index in self._away:
+            if self._is_gone and self.is_serving and self.roster[index].phase is Phase.STALE:
+                self._stop_clock(index)
+            else:
+                self._watch_for(index)
 
     async def _tend(self) -> None:
         """Bring back who is away. Ends only by an error: what that is, `check` says, and whoever waits for an engine."""
@@ -367,7 +385,8 @@ class EngineFleet:
                 await self._meet(endpoint)
             for index in self.roster.at(Phase.STALE):
                 await self._bring(index)
-            for index, (since_s, _) in self._away.items():
+            self._set_clocks()
+            for index, (since_s, _) in self._clocks.items():
                 if time.monotonic() - since_s > scaled(RETURN_S):
                     why = self.roster[index].why or "it listens, and no version came that it could take"
                     raise RunFailed(f"engine {index} did not serve again within {scaled(RETURN_S):g} s ({why}); read its log")
@@ -400,19 +419,21 @@ class EngineFleet:
                 if published is None:
                     if self.roster.took(index, incarnation, START_VERSION):
                         await self._admit(index, incarnation)
-                elif published.folder.is_dir():
-                    failures = await self._take_together(published, [index])
-                    if failures is None:  # the trainer has gone on since
-                        self._is_gone = True
-                        self._ring()
-                    elif failures:
-                        raise failures[index]
+                elif not published.folder.is_dir():
+                    self._note_gone()
+                elif failures := await self._take_together(published, [index]):
+                    raise failures[index]
             except WeightsDiffer:
                 raise
             except RunFailed as error:
                 if isinstance(error, UpdateFailed) and published is not None and not published.folder.is_dir():
+                    self._note_gone()
                     return
                 await self._fence(index, incarnation, str(error))
+
+    def _note_gone(self) -> None:
+        self._is_gone = True
+        self._ring()
 
     def _ring(self) -> None:
         self._changed.set()
