@@ -1,6 +1,7 @@
 """The fleet against stand-in servers: what it does to all engines, and what it makes of one that fails."""
 
 import asyncio
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,6 +215,40 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
         engines.start_again()
         await until(lambda: engines.fleet.roster.at(Phase.HEALTHY) == [0, 1])
         assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), "no version is wanted yet but the one that it starts with"
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(tmp_path, monkeypatch):
+    told = threading.Event()
+    router = StandIn(fail={"/inference/v1/generate": (500, {"error": "x"})}, before={"/remove_worker": lambda _: told.wait(20)})
+    stand_ins = [StandIn(fail={"/health": (503, {})}), StandIn(fail={"/health": (503, {})}), router, StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        try:
+            asking = asyncio.create_task(fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="0", request_id="r"))
+            await until(lambda: len(router.paths()) == 2)
+            asking.cancel()
+            assert [type(error) for error in await asyncio.gather(asking, return_exceptions=True)] == [asyncio.CancelledError]
+        finally:
+            told.set()
+        await until(lambda: len(router.paths()) == 3)
+        assert fleet.roster.at(Phase.FENCED) == [0, 1]
+        assert {one.name for one in fence.asked(tmp_path, "rl", 1)} == {"inference.0", "inference.1"}
+        assert router.paths()[1:] == [f"/remove_worker?url={url}" for url in engines.urls[:2]]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(tmp_path, monkeypatch):
+    lost = StandIn(fail={"/metrics": (500, {}), "/health": (503, {})})
+    stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]
+
+    async def scenario(engines):
+        with pytest.raises(RunFailed, match="router: /remove_worker"):
+            await engines.fleet.metrics()
+        assert [one.name for one in fence.asked(tmp_path, "rl", 1)] == ["inference.1"]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 

@@ -15,7 +15,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -103,6 +103,7 @@ class EngineFleet:
         self._is_gone = False  # the wanted version: it cannot be had any more
         self._updating = asyncio.Lock()
         self._looking, self._looked_s = asyncio.Lock(), 0.0
+        self._looks: set[asyncio.Task[None]] = set()
         self._num_lost, self._last_loss = 0, ""
         self._away: dict[int, float] = {}  # since when
         self._clocks: dict[int, tuple[float, ExitStack]] = {}  # since when one that is away has something to do, and the wait that says so
@@ -122,10 +123,10 @@ class EngineFleet:
     async def close(self) -> None:
         if self.apart is not None:
             await self.apart.close()
-        if self._tending is not None:
-            self._tending.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await self._tending
+        tasks = [*self._looks, *([self._tending] if self._tending else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for _, wait in self._clocks.values():
             wait.close()
         await asyncio.gather(*(client.close() for client in [*self.engines, *self._retired, *([self.router] if self.router else [])]))
@@ -318,11 +319,17 @@ class EngineFleet:
     async def _look_for_losses(self) -> None:
         """Fence every engine that does not answer any more, where it is started again.
 
-        Whoever asks while somebody looks waits for a look of after it had asked.
+        Whoever asks while somebody looks waits for a look of after it had asked. A look comes to its end also where a rollout that asked
+        is cancelled: an engine that is half fenced would never be started again.
         """
         if self._restarting is None:
             return
-        asked_s = time.monotonic()
+        look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
+        await asyncio.shield(look)
+
+    async def _look(self, asked_s: float) -> None:
         async with self._looking:
             if self._looked_s > asked_s:
                 return
@@ -344,10 +351,11 @@ class EngineFleet:
         self._admitted.discard(index)
         self._num_lost, self._last_loss = self._num_lost + 1, why
         self._watch_for(index)
-        if self.router is not None:
-            await self.router.dismiss(self.engines[index].url)
-            self._num_lost += 1  # once more: of requests that began until the router knew, one may have gone there all the same
+        url = self.engines[index].url  # now: its next incarnation has another
         await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
+        if self.router is not None:  # after that: where it fails, the engine is started again all the same
+            await self.router.dismiss(url)
+            self._num_lost += 1  # once more: of requests that began until the router knew, one may have gone there all the same
 
     def _watch_for(self, index: int) -> None:
         """From now on it has RETURN_S to serve again, where its clock does not run already."""
