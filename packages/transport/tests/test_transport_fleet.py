@@ -241,6 +241,28 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
+def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(tmp_path, monkeypatch):
+    dropped = threading.Event()
+    router = StandIn(before={"/add_worker": lambda _: dropped.wait(20)})
+    stand_ins = [StandIn(), StandIn(fail={"/metrics": (500, {}), "/health": (503, {})}), router, StandIn()]
+
+    async def scenario(engines):
+        fleet, url = engines.fleet, engines.urls[3]
+        try:
+            await fleet.metrics()
+            engines.start_again()
+            await until(lambda: f"/add_worker?url={url}" in router.paths())
+            stand_ins[3].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+            await fleet.metrics()
+            assert router.paths().count(f"/remove_worker?url={url}") == 1, "who dies is dropped at once"
+        finally:
+            dropped.set()
+        await until(lambda: router.paths().count(f"/remove_worker?url={url}") == 2)
+        assert fleet.roster.at(Phase.FENCED) == [1] and (await fleet.metrics()).keys() == {0}
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
 def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(tmp_path, monkeypatch):
     lost = StandIn(fail={"/metrics": (500, {}), "/health": (503, {})})
     stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]

@@ -284,9 +284,12 @@ class EngineFleet:
 
     async def _admit(self, index: int, incarnation: int) -> None:
         """Give requests to an engine that holds the wanted version."""
-        if index not in self._admitted and self.router is not None:
-            await self.router.admit(self.engines[index].url)
+        url, is_new = self.engines[index].url, index not in self._admitted
+        if is_new and self.router is not None:
+            await self.router.admit(url)
         if not self.roster.serves(index, incarnation):
+            if is_new:
+                await self._dismiss(url)  # once more: it was fenced meanwhile, and the router may have added it after it had dropped it
             return
         self._admitted.add(index)
         if index in self._away and self._restarting is not None:
@@ -353,7 +356,10 @@ class EngineFleet:
         self._watch_for(index)
         url = self.engines[index].url  # now: its next incarnation has another
         await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
-        if self.router is not None:  # after that: where it fails, the engine is started again all the same
+        await self._dismiss(url)  # after that: where it fails, the engine is started again all the same
+
+    async def _dismiss(self, url: str) -> None:
+        if self.router is not None:
             await self.router.dismiss(url)
             self._num_lost += 1  # once more: of requests that began until the router knew, one may have gone there all the same
 
