@@ -1,7 +1,7 @@
 """Fakes for the launcher's tests: tiny roles as real processes, and a launcher as a real process.
 
 `python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
-`python launcher_fakes.py launch RUN_DIR [RESTARTS]` is a launcher with the plan in `<run_dir>/plan.json`.
+`python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in `<run_dir>/plan.json`.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from orrery.launcher.site import Site
+from orrery.launcher.site import Roles, Site
 from orrery.launcher.stage import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
@@ -82,7 +82,7 @@ def be_a_role() -> None:
                 raise AssertionError(act)
 
 
-def launch(run_dir: Path, restarts: int) -> int:
+def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
     if not (run_dir / "manifest.json").exists():
         shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
@@ -93,7 +93,7 @@ def launch(run_dir: Path, restarts: int) -> int:
         None,
         10,
         "make demo",
-        Site(),
+        Site(roles=Roles(deadline_scale=deadline_scale)),
         Workspace(run_dir),
         max_restarts=restarts,
     )
@@ -108,5 +108,5 @@ def launch(run_dir: Path, restarts: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        raise SystemExit(launch(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
+        raise SystemExit(launch(Path(sys.argv[2]), *map(int, sys.argv[3:4]), *map(float, sys.argv[4:])))
     be_a_role()

@@ -12,7 +12,7 @@ import psutil
 HERE = Path(__file__).parent
 
 
-def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0) -> subprocess.Popen:
+def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, deadline_scale: float = 1.0) -> subprocess.Popen:
     """A launcher over these (role, acts); inference and router end with the stage. Engines are started again `restarts` times."""
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):
@@ -25,7 +25,7 @@ def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0) 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     env |= {"WANDB_API_KEY": "a key alone asks for nothing", "WANDB_PROJECT": ""}
     return subprocess.Popen(
-        [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir), str(restarts)],
+        [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir), str(restarts), str(deadline_scale)],
         stderr=subprocess.PIPE,
         text=True,
         env=env,

@@ -261,6 +261,13 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
         assert "be_a_role" in (run_dir / f"logs/{name}.log").read_text()
 
 
+def test_a_role_that_waits_for_one_that_is_done_ends_the_stage_with_both_names(run_dir):
+    code, stderr = end(launch(run_dir, ("orchestrator", []), ("trainer", ["wait"]), deadline_scale=0.01))
+    assert code == 1
+    assert "rl: stall: trainer.1 is waiting" in stderr and "for batch 4 from orchestrator" in stderr
+    assert "orchestrator.0 is done, so nothing more comes" in stderr
+
+
 def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_dir):
     (run_dir / "metrics").mkdir()
     (run_dir / "metrics/launcher.0.jsonl").symlink_to("/dev/full")

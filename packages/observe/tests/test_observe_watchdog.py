@@ -72,6 +72,24 @@ def test_a_circle_is_a_deadlock_only_when_all_of_it_is_silent_for_long():
     assert "orchestrator.0 and trainer.0 wait for one another" in stall.sentence
 
 
+def test_a_wait_for_a_role_that_is_done_is_a_stall_once_both_are_silent_for_long():
+    def run(*others, waited_s=NOW - 400, done_s=NOW - DEADLOCK_S - 1, waits=("batch 4 from orchestrator",)):
+        waiting = health("trainer", 0, "waiting", [(what, waited_s, NOW + 9000) for what in waits], waited_s)
+        return named(waiting, health("orchestrator", doing=DONE, changed_s=done_s), *others)
+
+    stall = look(run(), NOW)
+    assert stall.blamed == ("trainer.0",)
+    assert stall.sentence == (
+        "stall: trainer.0 is waiting 400 s for batch 4 from orchestrator while waiting; orchestrator.0 is done, so nothing more comes"
+    )
+    assert look(run(waited_s=NOW - 2), NOW) is None
+    assert look(run(done_s=NOW - 2), NOW) is None, "what it sent last may be on its way"
+    assert look(run(health("orchestrator", 1)), NOW) is None
+    assert look(run(waits=("batch 4 from orchestrator", "a disk")), NOW) is None
+    assert look(run(health("trainer", 1, "exporting", changed_s=NOW - 5)), NOW) is not None, "others that go on help nobody"
+    assert look(named(health("orchestrator", doing=DONE, changed_s=0.0), health("trainer", changed_s=0.0)), NOW) is None
+
+
 def test_a_process_with_a_second_wait_for_someone_free_is_not_deadlocked():
     processes = named(
         health("trainer", waits=[("batch 4 from orchestrator", 0, None)]),

@@ -49,7 +49,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.manifest.workspace import Workspace
 from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
-from orrery.observe.health import FAILED, Health, health_dir, read_health
+from orrery.observe.health import DONE, FAILED, Health, health_dir, read_health
 from orrery.observe.lifeline import TOKEN, adopt_orphans
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.names import listed
@@ -474,7 +474,8 @@ class _Stage:
                 next(process for process in self.processes if process.name == name).kill()
         scale = self.job.site.roles.deadline_scale
         living = {name: health for name, health in self.health.items() if name in running}
-        stall = watchdog.look(living, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
+        done = {name: health for name, health in self.health.items() if health.doing == DONE}
+        stall = watchdog.look({**living, **done}, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         stall = stall or self.stillness.look(living, time.monotonic())
         if stall is None:
             return None

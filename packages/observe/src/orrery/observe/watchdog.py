@@ -1,9 +1,11 @@
 """Watchdog: a pure look at everyone's health that finds a run which will not go on.
 
-Two things are a stall:
+Three things are a stall:
 - overdue: a wait, or a deed that was given a deadline, is `GRACE_S` past it (the role's own deadline error comes first and says more);
 - deadlock: a set of processes in which each one waits only for roles that lie wholly in the set, and none has said anything new for
-  `DEADLOCK_S`. The largest such set is found by taking away, until nothing changes, whoever may still be moved from outside.
+  `DEADLOCK_S`. The largest such set is found by taking away, until nothing changes, whoever may still be moved from outside;
+- left alone: every wait of a process names roles of which nobody is left, and somebody ended well. For `DEADLOCK_S` neither has said
+  anything new: what was sent last may arrive after who sent it has ended.
 
 - In: health by process name, and the time. Out: `Stall` with a sentence that names who waits for whom, or None.
 - Never: a clock, files, signals.
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orrery.observe.health import DONE, FAILED, TERMINATED, WOUND_DOWN, Health
+from orrery.observe.names import listed
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
@@ -31,7 +34,7 @@ class Stall:
 
 
 def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S, deadlock_s: float = DEADLOCK_S) -> Stall | None:
-    """The stall that a run is in at `now_s`, if any; processes that have ended wait for nobody."""
+    """The stall that a run is in at `now_s`, if any. `processes` are those that run, and those that are done: they wait for nobody."""
     living = {name: health for name, health in processes.items() if health.doing not in ENDED}
     overdue = {name: late for name, health in living.items() if (late := _deadline(health)) is not None and now_s > late + grace_s}
     if overdue:
@@ -42,6 +45,17 @@ def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S
     if circle and set(circle) == deadlocked(living):
         clauses = "; ".join(_clause(living[name], now_s) for name in circle)
         return Stall(tuple(circle), f"stall: {' and '.join(circle)} wait for one another: {clauses}")
+    quiet = {name: health for name, health in processes.items() if now_s - health.time_s > deadlock_s}
+    done = {name: health for name, health in processes.items() if health.doing == DONE}
+    left = {
+        name: gone
+        for name in sorted(quiet.keys() & living.keys())
+        if (gone := _left_by(living[name], living, done)) <= quiet.keys() and gone
+    }
+    if left:
+        clauses = "; ".join(_clause(living[name], now_s) for name in left)
+        ended = sorted(set().union(*left.values()))
+        return Stall(tuple(left), f"stall: {clauses}; {listed(ended)} {'are' if len(ended) > 1 else 'is'} done, so nothing more comes")
     return None
 
 
@@ -58,6 +72,12 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
         if not freed:
             return stuck
         stuck -= freed
+
+
+def _left_by(health: Health, living: Mapping[str, Health], done: Mapping[str, Health]) -> set[str]:
+    """Who is done and was waited for, where every open wait is for such and for nobody that lives."""
+    gone = [set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits]
+    return set().union(*gone) if all(gone) else set()
 
 
 def _named(what: str, living: Mapping[str, Health]) -> set[str]:
