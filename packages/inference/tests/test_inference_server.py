@@ -76,6 +76,11 @@ POINTS = RuntimeError("Engine core initialization failed. See root cause above. 
 CORE = "(EngineCore pid=7) ERROR 11-23 10:10:57 [core.py:1510] "
 WORKER = "(Worker_TP1 pid=8) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
 FULL = "RuntimeError: Insufficient space in /dev/shm: 1048576 MiB required, 24099 MiB free."
+OTHER = "(Worker_TP0 pid=9) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+RESOURCES = "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448."
+UNSUPPORTED = "torch._dynamo.exc.Unsupported: call_function BuiltinVariable(id)"
+HANDLED = "During handling of the above exception, another exception occurred:"
 
 
 @pytest.mark.parametrize(
@@ -90,10 +95,36 @@ FULL = "RuntimeError: Insufficient space in /dev/shm: 1048576 MiB required, 2409
             ],
             "torch.OutOfMemoryError: CUDA out of memory.",
         ),
+        ([f"{WORKER}    assert rank == 0", f"{WORKER}           ^^^^^^^^^", f"{WORKER}AssertionError"], "AssertionError"),
+        ([f"{WORKER}    raise OutOfResources(", f"{OTHER}  File", WORKER + RESOURCES, CORE + FULL], RESOURCES),
+        (["(EngineCore pid=7)     raise Unsupported(", f"(EngineCore pid=7) {UNSUPPORTED}"], UNSUPPORTED),
+        ([f"{WORKER}Loading: 3 of 4", f"{WORKER}Traceback", "    raise Unsupported(", UNSUPPORTED], str(POINTS)),
+        ([f"{WORKER}    raise ValueError", f"{CORE}  raise KeyError: of a source line", f"{CORE}  KeyError: x"], str(POINTS)),
+        ([WORKER + PEER, f"{OTHER}ValueError: the cause", f"{CORE}asyncio.exceptions.CancelledError"], "ValueError: the cause"),
+        ([WORKER + FULL, f"{OTHER}torch.distributed.DistNetworkError: Broken pipe", CORE + PEER], FULL),
+        ([f"{CORE}EOFError", f"{CORE}RuntimeError: cancelled", WORKER + PEER], "EOFError"),
+        ([f"{CORE}KeyError: 'mtp'", CORE, CORE + HANDLED, CORE + FULL, f"{CORE}ValueError: later"], FULL),
+        ([f"{CORE}ValueError: the cause", CORE, CORE + HANDLED, CORE + PEER, f"{CORE}{HANDLED}", WORKER + PEER], "ValueError: the cause"),
         (["(EngineCore pid=7) INFO 11-23 10:10:57 [core.py:9] ValueError: of no account"], str(POINTS)),
         ([], str(POINTS)),
     ],
-    ids=["logged", "raised", "of a worker", "no error", "an empty log"],
+    ids=[
+        "logged",
+        "raised",
+        "of a worker",
+        "without text",
+        "of any name",
+        "raised with a prefix",
+        "no end of a traceback",
+        "source lines",
+        "a consequence before it",
+        "consequences after it",
+        "consequences alone",
+        "handled",
+        "handled before a consequence",
+        "no error",
+        "an empty log",
+    ],
 )
 def test_an_engine_that_does_not_start_says_the_cause_that_its_log_has(tmp_path, lines, cause):
     log, earlier = tmp_path / "inference.0.log", f"{CORE}ValueError: of an earlier start\n"
