@@ -177,6 +177,21 @@ def test_a_stage_whose_receipt_cannot_be_written_is_done_all_the_same_and_says_s
     assert "no receipt: JSONDecodeError" in (run_dir / "logs" / "launcher.0.log").read_text()
 
 
+def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_waits_for_nothing(run_dir, tmp_path, monkeypatch):
+    asks = tmp_path / "bin" / "nvidia-smi"
+    asks.parent.mkdir()
+    asks.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\necho 570.1\n")
+    asks.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{asks.parent}{os.pathsep}{os.environ['PATH']}")
+    launcher = launch(run_dir, ("trainer", ["until asked"]))
+    wait_for((tmp_path / "asked").exists, within_s=30)
+    (run_dir / "go").touch()
+    assert end(launcher)[0] == 0
+    told = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][0]["versions"]
+    assert told["driver"] == "570.1" and "torch" in told["host"]
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
 def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
     for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
         (tmp_path / name).mkdir()

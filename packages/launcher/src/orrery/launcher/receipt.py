@@ -1,6 +1,7 @@
 """Receipts: `receipt.json` in a run's folder says of every stage what ran, where, from which code, and what came out.
 
-- In: what the launcher knows when a stage has ended, however it ended (`record`). What code ran is looked at when it began (`code_state`).
+- In: what the launcher knows when a stage has ended, however it ended (`record`). What code ran is looked at when it began (`code_state`),
+  and with which software (`host_software`): an end waits for no Python that starts.
 - Out: `receipt.json`, replaced whole; the diff of a dirty checkout beside it in `receipts/dirty-<sha12>.diff`.
 - An attempt whose launcher died without a word is there as `unrecorded`: attempts are numbered without gaps.
 - What came out is hashed only when a stage is done; what a checkpoint's `files.json` says is not hashed again.
@@ -52,6 +53,7 @@ print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.ite
 ADOPTED = "adopted.json"  # in a run's folder: where it stood when it began (`adopt`)
 
 Facts = dict[str, Any]  # of an image: file, sha256, versions
+Software = dict[str, Any]  # of this host: driver, versions of packages
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,11 @@ class CodeState:
 
 def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
            images: Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
-           secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None) -> None:  # fmt: skip
+           software: Software | None = None, secrets: Iterable[str] = (),
+           engine_restarts: Mapping[str, int] | None = None) -> None:  # fmt: skip
     """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found; empty where roles are plain processes.
-    `code` None: as it is now; `secrets`: further texts to strike out, such as the attempt's token; `engine_restarts` by process.
+    `code`, `software` None: as they are now; `secrets`: further texts to strike out, such as the attempt's token; `engine_restarts` by
+    process.
     What cannot be found out is told as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
     seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
@@ -80,7 +84,7 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
         "attempt": attempt, "state": state, "message": message.replace(str(run_dir), run_dir.name).replace(str(workspace_root), "."),
         "started_s": started_s, "ended_s": ended_s, "nodes": list(nodes), "slurm_job_id": slurm_job_id,
         "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(images.items())),
-        "versions": {"driver": _driver()} | ({} if images else {"host": _versions([sys.executable], "-P")}),
+        "versions": host_software(in_images=bool(images)) if software is None else software,
     }  # fmt: skip
     if engine_restarts:
         row["engine_restarts"] = dict(sorted(engine_restarts.items()))
@@ -207,6 +211,11 @@ def _struck(text: str, secrets: Iterable[str]) -> str:
 
 
 # Software -------------------------------------------------------------------------------------------------------------
+
+
+def host_software(in_images: bool) -> Software:
+    """The driver, and where roles are plain processes what packages they find here. Takes seconds on a busy machine."""
+    return {"driver": _driver()} | ({} if in_images else {"host": _versions([sys.executable], "-P")})
 
 
 def _image(path: Path) -> Facts:

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,6 +192,7 @@ class _Stage:
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None
+        self.software: Future[receipt.Software] | None = None
         self.wind_down_until_s: float | None = None
         self.ends_at_s = _job_ends_at_s(job)
         slurm_job = job.allocation.job if job.allocation else None
@@ -275,7 +277,8 @@ class _Stage:
             self.run_dir, self.stage, self.attempt, outcome.state, outcome.message, self.status.started_s, self.status.ended_s,
             nodes=sorted({process.node for process in self.processes}), images=self.images.facts() if self.images else {},
             slurm_job_id=allocation.job if allocation else None, workspace_root=self.job.workspace.root,
-            code=self.code, secrets=[self.token], engine_restarts=self.restarts.by_name,
+            code=self.code, software=self.software.result() if self.software else None, secrets=[self.token],
+            engine_restarts=self.restarts.by_name,
         )  # fmt: skip
 
     # Starting ---------------------------------------------------------------------------------------------------------
@@ -303,6 +306,8 @@ class _Stage:
                 self._log(f"{node}: {listed(task.name for task in tasks if task.node == node)}")
         else:
             self._start_here()
+        in_images = self.images is not None and bool(self.images.facts())
+        self.software = ThreadPoolExecutor(1, "software").submit(receipt.host_software, in_images)
         self._say_state("running", "")
 
     def _start_here(self) -> None:
