@@ -43,6 +43,10 @@ def be_a_role() -> None:
                 raise wind_down.WoundDown(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
+            elif act == "fail and stay":
+                me.health.failed("the moon is in the way")
+                while True:
+                    time.sleep(0.05)
             elif act == "wait":
                 with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
                     while True:

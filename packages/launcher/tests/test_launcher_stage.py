@@ -20,6 +20,7 @@ from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
 from orrery.launcher.stage import newest_checkpoint
 from orrery.observe import shared_memory, wind_down
+from orrery.observe.health import read_health
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 
@@ -98,6 +99,17 @@ def test_where_one_of_several_is_killed_the_others_say_what_they_were_doing(run_
     assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
     assert f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; type `make demo`" in stderr
     assert "be_a_role" in (run_dir / "logs/trainer.1.log").read_text()
+
+
+def test_where_one_of_several_is_killed_those_that_have_failed_by_then_are_not_asked_again(run_dir):
+    launcher = launch(run_dir, ("trainer", ["ready", "serve"]), ("trainer", ["until asked", "fail and stay"]))
+    victim = ready(run_dir, "trainer.0")["trainer.0"]
+    (run_dir / "go").touch()
+    wait_for(lambda: "trainer.1" in (health := read_health(run_dir, "rl", 1)) and health["trainer.1"].doing == "failed", within_s=30)
+    os.kill(victim, signal.SIGKILL)
+    code, stderr = end(launcher)
+    assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
+    assert "stacks are in" not in stderr and "be_a_role" not in (run_dir / "logs/trainer.1.log").read_text()
 
 
 def test_a_role_that_ignores_sigterm_is_killed(run_dir):

@@ -498,11 +498,17 @@ class _Stage:
         logs, limit_s = self.run_dir / "logs", time.monotonic() + RECORDED_S - EVIDENCE_S
         asked = [process for process in self.processes if (one := self.health.get(process.name)) and one.pulse]
         while time.monotonic() < limit_s and any(
-            process.poll() is None and not (logs / "flight_recorder" / f"rank_{process.plan.index}").exists() for process in asked
+            self._can_say(process) and not (logs / "flight_recorder" / f"rank_{process.plan.index}").exists() for process in asked
         ):
             time.sleep(0.1)
+            self.health = read_health(self.run_dir, self.stage, self.attempt)
         recorded = f", flight recorders in {logs}/flight_recorder" if any(logs.glob("flight_recorder/rank_*")) else ""
         return f"stacks are in {logs}/*.log{recorded}"
+
+    def _can_say(self, process: Process | Task) -> bool:
+        """Whether it is there to be asked: one that has failed has told all in its log, and ends."""
+        health = self.health.get(process.name)
+        return process.poll() is None and (health is None or health.doing != FAILED)
 
     def _failure(self) -> Outcome:
         time.sleep(SETTLE_S)
@@ -520,7 +526,7 @@ class _Stage:
             return outcome
         if (ended := self._ended_by_slurm(first)) is not None:
             return ended
-        others = any(process is not first and process.plan.role == first.plan.role and process.poll() is None for process in self.processes)
+        others = any(process is not first and process.plan.role == first.plan.role and self._can_say(process) for process in self.processes)
         evidence = f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""  # it left no word of its own
         refusal = f"; {self.refusal}" if self.refusal else ""
         return Outcome("failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1)
