@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens. The two that share get a
 # conversation's turns by chance, and each has room for all that a run computes: what it finds outside its device is the other's.
 TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28}, "kv_cache_bytes": 1 << 21}
-ROUTER = {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+ROUTER = {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None}
 # A prompt of 77 tokens, so a first turn fills a third block of 32 that no other rollout has.
 TURNS = {"median_tokens": 20, "sigma": 0.0, "max_tokens": 20, "prompt_words": 15}
 APART = {"num_replicas": 2, "prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}

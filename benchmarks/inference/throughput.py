@@ -74,7 +74,7 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
     content["inference"] |= {
         **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
-        "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+        "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None},
     }  # fmt: skip
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
     content["hardware"]["num_nodes"] = 1  # one engine, and a trainer that is never started

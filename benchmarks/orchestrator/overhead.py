@@ -49,8 +49,8 @@ def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
     content["inference"]["router"] = {
         "kind": "vllm_router",
         "policy": "round_robin",
-        "balance_abs_threshold": 2,
-        "balance_rel_threshold": 1.1,
+        "balance_abs_threshold": None,
+        "balance_rel_threshold": None,
     }
     content["trainer"]["checkpoint"]["interval_steps"] = NEVER
     content["stages"] |= {"sft": None}

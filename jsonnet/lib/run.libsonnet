@@ -72,9 +72,9 @@ local cpu_lock = std.sha256(importstr 'locks/cpu.txt'), cuda_lock = std.sha256(i
     router: if run.layout.engines == 1 || run.layout.prefill_engines > 0 then { kind: 'none' } else {
       kind: 'vllm_router',
       policy: 'cache_aware',
-      // vllm-router's own thresholds keep all requests of a small pool on one engine
-      balance_abs_threshold: 2,
-      balance_rel_threshold: 1.1,
+      // vllm-router's own thresholds keep all requests of a small pool on one engine; its other policies read none
+      balance_abs_threshold: if self.policy == 'cache_aware' then 2,
+      balance_rel_threshold: if self.policy == 'cache_aware' then 1.1,
     },
   },
 

@@ -126,12 +126,15 @@ def test_the_environment_keeps_what_placement_has_set(make_manifest, monkeypatch
 
 
 def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts_it(make_manifest):
-    router = {"kind": "vllm_router", "policy": "power_of_two", "balance_abs_threshold": 3, "balance_rel_threshold": 1.25}
+    router = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 3, "balance_rel_threshold": 1.25}
     arguments = router_arguments(make_manifest(router=router), ["http://a", "http://b"], "10.1.2.3", 10, 11)
     said = flags(arguments)
     assert arguments[arguments.index("--worker-urls") + 1 :][:2] == ["http://a", "http://b"]
-    assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == ("power_of_two", "3", "1.25")
+    assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == ("cache_aware", "3", "1.25")
     assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
+    without = {"kind": "vllm_router", "policy": "power_of_two", "balance_abs_threshold": None, "balance_rel_threshold": None}
+    said = flags(router_arguments(make_manifest(router=without), ["http://a", "http://b"], "10.1.2.3", 10, 11))
+    assert said["--policy"] == "power_of_two" and not {"--balance-abs-threshold", "--balance-rel-threshold"} & said.keys()
     with pytest.raises(OrreryError, match="has no router"):
         router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11)
 

@@ -36,7 +36,8 @@ def run(name="reverse_text_moe", weights="files", routed_experts=False, **infere
 
 
 def routed(policy, **inference):
-    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+    absolute, relative = (2, 1.1) if policy == "cache_aware" else (None, None)
+    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": absolute, "balance_rel_threshold": relative}
     return run(router=router, **inference)
 
 

@@ -98,7 +98,8 @@ def routers(engines):
 def arguments_for(policy, engines, port, metrics_port):
     """What a run with this policy starts its router with."""
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
-    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+    absolute, relative = (2, 1.1) if policy == "cache_aware" else (None, None)
+    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": absolute, "balance_rel_threshold": relative}
     manifest["inference"] |= {"num_replicas": 2, "router": router}
     urls = ["http://{}:{}".format(*server.server_address) for server in engines]
     return router_arguments(check(manifest, "test"), urls, "127.0.0.1", port, metrics_port)

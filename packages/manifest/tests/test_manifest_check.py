@@ -147,6 +147,14 @@ SENTENCES = [
         "inference.router.balance_rel_threshold = 0.9: should be greater than or equal to 1",
     ),
     (
+        broken(("inference", "router"), {**ROUTER, "policy": "round_robin"}),
+        "inference.router: balance_abs_threshold 2: policy 'round_robin' reads none; set it to null, or policy to 'cache_aware'",
+    ),
+    (
+        broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": None}),
+        "inference.router: balance_rel_threshold is null: policy 'cache_aware' reads it; set it to a number",
+    ),
+    (
         broken(("inference", "router"), ROUTER, NODES),
         "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the orchestrator takes each request to its two "
         "engines itself; set inference.router.kind to 'none', or",

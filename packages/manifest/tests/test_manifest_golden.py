@@ -123,6 +123,16 @@ def test_a_run_carries_the_digest_of_the_python_lock(rendered):
         assert manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
 
 
+def test_what_follows_from_a_setting_of_a_run_file_does_so_where_another_sets_it():
+    run = render(WORKSPACE, "reverse_text_smoke")
+
+    def changed(how: str):
+        return check(Evaluator(WORKSPACE)(f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + {how}"), "test")
+
+    router = changed("{ inference+: { router+: { policy: 'round_robin' } } }").inference.router
+    assert (router.balance_abs_threshold, router.balance_rel_threshold) == (None, None)
+
+
 def test_seeds_change_training_and_keep_held_out_problems():
     one, two = (render(WORKSPACE, f"reverse_text_seed_{n}").manifest for n in (1, 2))
     assert one.model.init != two.model.init and one.tasks.train[0].seed != two.tasks.train[0].seed

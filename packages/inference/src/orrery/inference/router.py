@@ -39,11 +39,11 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, 
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
     # Beyond this the router answers 429; admission is the orchestrator's, with one turn of slack for requests that are just ending.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
+    thresholds = {"--balance-abs-threshold": router.balance_abs_threshold, "--balance-rel-threshold": router.balance_rel_threshold}
     return [
         *("--worker-urls", *engine_urls),
         *("--policy", router.policy),
-        *("--balance-abs-threshold", str(router.balance_abs_threshold)),
-        *("--balance-rel-threshold", str(router.balance_rel_threshold)),
+        *(word for flag, value in thresholds.items() if value is not None for word in (flag, str(value))),
         *("--host", host, "--port", str(port)),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),

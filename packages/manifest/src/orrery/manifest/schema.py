@@ -491,15 +491,25 @@ class NoRouter(Record):
 
 
 class VllmRouter(Record):
-    """`vllm-router` before the replicas; thresholds are its cache-aware policy's.
+    """`vllm-router` before the replicas; thresholds are its cache-aware policy's, and null with any other.
 
     "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name; "cache_aware" by what they share.
     """
 
     kind: Literal["vllm_router"]
     policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
-    balance_abs_threshold: PositiveInt
-    balance_rel_threshold: Annotated[float, Field(ge=1.0)]
+    balance_abs_threshold: PositiveInt | None
+    balance_rel_threshold: Annotated[float, Field(ge=1.0)] | None
+
+    @model_validator(mode="after")
+    def thresholds_are_read(self) -> "VllmRouter":
+        for name in ("balance_abs_threshold", "balance_rel_threshold"):
+            value = getattr(self, name)
+            if self.policy == "cache_aware" and value is None:
+                raise ValueError(f"{name} is null: policy 'cache_aware' reads it; set it to a number")
+            if self.policy != "cache_aware" and value is not None:
+                raise ValueError(f"{name} {value}: policy '{self.policy}' reads none; set it to null, or policy to 'cache_aware'")
+        return self
 
 
 class NoKvTransfer(Record):
