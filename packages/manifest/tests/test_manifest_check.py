@@ -270,6 +270,11 @@ SENTENCES = [
         "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
     ),
     (
+        broken(("orchestrator", "max_batches_ahead"), 4, broken(("orchestrator", "max_off_policy_steps"), 3)),
+        "orchestrator: max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new enough for a batch further ahead than that; "
+        "set it to at most 3",
+    ),
+    (
         broken(("orchestrator", "admission", "max_in_flight"), 3),
         "orchestrator: admission.max_in_flight 3 cannot hold one group of algorithm.group_size 4; set it to at least that",
     ),

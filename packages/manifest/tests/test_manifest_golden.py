@@ -131,6 +131,7 @@ def test_what_follows_from_a_setting_of_a_run_file_does_so_where_another_sets_it
 
     router = changed("{ inference+: { router+: { policy: 'round_robin' } } }").inference.router
     assert (router.balance_abs_threshold, router.balance_rel_threshold) == (None, None)
+    assert changed("{ orchestrator+: { max_off_policy_steps: 0 } }").orchestrator.max_batches_ahead == 0
 
 
 def test_seeds_change_training_and_keep_held_out_problems():

@@ -107,7 +107,7 @@ class StateMachine(RuleBasedStateMachine):
     def begin(self, bound, ahead, permits, per_batch):
         self.manifest = fakes.manifest(
             max_off_policy_steps=bound,
-            max_batches_ahead=ahead,
+            max_batches_ahead=min(ahead, bound),  # a manifest has no more
             max_in_flight=permits,
             rollouts_per_batch=per_batch,
             num_steps=30,

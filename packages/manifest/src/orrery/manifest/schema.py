@@ -786,6 +786,16 @@ class Orchestrator(Record):
         return self
 
     @model_validator(mode="after")
+    def batches_ahead_have_tokens(self) -> "Orchestrator":
+        ahead, bound = self.max_batches_ahead, self.max_off_policy_steps
+        if ahead > bound:
+            raise ValueError(
+                f"max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: no token is new enough for a batch further ahead than "
+                f"that; set it to at most {bound}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def batch_is_whole_groups(self) -> "Orchestrator":
         group, batch = self.algorithm.group_size, self.rollouts_per_batch
         if batch % group:
