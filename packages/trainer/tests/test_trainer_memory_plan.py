@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,6 +252,15 @@ def test_context_parallel_leaves_half_as_many_data_ranks_to_do_a_step():
     assert one.load.micro_batches == 2 and one.trainer.mesh.num_data_ranks == trainer.mesh.num_data_ranks // 2
     freed = before.peak_bytes - plan(model, one.trainer, one.load, H200_BYTES).peak_bytes
     assert freed / GIB == pytest.approx(12.2, abs=0.05)  # with the gradients that its first micro-batch leaves, whole
+
+
+def test_twice_the_devices_have_half_the_micro_batches_of_a_step_each():
+    model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=3)
+    for num_before, num_after in ((3, 2), (2, 1), (1, 1)):
+        now = replace(load, micro_batches=num_before)
+        *_, one = levers(model, trainer, now, plan(model, trainer, now, H200_BYTES))
+        assert one.cost == "twice the devices" and one.trainer.mesh.num_data_ranks == 2 * trainer.mesh.num_data_ranks
+        assert one.load == replace(load, micro_batches=num_after)
 
 
 def test_spread_experts_are_gathered_in_part():

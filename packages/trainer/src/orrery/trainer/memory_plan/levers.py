@@ -106,7 +106,8 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         one = in_section("fsdp", "cpu_offload", True, cost, rank=1)
         kept = memory.model_copy(update={"optimizer_offload": False})
         yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
-    yield in_section("mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", rank=2)
+    one = in_section("mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", rank=2)
+    yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))  # of the same step, on twice as many data ranks
 
 
 def choose(model: Model, trainer: Trainer, load: Load, device_bytes: int, needed_bytes: int, counted: Sizes) -> Choice:
