@@ -16,7 +16,6 @@ from inference_servers import REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from orrery.inference import kv_transfer
 from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
 from orrery.inference.kv_offload import offload, store_environment
 from orrery.inference.kv_transfer import lease_s, refuse_missing_rdma, refuse_open_interfaces
@@ -25,6 +24,7 @@ from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.observe import network
 from orrery.observe.deadline import scaled
 from orrery.transport.fleet import UPDATE_S, request_s
 
@@ -184,7 +184,7 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
 
 def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
     folder = tmp_path / "infiniband"
-    monkeypatch.setattr(kv_transfer, "RDMA_DEVICES", folder)
+    monkeypatch.setattr(network, "RDMA_DEVICES", folder)
     for make_ready in (lambda: None, folder.mkdir):
         make_ready()
         refuse_missing_rdma("here", "tcp")
@@ -200,7 +200,7 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
 def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypatch, tmp_path, field):
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {})
     monkeypatch.setattr("os.environ", dict(os.environ))
-    monkeypatch.setattr(kv_transfer, "RDMA_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path / "none")
     mooncake = {"kind": "mooncake", "protocol": "rdma"}
     with pytest.raises(OrreryError, match=rf"^inference\.{field}\.protocol 'rdma': "):
         if field == "kv_transfer":

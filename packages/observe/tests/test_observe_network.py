@@ -15,7 +15,15 @@ from orrery.observe.process import parse_role
 
 @pytest.fixture
 def environ(monkeypatch):
-    for name in ("ORRERY_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NO_PROXY", "no_proxy", "ORRERY_DEADLINE_SCALE"):
+    for name in (
+        "ORRERY_INTERFACE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "UCX_NET_DEVICES",
+        "NO_PROXY",
+        "no_proxy",
+        "ORRERY_DEADLINE_SCALE",
+    ):
         monkeypatch.delenv(name, raising=False)
     copy = os.environ.copy()
     monkeypatch.setattr(os, "environ", copy)
@@ -98,3 +106,20 @@ def test_only_the_rl_stage_winds_down_and_only_when_its_file_is_there(tmp_path):
         assert not wind_down.is_asked(tmp_path, stage)
         wind_down.path(tmp_path, stage).touch()
     assert wind_down.is_asked(tmp_path, "rl") and not wind_down.is_asked(tmp_path, "sft")
+
+
+def test_ucx_uses_our_interface_and_every_port_of_every_rdma_device(environ, tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path / "infiniband")
+    for port in ("mlx5_0/ports/1", "mlx5_1/ports/1", "mlx5_1/ports/2"):
+        (tmp_path / "pci" / port).mkdir(parents=True)
+    environ["ORRERY_INTERFACE"] = "ib0"
+    network.name_ucx_devices()
+    assert environ["UCX_NET_DEVICES"] == "ib0"
+    (tmp_path / "infiniband").mkdir()
+    for device in ("mlx5_0", "mlx5_1"):  # the kernel has links there
+        (tmp_path / "infiniband" / device).symlink_to(tmp_path / "pci" / device)
+    network.name_ucx_devices()
+    assert environ["UCX_NET_DEVICES"] == "ib0", "a site has said so"
+    del environ["UCX_NET_DEVICES"]
+    network.name_ucx_devices()
+    assert environ["UCX_NET_DEVICES"] == "ib0,mlx5_0:1,mlx5_1:1,mlx5_1:2"

@@ -12,7 +12,6 @@
 import os
 import socket
 import uuid
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,12 +19,12 @@ import psutil
 from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
+from orrery.observe import network
 from orrery.observe.deadline import scaled
 from orrery.observe.network import LOOPBACK_INTERFACE, interface
 from orrery.transport.fleet import request_s
 
 LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled
-RDMA_DEVICES = Path("/sys/class/infiniband")
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
@@ -70,7 +69,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 def name_devices(manifest: Manifest) -> None:
     """Have UCX, which NIXL goes by, use this run's interface and RDMA devices; what is set already, as a matter of placement, stays."""
     if manifest.inference.kv_transfer.kind == "nixl":
-        os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *(f"{name}:1" for name in rdma_devices())]))
+        network.name_ucx_devices()
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
@@ -98,13 +97,8 @@ def refuse_open_interfaces(what: str) -> None:
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
     """Raise OrreryError where `field` asks Mooncake for RDMA and this machine has none: it would go by TCP, and say so in its log alone."""
-    if protocol == "rdma" and not rdma_devices():
+    if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
-            f"{field}.protocol 'rdma': {socket.gethostname()} has no device in {RDMA_DEVICES}, and Mooncake would go by TCP; "
+            f"{field}.protocol 'rdma': {socket.gethostname()} has no device in {network.RDMA_DEVICES}, and Mooncake would go by TCP; "
             f"set {field}.protocol to 'tcp', or run where every node has one"
         )
-
-
-def rdma_devices() -> list[str]:
-    """Names of this machine's RDMA devices."""
-    return sorted(each.name for each in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []

@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +20,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 INTERFACE = "ORRERY_INTERFACE"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+RDMA_DEVICES = Path("/sys/class/infiniband")
 PORTS = range(20_000, 32_768)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
 
 
@@ -46,6 +48,17 @@ def name_interface() -> None:
     """Tell gloo and NCCL, which choose an interface by the host's name or by themselves; what is set already stays."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": this one, not all whose names begin so
+
+
+def name_ucx_devices() -> None:
+    """Tell UCX, which would use every interface, to use ours and every port of every RDMA device; what is set already stays."""
+    ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
+    os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
+
+
+def rdma_devices() -> list[str]:
+    """Names of this machine's RDMA devices."""
+    return sorted(each.name for each in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
 
 
 def without_proxy(hosts: Iterable[str]) -> None:

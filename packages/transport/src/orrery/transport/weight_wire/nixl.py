@@ -15,7 +15,7 @@ import torch
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
-from orrery.observe.network import interface
+from orrery.observe.network import interface, name_ucx_devices
 from orrery.transport.patches.nixl import wait_for_progress
 from orrery.transport.weight_wire.contract import ROUND_S, WireFailed
 from orrery.transport.weight_wire.meeting import Meeting
@@ -44,6 +44,8 @@ class Registered:
         if buckets[0].device.type == "cpu":
             os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
             wait_for_progress()
+        else:
+            name_ucx_devices()
         self.buckets = list(buckets)
         self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
         self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
