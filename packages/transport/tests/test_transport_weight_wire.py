@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,3 +271,20 @@ def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch
     with pytest.raises(OrreryError, match="no weights there"):
         wire.publish_folder(4, tmp_path)
     assert WeightWatch(tmp_path / "wire").latest().version == 3
+
+
+def test_a_folder_is_published_without_a_copy_and_stays_when_its_version_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policies = [Path(f"policy_{seed}") for seed in range(3)]
+    for seed, policy in enumerate(policies):
+        policy.mkdir()
+        for name, tensor in tensors(seed):
+            save_file({name: tensor.contiguous()}, policy / f"{name}.safetensors")
+    wire = WeightPublisher(tmp_path / "wire", keep=2)
+    before = {path: path.read_bytes() for policy in policies for path in policy.iterdir()}
+    published = [wire.publish_folder(version, policy) for version, policy in enumerate(policies)]
+    assert not published[0].folder.exists()
+    shards = sorted(published[2].folder.iterdir())
+    assert [shard.readlink() for shard in shards] == sorted(tmp_path / path for path in policies[2].iterdir())
+    wire.close()
+    assert {path: path.read_bytes() for policy in policies for path in policy.iterdir()} == before

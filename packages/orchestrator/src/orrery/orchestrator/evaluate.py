@@ -1,6 +1,7 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
-- Both policies go into the engines as files, whichever wire the RL stage has, and are attested as every update is.
+- Both policies go into the engines as files, whichever wire the RL stage has, and are attested as every update is. The files are those
+  of `weights/`, which every node sees: no memory holds a copy.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 - The same seeds for both policies, so that they differ by their weights alone.
 """

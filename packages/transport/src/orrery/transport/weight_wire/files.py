@@ -3,7 +3,8 @@
 In a stage on several nodes the same in the run's folder, which all nodes see.
 
 - `<dir>/version_<n>/00000.safetensors …` holds the tensors in shards of bounded size, so that a lazy iterator (one
-  gathered tensor at a time, even through one reused buffer) never makes two copies of the model.
+  gathered tensor at a time, even through one reused buffer) never makes two copies of the model. Of a folder that is published as it is,
+  the shards are links to its files, which stay when the version goes.
 - `<dir>/version_<n>.json` is the marker, written last, when all else is on disk; whoever looks for versions looks only for markers.
 - The publisher keeps the newest `keep`, so that a version stays while engines load it and the trainer goes on. It removes a marker
   before the files, and a reader that maps a removed file keeps its data.
@@ -72,8 +73,11 @@ class WeightPublisher:
         return self._publish(version, lambda aside: self._write_shards(aside, named_tensors))
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Make the safetensors files of `folder` visible as `version`; needs no torch. Raises OrreryError where there are none."""
-        return self._publish(version, lambda aside: _copy_shards(aside, folder))
+        """Make the safetensors files of `folder` visible as `version`, without a copy: whoever reads must see `folder` too. Needs no torch.
+
+        Raises OrreryError where there are none.
+        """
+        return self._publish(version, lambda aside: _link_shards(aside, folder))
 
     def _publish(self, version: int, write: Callable[[Path], dict[str, int]]) -> Published:
         if self._last_version is not None and version <= self._last_version:
@@ -137,12 +141,11 @@ class WeightPublisher:
         return taken
 
 
-def _copy_shards(aside: Path, folder: Path) -> dict[str, int]:
-    """Copy every safetensors file of `folder`; the fingerprints of the tensors in them."""
+def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
+    """Link every safetensors file of `folder`; the fingerprints of the tensors in them."""
     taken: dict[str, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        shutil.copyfile(path, aside / path.name)
-        sync(aside / path.name)
+    for path in sorted(folder.absolute().glob("*.safetensors")):  # not resolved: a container has the folder under this name
+        (aside / path.name).symlink_to(path)
         taken |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
     if not taken:
         raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
