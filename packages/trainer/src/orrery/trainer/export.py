@@ -20,14 +20,15 @@ from torch import Tensor
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
-from orrery.manifest.schema import Manifest, Trainer
-from orrery.models import build, hf_folder, lora
+from orrery.manifest.schema import Manifest
+from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_config, ignored_hf_names
 from orrery.models.hf_tensors import HfTensor, hf_tensors
 from orrery.models.lora import adapters, merged
 from orrery.models.weights import MAX_FILE_BYTES
 from orrery.observe.system_error import explain
+from orrery.trainer.parallel import build_network
 from orrery.trainer.publish import copy_tokenizer
 from orrery.trainer.stored import Stored
 from orrery.transport import checkpoints
@@ -62,7 +63,7 @@ def export_checkpoint(run_dir: Path, stage: str = "rl", step: int | None = None,
 
 def write(stored: Stored, manifest: Manifest, start: Path, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """The weights of `stored`, over those of the folder `start`, and `config.json`."""
-    network = _network(manifest)
+    network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.divide(tensors, max_file_bytes)
     hf_folder.begin(folder)
@@ -85,16 +86,6 @@ def _choose(run_dir: Path, stage: str, step: int | None) -> int:
     if step is not None and step not in steps:
         raise OrreryError(f"--step: there is no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
-
-
-def _network(manifest: Manifest) -> CausalLm:
-    """As the trainer builds it, without storage."""
-    trainer: Trainer = manifest.trainer
-    param_dtype, compute_dtype = getattr(torch, trainer.param_dtype), getattr(torch, trainer.compute_dtype)
-    network = build(manifest.model, param_dtype if trainer.lora is None else compute_dtype, "meta")
-    if trainer.lora is not None:
-        lora.adapt(network, trainer.lora, param_dtype)
-    return network
 
 
 class _Tensors:

@@ -15,24 +15,33 @@ import torch
 
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, lora
+from orrery.models.causal_lm import CausalLm
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, context_parallel, expert_parallel, fsdp
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """The manifest's policy with unset weights, parallel from outside: without storage where it is sharded, so no rank ever holds it whole.
+    """The manifest's policy with unset weights, parallel from outside.
+
+    Without storage where it is sharded, so no rank ever holds it whole.
+    """
+    network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
+    policy = Policy(network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits)
+    parallelize(policy, world, trainer)
+    return policy
+
+
+def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
+    """What is trained, in the trainer's dtypes and with its adapters, for one device; without storage on "meta".
 
     Frozen weights are held in the dtype that computes: nothing is added up in them.
     """
     param_dtype, compute_dtype = getattr(torch, trainer.param_dtype), getattr(torch, trainer.compute_dtype)
-    device = "meta" if fsdp.is_needed(trainer) else world.device
     network = build(model, param_dtype if trainer.lora is None else compute_dtype, device)
     if trainer.lora is not None:
         lora.adapt(network, trainer.lora, param_dtype)
-    policy = Policy(network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits)
-    parallelize(policy, world, trainer)
-    return policy
+    return network
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:

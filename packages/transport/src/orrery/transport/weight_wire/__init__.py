@@ -46,7 +46,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.transport.weight_wire.claims import claim, claim_again, give_up, is_direct, release
 from orrery.transport.weight_wire.contract import Published, TakeFailed, WireFailed
-from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, own, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, check_room, own, read_weights, remove_weight_dir, weight_dir
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,7 @@ __all__ = [
     "WeightPublisher",
     "WeightWatch",
     "WireFailed",
+    "check_room",
     "claim",
     "claim_again",
     "give_up",

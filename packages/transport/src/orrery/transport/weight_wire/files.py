@@ -59,6 +59,20 @@ def own(folder: Path) -> None:
     folder.chmod(0o700)  # one that was there may be open to others
 
 
+def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> None:
+    """Raises OrreryError where a publisher that keeps `keep` versions would not find room for them and the one that it is writing."""
+    where, enlarge = Path(run_dir), "free some there"
+    if num_nodes == 1:
+        where, enlarge = SHARED_MEMORY, f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
+    needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
+    if needed > free:
+        raise OrreryError(
+            f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB in {where} at a time, "
+            f"{needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free; "
+            f"set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
+        )
+
+
 class WeightPublisher:
     """The trainer's end. One process publishes; the folder is made at once and removed by `close`."""
 
