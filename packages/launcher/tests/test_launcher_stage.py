@@ -1,5 +1,6 @@
 """The launcher with real processes: how a stage ends, in every way that it can."""
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
+from orrery.observe.tail import MetricsTail
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -330,6 +332,32 @@ def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monke
     err = capsys.readouterr().err
     assert err.startswith("warning: WandbSink is dropped: WANDB_PROJECT is set, but wandb is not installed") and err.count("\n") == 1
     assert progress.step == 3 and list((tmp_path / "metrics/tensorboard").rglob("events*"))
+
+
+def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics, looks, errors = MetricsFile(tmp_path, "rl", "trainer", 0, 1), [], [errno.EIO, errno.ESTALE]
+    paths = MetricsTail._paths
+
+    def paths_or_fail(tail):
+        looks.append(1)
+        if len(looks) > 1 and errors:  # the first is the tail's own, from where files stand now
+            raise OSError(errors[-1], os.strerror(errors.pop()))
+        return paths(tail)
+
+    monkeypatch.setattr(MetricsTail, "_paths", paths_or_fail)
+    monkeypatch.setattr("orrery.launcher.observer.LOOK_S", 0.01)
+    progress = Progress("r", "rl", 1, ("rl",), (), None, 0.0)
+    observer = Observer(tmp_path, progress)
+    metrics.write(3, loss=0.5)
+    wait_for(lambda: progress.step == 3, 10)
+    metrics.write(4, loss=0.25)
+    observer.close()
+    err = capsys.readouterr().err
+    assert err == f"warning: metrics cannot be read ({os.strerror(errno.ESTALE)}); tried again every 0.01 s\n"
+    events = EventAccumulator(str(tmp_path / "metrics/tensorboard/rl/trainer.0")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [(3, 0.5), (4, 0.25)]
 
 
 def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(run_dir):

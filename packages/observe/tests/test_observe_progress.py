@@ -1,5 +1,7 @@
 """What people look at: the view's numbers, the tail, TensorBoard's scalars."""
 
+import errno
+import os
 import sys
 from types import SimpleNamespace
 
@@ -87,6 +89,30 @@ def test_the_tail_yields_every_whole_row_once_and_waits_for_a_torn_one(tmp_path)
         file.write('"loss":3}\n')
     assert [row["step"] for _, row in whole.new_rows()] == [3]
     assert list(whole.new_rows()) == []
+
+
+def test_a_file_that_cannot_be_read_at_one_look_keeps_its_rows_for_the_next_and_no_others_back(tmp_path, monkeypatch):
+    for role in ("engine", "orchestrator", "trainer"):
+        MetricsFile(tmp_path, "rl", role, 0, 1).write(1)
+    tail, seen, read, failing = MetricsTail(tmp_path), [], open, ["orchestrator.0.jsonl"]
+
+    def open_or_fail(path, mode):
+        if path.name in failing:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return read(path, mode)
+
+    def look():
+        for process, _ in tail.new_rows():
+            seen.append(process)
+
+    monkeypatch.setattr("builtins.open", open_or_fail)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        look()
+    assert seen == ["engine.0", "trainer.0"]
+    failing.clear()
+    look()
+    look()
+    assert seen == ["engine.0", "trainer.0", "orchestrator.0"]
 
 
 def test_scalars_are_named_by_event_and_stepped_by_step_or_version():

@@ -1,5 +1,6 @@
 """Usage: what a process and its children take, and what it costs to know."""
 
+import errno
 import itertools
 import os
 import subprocess
@@ -69,6 +70,29 @@ def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     usage.stop()
     assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {("usage", "rl", 3, None)}
     assert all(row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found)
+    metrics.close()
+
+
+def test_a_row_that_cannot_be_written_is_said_once_and_the_next_ones_come(tmp_path, monkeypatch, caplog):
+    metrics, errors = MetricsFile(tmp_path, "rl", "trainer", 1, 3), [errno.EIO, errno.ESTALE]
+    write = metrics.write
+
+    def write_or_fail(**values):
+        if errors:
+            raise OSError(errors[-1], os.strerror(errors.pop()))
+        write(**values)
+
+    monkeypatch.setattr(metrics, "write", write_or_fail)
+    usage = UsageRows("trainer.1", metrics, period_s=0.01)
+    usage.start()
+    end_s = time.monotonic() + 20
+    while len(found := list(rows(tmp_path / "metrics" / "trainer.1.jsonl"))) < 3 and time.monotonic() < end_s:
+        time.sleep(0.005)
+    usage.stop()
+    assert len(found) >= 3 and len({row["time_s"] for row in found}) == len(found)
+    assert [record.message for record in caplog.records] == [
+        f"use of processor and memory cannot be written ({os.strerror(errno.ESTALE)}); tried again"
+    ]
     metrics.close()
 
 

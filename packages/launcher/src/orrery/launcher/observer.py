@@ -2,6 +2,7 @@
 
 - In: `metrics/*.jsonl` of the run, from where they stood when the stage began. Out: TensorBoard, W&B when configured, and `Progress`.
 - A sink that breaks, at its start too, is reported once and dropped: looking at a run must not end it.
+- A look that fails, as it may on a network file system, is reported once; the next one takes in what it has missed.
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from orrery.observe.metrics import Row
 from orrery.observe.progress import Progress
+from orrery.observe.system_error import explain
 from orrery.observe.tail import MetricsTail
 from orrery.observe.tensorboard import TensorBoardSink
 from orrery.observe.weights_and_biases import WandbSink, configured
@@ -36,6 +38,7 @@ class Observer:
         for kind in kinds:
             with self._dropping(kind):
                 self._sinks.append(kind(run_dir))
+        self._has_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
         self._thread.start()
@@ -48,16 +51,24 @@ class Observer:
     def _run(self) -> None:
         while True:
             last = self._stop.wait(LOOK_S)
-            for process, row in self._tail.new_rows():
-                for sink in self._sinks:
-                    with self._dropping(sink):
-                        sink.write(process, row)
-                self._progress.add(process, row)
+            self._look()
             if last:
                 for sink in self._sinks:
                     with self._dropping(sink):
                         sink.close()
                 return
+
+    def _look(self) -> None:
+        try:
+            for process, row in self._tail.new_rows():
+                for sink in self._sinks:
+                    with self._dropping(sink):
+                        sink.write(process, row)
+                self._progress.add(process, row)
+        except OSError as error:
+            if not self._has_failed:
+                print(f"warning: metrics cannot be read ({explain(error)}); tried again every {LOOK_S:g} s", file=sys.stderr, flush=True)
+            self._has_failed = True
 
     @contextmanager
     def _dropping(self, sink: Sink | type) -> Iterator[None]:

@@ -24,19 +24,31 @@ class MetricsTail:
         return sorted(path for path in self._folder.glob("*.jsonl") if not path.name.endswith(".spans.jsonl"))
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
+        """Raises OSError, after the rows of all other files, where one cannot be read now; its rows come at the next look that can."""
+        trouble: OSError | None = None
         for path in self._paths():
-            offset = self._offsets.get(path, 0)
-            if path.stat().st_size == offset:
+            try:
+                lines = self._new_lines(path)
+            except OSError as error:
+                trouble = error
                 continue
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read()
-            whole = data.rfind(b"\n") + 1
-            self._offsets[path] = offset + whole
-            for line in data[:whole].split(b"\n"):
+            for line in lines:
                 try:
                     row = json.loads(line)
                 except ValueError:
                     continue
                 if isinstance(row, dict):
                     yield path.name.removesuffix(".jsonl"), row
+        if trouble is not None:
+            raise trouble
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        offset = self._offsets.get(path, 0)
+        if path.stat().st_size == offset:
+            return []
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._offsets[path] = offset + whole
+        return data[:whole].split(b"\n")

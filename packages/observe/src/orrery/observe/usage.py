@@ -5,6 +5,7 @@
 - Only a role that a launcher started samples itself; a report that a person draws writes no rows. The launcher leaves its roles out.
 """
 
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.pace import period_s
+from orrery.observe.system_error import explain
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -84,9 +88,11 @@ class UsageRows:
             self._thread.join()
 
     def _run(self) -> None:
-        sampler, begin_s = Sampler(os.getpid()), time.monotonic()
+        sampler, begin_s, has_failed = Sampler(os.getpid()), time.monotonic(), False
         while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
-            except OSError:
-                return  # a full disk: the role's own rows will say so
+            except OSError as error:  # a network file system's moment, or a full disk, which ends the role at a row of its own
+                if not has_failed:
+                    log.warning("use of processor and memory cannot be written (%s); tried again", explain(error))
+                has_failed = True
