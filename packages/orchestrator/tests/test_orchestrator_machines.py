@@ -22,6 +22,7 @@ from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
 from orrery.orchestrator.source import Source
 from orrery.orchestrator.state import Snapshot
+from orrery.tasks.task import Message, ToolCall
 from orrery.transport.routed_experts import RouteShape, without_routes
 
 GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
@@ -305,3 +306,30 @@ def test_a_line_after_a_torn_one_is_whole(tmp_path):
     lines = path.read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1 and json.loads(lines[2])["step"] == 3
     assert json.loads(lines[0])["messages"][1] == {"role": "assistant", "content": "said"}
+
+
+def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_is_left_out(tmp_path):
+    path = tmp_path / "rollouts" / "samples.jsonl"
+    call = ToolCall("search", {"input": "q" * 10_000})
+    long = Message("assistant", "a" * 2000 + "b" * 100_000 + "c" * 2000, (call,))
+    turns = [Message("user", f"turn {turn}") for turn in range(20)]
+    rollout = fakes.rollout(Request(GroupRequest("train", 0, 0, 0, 4), 0, 0), [0], 1.0)
+    for messages in ([long], turns, turns[:16], [Message("user", "x" * 4000)]):
+        samples.append(path, [samples.line(replace(rollout, messages=messages))])
+    (one,), some, sixteen, whole = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert one["role"] == "assistant" and one["content"] == "a" * 2000 + "\n[… 100000 characters left out …]\n" + "c" * 2000
+    assert one["tool_calls"].startswith('[{"name":"search"') and "characters left out" in one["tool_calls"]
+    assert [each["content"] for each in some] == [
+        *(f"turn {turn}" for turn in range(8)), "4 messages", *(f"turn {turn}" for turn in range(12, 20)),
+    ]  # fmt: skip
+    assert [each["content"] for each in sixteen] == [f"turn {turn}" for turn in range(16)] and len(whole[0]["content"]) == 4000
+    endless = [Message("tool", "\n" * 500_000, name="n" * 500_000), long] * 1000
+    samples.append(path, [samples.line(replace(rollout, messages=endless))])
+    assert len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100  # a line break takes two characters in JSON
+
+
+def test_rollouts_of_the_evaluate_stage_are_kept_whole(tmp_path):
+    path = tmp_path / "rollouts" / "evaluate.jsonl"
+    rollout = fakes.rollout(Request(GroupRequest("evaluation", 0, 0, 0, 4), 0, 0), [0], 1.0)
+    samples.write(path, [samples.line(replace(rollout, messages=[Message("assistant", "a" * 100_000)] * 20))])
+    assert [len(each["content"]) for each in json.loads(path.read_text())["messages"]] == [100_000] * 20

@@ -1,9 +1,11 @@
 """Samples: rollouts for people to read, `rollouts/samples.jsonl`, and `rollouts/evaluate.jsonl`.
 
-A line is one rollout: task, messages, reward, and which policy made it. A line is one write, so it is whole or the torn last one.
+- A line is one rollout: task, messages, reward, and which policy made it. A line is one write, so it is whole or the torn last one.
+- `samples.jsonl` grows with every batch, so there the middle of what is long is left out (`shortened`) and says so. `evaluate.jsonl` is as
+  long as the manifest lets it be, and whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,40 @@ import msgspec
 
 from orrery.manifest.publish import write_atomic
 from orrery.orchestrator.rollout import Rollout
+from orrery.tasks.task import Message
+
+NUM_MESSAGES = 16  # of a conversation
+TEXT_CHARACTERS = 4000  # of a message, and of its tool calls
 
 
 def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
     return {**about, "reward": rollout.reward, "truncated": rollout.truncated, "metrics": rollout.metrics, "messages": rollout.messages}
 
 
+def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The first and last messages, as JSON has them, and beginning and end of their texts; between them what is left out is counted."""
+    half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
+    if left_out <= 0:
+        return [_short(message) for message in messages]
+    gap = {"role": "left_out", "content": f"{left_out} messages"}
+    return [*map(_short, messages[:half]), gap, *map(_short, messages[-half:])]
+
+
+def _short(message: Message) -> dict[str, Any]:
+    fields = {name: _cut(value) if isinstance(value, str) else value for name, value in msgspec.to_builtins(message).items()}
+    calls = msgspec.json.encode(message.tool_calls).decode()
+    return fields | {"tool_calls": _cut(calls)} if len(calls) > TEXT_CHARACTERS else fields
+
+
+def _cut(text: str) -> str:
+    half, left_out = TEXT_CHARACTERS // 2, len(text) - TEXT_CHARACTERS
+    return text if left_out <= 0 else f"{text[:half]}\n[… {left_out} characters left out …]\n{text[-half:]}"
+
+
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Add `lines` with their messages `shortened`, behind a torn line too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = b"".join(msgspec.json.encode(each) + b"\n" for each in lines)
+    data = b"".join(msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n" for each in lines)
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, 2)
