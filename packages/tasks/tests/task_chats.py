@@ -1,6 +1,8 @@
 """What the tests of this room share: task uses of every kind, models with a character tokenizer, and a folder in the style of Qwen."""
 
 import json
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
@@ -31,6 +33,11 @@ ARGS = {
     },
     "lengths": {"median_tokens": 100, "sigma": 1.0, "max_tokens": 4000, "prompt_words": 5},
 }
+
+
+def fastest_s(call: Callable[[], object]) -> float:
+    """The least of several times of `call`, which others on the machine cannot make longer."""
+    return min(timeit.repeat(call, number=1, repeat=20))
 
 
 def task_use(kind: str, seed: int = 3, **args) -> TaskUse:

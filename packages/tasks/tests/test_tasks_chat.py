@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from task_chats import ALPHABET, character_model, character_renderer, task_use, write_qwen_like
+from task_chats import ALPHABET, character_model, character_renderer, fastest_s, task_use, write_qwen_like
 
 from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, Tool, ToolCall, make
-from orrery.tasks.chat import END_ID, PAD_ID, SPECIALS, Renderer, vocab_size, write_tokenizer
+from orrery.tasks.chat import END_ID, PAD_ID, SPECIALS, Renderer, _take_calls, vocab_size, write_tokenizer
 
 TOOL = Tool("calculator", "adds", {"type": "object", "properties": {"input": {"type": "string"}}})
 
@@ -209,6 +209,24 @@ def test_both_stop_tokens_of_a_pretrained_folder_stop(qwen):
 )
 def test_malformed_json_calls_are_text(qwen, text):
     assert qwen.parse(qwen.encode(text)) == Message("assistant", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("a<|call|>x 1<|end_call|>b<|call|>y <|call|> 2<|end_call|> <|call|>", "ab <|call|>", ["1", "<|call|> 2"]),
+        ("<|end_call|><|call|> 1<|end_call|>\n<|call|>x 2\n3<|end_call|> ", "<|end_call|><|call|> 1<|end_call|>", ["2\n3"]),
+    ],
+)
+def test_a_call_begins_at_the_first_marker_ends_at_the_next_end_and_leaves_the_rest_as_text(text, content, calls):
+    rest, found = _take_calls(text, characters=True)
+    assert (rest.strip(), [call.arguments["input"] for call in found]) == (content, calls)
+
+
+@pytest.mark.parametrize("opens", ["<|call|>", "<tool_call>"])
+def test_openings_without_an_end_cost_time_in_proportion(opens):
+    few, many = (fastest_s(lambda n=n: _take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000))
+    assert many < 25 * few  # eight times as many; each with a look at the whole rest would be 64 times the time
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_chats import ARGS, task_use
+from task_chats import ARGS, fastest_s, task_use
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import Message, ToolCall, make
-from orrery.tasks.calculator import evaluate, result
+from orrery.tasks.calculator import evaluate, result, text_calls
 from orrery.tasks.reverse_text import longest_common_subsequence
 from orrery.tasks.split import split_of
 
@@ -156,6 +156,16 @@ def test_a_call_in_text_is_a_call_where_the_format_has_none():
     assert reward(call) == 0.25
     assert reward(right) == 0.75
     assert reward(Message("assistant", f"calculator({problem.answer}")) == 0.0  # no call, and no answer
+
+
+def test_a_line_has_one_call_in_text_from_its_first_opening_to_its_last_parenthesis():
+    text = ") calculator(1+(2)) calculator(3) x\ncalculator(4\n) calculator(\ncalculator()\rcalculator(5)"
+    assert text_calls(text) == ["1+(2)) calculator(3", ")\rcalculator(5"]
+
+
+def test_calls_in_text_without_an_end_cost_time_in_proportion():
+    few, many = (fastest_s(lambda n=n: text_calls("calculator(" * n)) for n in (500, 4000))
+    assert many < 25 * few  # eight times as many; each with a look at the whole rest would be 64 times the time
 
 
 def few_shot(kind: str, seed: int = 3, **changes):

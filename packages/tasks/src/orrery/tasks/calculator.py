@@ -34,7 +34,6 @@ TOOL = Tool(
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 MAX_EXPRESSION_CHARS = 200
 MAX_CALLS_PER_TURN = 3
-TEXT_CALL = re.compile(rf"{TOOL.name}\((.*)\)")  # to the last parenthesis of its line
 
 
 def evaluate(expression: str) -> int:
@@ -82,7 +81,7 @@ class Calculator:
     def _calls(self, message: Message) -> Sequence[ToolCall]:
         if self.args.call_syntax == "chat_format" or message.role != "assistant":
             return message.tool_calls
-        return [ToolCall(TOOL.name, {"input": expression}) for expression in TEXT_CALL.findall(message.content)]
+        return [ToolCall(TOOL.name, {"input": expression}) for expression in text_calls(message.content)]
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | None:
         calls = self._calls(messages[-1])
@@ -102,6 +101,17 @@ class Calculator:
         if self.args.call_syntax == "text":
             call = Message("assistant", f"{TOOL.name}({expression})")
         return [*problem.messages, call, Message("tool", problem.answer, name=TOOL.name), Message("assistant", problem.answer)]
+
+
+def text_calls(text: str) -> list[str]:
+    """What stands in each line of a text between its first `calculator(` and its last `)`. In time linear in the text."""
+    calls = []
+    for line in text.split("\n"):
+        _, opened, behind = line.partition(f"{TOOL.name}(")
+        expression, closed, _ = behind.rpartition(")")
+        if opened and closed:
+            calls.append(expression)
+    return calls
 
 
 def result(call: ToolCall) -> str:

@@ -206,17 +206,8 @@ class Renderer:
             ids.pop()
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         calls: list[ToolCall] = []
-
-        def take(match: re.Match[str]) -> str:
-            call = _parse_call(match[1], self._syntax == CALL)
-            if call is None:
-                return match[0]
-            calls.append(call)
-            return ""
-
         if self._syntax is not None:
-            opens, closes = (CALL, END_CALL) if self._syntax == CALL else ("<tool_call>", "</tool_call>")
-            text = re.sub(rf"{re.escape(opens)}(.*?){re.escape(closes)}", take, text, flags=re.DOTALL)
+            text, calls = _take_calls(text, self._syntax == CALL)
         return Message("assistant", text.strip() if calls else text, tuple(calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -355,6 +346,18 @@ class Renderer:
 
     def _token_id(self, token: Any) -> int | None:
         return None if token is None else self.tokenizer.token_to_id(_content(token))
+
+
+def _take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and these; a malformed one stays text. In time linear in the text, whatever a policy wrote."""
+    opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
+    kept, calls, after = [], [], 0
+    while (begin := text.find(opens, after)) >= 0 and (end := text.find(closes, begin + len(opens))) >= 0:
+        call = _parse_call(text[begin + len(opens) : end], characters)
+        before, after = after, end + len(closes)
+        kept.append(text[before : after if call is None else begin])
+        calls += [] if call is None else [call]
+    return "".join([*kept, text[after:]]), calls
 
 
 def _parse_call(text: str, characters: bool) -> ToolCall | None:
