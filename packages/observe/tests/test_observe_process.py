@@ -59,6 +59,15 @@ def test_another_exception_leaves_a_traceback_and_its_name_in_health(tmp_path):
     assert read_health(tmp_path, "rl")["trainer.1"].error == "KeyError: 'k'"
 
 
+@pytest.mark.parametrize("code", ["0", "", "143", "75", "'words'"])
+def test_a_role_whose_body_calls_exit_has_failed_whatever_the_code(tmp_path, code):
+    process = role(tmp_path, f"sys.exit({code})")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 1 and "Traceback" in stderr
+    health = read_health(tmp_path, "rl")["trainer.1"]
+    assert (health.doing, health.error) == ("failed", f"exit({code or None}) was called before its work was done")
+
+
 def test_sigterm_runs_finally_blocks(tmp_path):
     process = role(tmp_path, "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', flush=True)")
     assert process.stdout.readline() == "ready\n"

@@ -7,6 +7,7 @@ import numpy as np
 import orchestrator_fakes as fakes
 import pytest
 
+from orrery.observe.process import TERMINATED, Terminated
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.rollout import RolloutFailed, play
 from orrery.orchestrator.stage import Stage
@@ -102,6 +103,50 @@ def test_what_is_not_the_policys_doing_is_a_failure_with_a_reason_and_never_a_re
     with pytest.raises(RolloutFailed) as failed:
         asyncio.run(episode(fleet, fakes.FakeTask(broken=broken)))
     assert failed.value.reason == reason and failed.value.detail
+
+
+class Leaving(fakes.FakeTask):
+    """Raises `error` out of `where`, at once or once it is awaited."""
+
+    def __init__(self, error, where, is_async=False):
+        super().__init__(replies=1)
+        self.error, self.where, self.is_async = error, where, is_async
+
+    def _leave(self, where, otherwise):
+        async def later():
+            raise self.error
+
+        if where != self.where:
+            return otherwise()
+        if self.is_async:
+            return later()
+        raise self.error
+
+    def problem(self, index):
+        return self._leave("problem", lambda: super(Leaving, self).problem(index))
+
+    def reply(self, problem, messages):
+        return self._leave("reply", lambda: super(Leaving, self).reply(problem, messages))
+
+    def judge(self, problem, messages):
+        return self._leave("judge", lambda: super(Leaving, self).judge(problem, messages))
+
+
+DOORS = [("problem", False, "task"), ("reply", False, "task"), ("reply", True, "task"), ("judge", False, "judge"), ("judge", True, "judge")]
+
+
+@pytest.mark.parametrize(("where", "is_async", "reason"), DOORS)
+def test_a_task_that_exits_ends_its_rollout_and_not_the_run(where, is_async, reason):
+    with pytest.raises(RolloutFailed, match=f"{reason} raised SystemExit: 0") as failed:
+        asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(SystemExit(0), where, is_async)))
+    assert failed.value.reason == reason
+
+
+@pytest.mark.parametrize("error", [Terminated(TERMINATED), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize(("where", "is_async", "reason"), DOORS)
+def test_the_end_of_the_process_or_the_rollout_passes_through_a_task(where, is_async, reason, error):
+    with pytest.raises(type(error)):
+        asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(error, where, is_async)))
 
 
 def test_tokens_of_no_published_version_are_refused():

@@ -3,7 +3,8 @@
 - In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
 - Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
 - An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
-  traceback and exits 1. SIGTERM raises `SystemExit` where the main thread is, so `finally` blocks run.
+  traceback and exits 1, also `SystemExit(0)`: what ends well returns. SIGTERM raises `Terminated` where the main thread is, so `finally`
+  blocks run.
 - A launched role writes rows of its own processor time and memory (`usage.py`).
 - `WoundDown` ends it with its own exit code and health `wound down`: neither failed nor done (`wind_down.py`).
 - SIGUSR1 writes the stacks of all threads to stderr (the launcher keeps stderr in `logs/`): it asks for them on a stall (`asked.py`).
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
+
+
+class Terminated(SystemExit):
+    """SIGTERM has asked this process to end."""
 
 
 class RoleProcess:
@@ -113,14 +118,13 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
         me.health.failed(str(error))
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
-    except SystemExit as leave:
-        if leave.code in (None, 0):
-            me.health.done()
-        elif leave.code == TERMINATED:
-            me.health.terminated()
-        else:
-            me.health.failed(f"exited with {leave.code}")
+    except Terminated:
+        me.health.terminated()
         raise
+    except SystemExit as leave:
+        traceback.print_exc()
+        me.health.failed(f"exit({leave.code!r}) was called before its work was done")
+        raise SystemExit(1) from None
     except BaseException as error:
         traceback.print_exc()
         me.health.failed(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
@@ -142,7 +146,7 @@ def _allow_open_files() -> None:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
+    raise Terminated(TERMINATED)
 
 
 def _log_to_stderr() -> None:

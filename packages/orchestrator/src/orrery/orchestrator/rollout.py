@@ -5,7 +5,8 @@
 - Each sampled token carries log-prob and policy version; tokens of prompts and tools are untrained, version −1.
 - Where routes are replayed, each turn brings those of the tokens that became inputs in it, and they are decoded once, at the end.
 - `truncated`: the last turn was cut by a length limit. Such a rollout is judged as it stands.
-- What is not the policy's doing is never a reward: an empty generation, an engine or task or judge that raises, is `RolloutFailed(reason)`.
+- What is not the policy's doing is never a reward: an empty generation, an engine or task or judge that raises (or calls `exit`) is
+  `RolloutFailed(reason)`.
 - Cancelling `play` aborts the request in the engine.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
+from orrery.observe.process import Terminated
 from orrery.tasks.task import Message
 from orrery.transport.engine import EngineGone
 from orrery.transport.route_bytes import Routes, column
@@ -34,6 +36,10 @@ class RolloutFailed(Exception):
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason, self.detail = reason, detail
+
+
+# What passes through a task's code: our own failures, and what ends a rollout or the process from outside.
+NOT_THE_TASKS = (RolloutFailed, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Terminated)
 
 
 @dataclass(frozen=True)
@@ -199,9 +205,9 @@ def _guard(reason: str, call: Any) -> Any:
     """`call()`, with whatever it raises as `RolloutFailed(reason)`: tasks are the one open door."""
     try:
         return call()
-    except RolloutFailed:
+    except NOT_THE_TASKS:
         raise
-    except Exception as error:
+    except BaseException as error:  # an exit of a task, or a panic of a library in Rust, is no end of the run
         raise RolloutFailed(reason, f"{reason} raised {type(error).__name__}: {error}") from error
 
 
@@ -211,5 +217,7 @@ async def _guard_async(reason: str, call: Any) -> Any:
         return result
     try:
         return await result
-    except Exception as error:
+    except NOT_THE_TASKS:
+        raise
+    except BaseException as error:
         raise RolloutFailed(reason, f"{reason} raised {type(error).__name__}: {error}") from error
