@@ -9,7 +9,9 @@
 """
 
 import argparse
+import asyncio
 import copy
+import inspect
 import os
 import sys
 import time
@@ -24,7 +26,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
-from orrery.tasks.task import Message
+from orrery.tasks.task import Judgement, Message, Problem, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record
@@ -70,6 +72,11 @@ class Policy:
         return sampled
 
 
+async def judged(task: Task, problems: list[Problem], chats: list[list[Message]]) -> list[Judgement]:
+    verdicts = [task.judge(problem, chat) for problem, chat in zip(problems, chats, strict=True)]
+    return [await verdict if inspect.isawaitable(verdict) else verdict for verdict in verdicts]
+
+
 def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: int) -> list[dict[str, Any]]:
     """A row a held-out task: mean reward with its standard error, metrics, samples."""
     limit = manifest.orchestrator.sampling.max_tokens_per_turn
@@ -95,7 +102,7 @@ def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: i
             going = still
             if not going:
                 break
-        verdicts = [task.judge(problem, chat) for problem, chat in zip(problems, chats, strict=True)]
+        verdicts = asyncio.run(judged(task, problems, chats))
         rewards = np.array([verdict.reward for verdict in verdicts])
         rows.append(
             {

@@ -1,8 +1,10 @@
 """What the tests of this room share: task uses of every kind, models with a character tokenizer, and a folder in the style of Qwen."""
 
+import asyncio
+import inspect
 import json
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -10,6 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from orrery.manifest.schema import Model, TaskUse
 from orrery.tasks.chat import Renderer, vocab_size, write_tokenizer
+from orrery.tasks.task import Judgement, Message, Problem, Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 
@@ -38,6 +41,16 @@ ARGS = {
 def fastest_s(call: Callable[[], object]) -> float:
     """The least of several times of `call`, which others on the machine cannot make longer."""
     return min(timeit.repeat(call, number=1, repeat=20))
+
+
+def judged(task: Task, problem: Problem, said: Sequence[Message]) -> Judgement:
+    """The verdict on `problem` where the chat goes on with `said`, whether `judge` is a coroutine or not."""
+
+    async def verdict() -> Judgement:
+        made = task.judge(problem, [*problem.messages, *said])
+        return await made if inspect.isawaitable(made) else made
+
+    return asyncio.run(verdict())
 
 
 def task_use(kind: str, seed: int = 3, **args) -> TaskUse:

@@ -1,26 +1,19 @@
 """What every kind of task promises; a new kind adds its args to `task_chats.ARGS` and runs through all of it."""
 
-import asyncio
-import inspect
 import subprocess
 import sys
 
 import msgspec
 import pytest
-from task_chats import ARGS, task_use
+from task_chats import ARGS, judged, task_use
 
-from orrery.tasks import KINDS, Message, Problem, Task, make
+from orrery.tasks import KINDS, Message, Problem, make
 
 INDICES = range(8)
 GARBAGE = ["", " ", "<|user|>", "zzzzzzzzzzzzzzzzzzzz", "\x00", "]" * 500, "0x", "<answer>", "{}"]
 
 kinds = pytest.mark.parametrize("kind", sorted(KINDS))
 learnable = pytest.mark.parametrize("kind", sorted(set(KINDS) - {"lengths"}))  # which measures engines, and rewards noise
-
-
-def judge(task: Task, problem: Problem, said: list[Message]):
-    verdict = task.judge(problem, [*problem.messages, *said])
-    return asyncio.run(verdict) if inspect.iscoroutine(verdict) else verdict
 
 
 def test_every_kind_is_under_contract():
@@ -71,7 +64,7 @@ def test_demonstrations_are_judged_one_and_the_environment_agrees_with_them(kind
     for index in INDICES:
         problem, chat = task.problem(index), task.demonstration(index)
         assert chat[: len(problem.messages)] == list(problem.messages)
-        assert judge(task, problem, chat[len(problem.messages) :]).reward == pytest.approx(1.0)
+        assert judged(task, problem, chat[len(problem.messages) :]).reward == pytest.approx(1.0)
         for turn, message in enumerate(chat):
             if message.role == "assistant":
                 replies = task.reply(problem, chat[: turn + 1]) or []
@@ -83,7 +76,7 @@ def test_garbage_is_judged_low_and_never_raises(kind):
     task = make(task_use(kind))
     for index in INDICES:
         for text in GARBAGE:
-            verdict = judge(task, task.problem(index), [Message("assistant", text)])
+            verdict = judged(task, task.problem(index), [Message("assistant", text)])
             assert 0.0 <= verdict.reward <= 0.5, (text, verdict)
             assert all(isinstance(value, float) for value in verdict.metrics.values())
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_chats import ARGS, fastest_s, task_use
+from task_chats import ARGS, fastest_s, judged, task_use
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
@@ -118,8 +118,8 @@ def test_neighbouring_seeds_of_reasoning_gym_share_no_stream():
 def test_families_of_reasoning_gym_judge_their_own_answers(family):
     task = make(task_use("reasoning_gym", family=family, config={}))
     problem, chat = task.problem(1), task.demonstration(1)
-    assert task.judge(problem, chat).reward == 1.0
-    assert task.judge(problem, [*problem.messages, Message("assistant", f"so <answer>{problem.answer}</answer>")]).reward == 1.0
+    assert judged(task, problem, chat[len(problem.messages) :]).reward == 1.0
+    assert judged(task, problem, [Message("assistant", f"so <answer>{problem.answer}</answer>")]).reward == 1.0
 
 
 def test_a_family_without_reference_answers_says_so():

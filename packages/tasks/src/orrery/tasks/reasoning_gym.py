@@ -5,7 +5,8 @@
 - Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index). The library itself seeds item i with seed + i, so that
   the plain seeds 0 and 1 would share all problems but one. Families with few distinct problems can still repeat one across seeds.
 - Reward: the scorer's value, cut to [0, 1], on the text between `<answer>` tags where there are some, else on the whole reply.
-  A reply on which the library's scorer raises is a wrong answer (metric `unscorable`): scorers parse what a model wrote.
+  Scorers parse what a model wrote, some with `eval`, so they run in processes of their own (`scorers.py`, with limits). A reply on which
+  one raises, ends or takes more than 10 s is a wrong answer (metric `unscorable`).
 - Demonstration: the reference answer. Families without one have no demonstrations.
 """
 
@@ -21,7 +22,10 @@ from reasoning_gym.factory import DATASETS
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
 from orrery.tasks.nearest import did_you_mean
+from orrery.tasks.scorers import Scorers
 from orrery.tasks.task import Judgement, Message, Problem
+
+SCORERS = Scorers()
 
 
 class ReasoningGym:
@@ -63,14 +67,17 @@ class ReasoningGym:
     def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
         return None
 
-    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
-        dataset = self._dataset(problem.index)
-        item, text = dataset[0], messages[-1].content.strip()
-        try:
-            score = float(dataset.score_answer(library.utils.extract_answer(text) or text, item))
-        except Exception:  # the boundary to the library's parsers of free text
+    async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
+        args = self.args.model_dump(mode="json")
+        score = await SCORERS.score(args["family"], args["config"], self.seed, problem.index, messages[-1].content)
+        if score is None:
             return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
         return Judgement(min(max(score, 0.0), 1.0), {"exact": float(score >= 1.0), "unscorable": 0.0})
+
+    def score(self, index: int, text: str) -> float:
+        """The library's score of a reply to problem `index`. Runs what the policy wrote: for `scoring.py` alone, which has limits."""
+        dataset, text = self._dataset(index), text.strip()
+        return float(dataset.score_answer(library.utils.extract_answer(text) or text, dataset[0]))
 
     def demonstration(self, index: int) -> list[Message]:
         problem = self.problem(index)

@@ -4,6 +4,8 @@
 - Every type here is JSON through msgspec (`msgspec.json.encode`), so that it can stand in a checkpoint or in a file of samples.
 - `reply` and `judge` may be coroutines. An exception from them is a failure of the infrastructure and never a reward of 0:
   whatever the model wrote, a judge answers.
+- The caller's event loop stands still while one that is no coroutine runs. What may take long, or runs what a model wrote, is a coroutine
+  that waits for another process (`scorers.py`).
 """
 
 from collections.abc import Awaitable, Sequence

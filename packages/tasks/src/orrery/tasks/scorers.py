@@ -1,0 +1,121 @@
+"""Scorers: processes of their own for scorers that run or parse a policy's text (`eval`, sympy), beside the event loop.
+
+- In: a family of reasoning-gym with its config, a seed, a problem's index, the answer. Out: its score, or None where there is none.
+- A process starts when it is first needed (seconds), is kept, and scores one answer at a time (`scoring.py`). There are NUM_SCORERS at
+  most, for all tasks of this process: an answer that hangs holds up one of them, not every other answer.
+- Requests have their turn in order. LIMIT_S counts from an answer's turn, so that no answer pays for those before it.
+- A process that gives no answer within the limit, ends, or says what is no answer, is killed: its answer has no score, and the next
+  one gets a new process. A process that cannot start is OrreryError: that is not the answer's doing.
+- It ends with this process, also when that is killed. It does not inherit the environment, which has the run's token.
+"""
+
+import asyncio
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
+from orrery.tasks.scoring import LIMIT_S
+
+NUM_SCORERS = 4
+START_S = 120.0  # for its imports, on a file system that is slow
+MAX_LINE_BYTES = 200  # of a number and a score
+INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
+
+
+class Scorers:
+    def __init__(self, num_scorers: int = NUM_SCORERS, limit_s: float = LIMIT_S):
+        self.num_scorers, self.limit_s = num_scorers, limit_s
+        self._idle: list[_Scorer] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def score(self, family: str, config: dict[str, Any], seed: int, index: int, text: str) -> float | None:
+        """The library's score of `text` as an answer to problem `index`: finite; None where it cannot be scored.
+
+        Raises OrreryError where no process can be started to score it.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # turns are of one loop, processes of none
+            self._loop, self._turns = loop, asyncio.Semaphore(self.num_scorers)
+        async with self._turns:
+            scorer = await self._ready()
+            try:
+                async with asyncio.timeout(self.limit_s):
+                    score = await scorer.score(family, config, seed, index, text)
+            except (OSError, EOFError, ValueError, TypeError):  # it hangs (TimeoutError), has ended, or says what is no answer
+                scorer.end()
+                return None
+            except BaseException:  # nobody waits any more: what it is about to say would be taken for the next answer's score
+                scorer.end()
+                raise
+            self._idle.append(scorer)
+            return score
+
+    async def _ready(self) -> "_Scorer":
+        while self._idle:
+            scorer = self._idle.pop()
+            if scorer.process.poll() is None:
+                return scorer
+            scorer.end()
+        scorer = _Scorer()
+        try:
+            async with asyncio.timeout(scaled(START_S)):
+                await scorer.line()
+        except (OSError, EOFError) as error:
+            scorer.end()
+            why = "it was too slow" if isinstance(error, TimeoutError) else "what it said of it stands above in this log"
+            raise OrreryError(f"the process that scores answers did not start: {why}") from error
+        except BaseException:
+            scorer.end()
+            raise
+        return scorer
+
+
+class _Scorer:
+    """One process, and our end of the socket that is its stdin and stdout."""
+
+    def __init__(self) -> None:
+        self._wire, theirs = socket.socketpair()
+        self._wire.setblocking(False)
+        self._number = 0
+        with theirs:
+            command = [sys.executable, "-P", "-m", "orrery.tasks.scoring"]
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment())
+
+    async def score(self, *request: Any) -> float | None:
+        self._number += 1
+        line = json.dumps([self._number, *request]).encode() + b"\n"
+        await asyncio.get_running_loop().sock_sendall(self._wire, line)
+        number, score = json.loads(await self.line())
+        if number != self._number or not (score is None or (isinstance(score, float) and math.isfinite(score))):
+            raise ValueError(f"no answer to request {self._number}: {number}, {score}")
+        return score
+
+    async def line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            more = await asyncio.get_running_loop().sock_recv(self._wire, MAX_LINE_BYTES)
+            line += more
+            if not more:
+                raise EOFError
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError("too long")
+        return line
+
+    def end(self) -> None:
+        self.process.kill()
+        threading.Thread(target=self.process.wait, daemon=True).start()  # the kernel may take half a second to free what it held
+        self._wire.close()
+
+
+def _environment() -> dict[str, str]:
+    """What Python needs to find what this process has, and no more; numpy's threads would take address space for every core."""
+    kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,76 @@
+"""`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, one JSON line each; `scorers.py` starts it and says when it ends.
+
+- In, on stdin: `[number, family, config, seed, index, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
+  for each; the score is null where the library's scorer raises, or exits, or gives no finite number.
+- What the scorer prints goes nowhere. Its folder is empty, and removed; it has MEMORY_BYTES of address space, LIMIT_S (and a little) of
+  processor time an answer, and files that it writes stay empty.
+- Ends with who started it: at the end of its stdin, and by the kernel where it is scoring just then.
+"""
+
+import json
+import math
+import os
+import resource
+import signal
+import tempfile
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from orrery.observe.lifeline import die_with_parent
+
+if TYPE_CHECKING:
+    from orrery.tasks.reasoning_gym import ReasoningGym
+
+LIMIT_S = 10.0  # of an answer; the library's scorers take milliseconds
+MEMORY_BYTES = 4 * 2**30
+
+
+def main() -> None:
+    die_with_parent()
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm sends them to the whole group; an answer would seem to end us
+        signal.signal(one, signal.SIG_IGN)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    import orrery.tasks.reasoning_gym  # noqa: F401 (a library that prints as it is imported does not print an answer)
+
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(what)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+    answers.write(b"\n")
+    os.dup2(nowhere, 2)  # until here a reason not to start is told
+    for line in requests:
+        number, *request = json.loads(line)
+        _allow_processor_s(LIMIT_S + 1.0)
+        answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
+
+
+def _score(family: str, config: dict[str, Any], seed: int, index: int, text: str) -> float | None:
+    try:
+        score = _task(family, json.dumps(config), seed).score(index, text)
+        return score if math.isfinite(score) else None
+    except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
+        return None
+
+
+@cache
+def _task(family: str, config: str, seed: int) -> "ReasoningGym":
+    from orrery.tasks.reasoning_gym import ReasoningGym
+
+    return ReasoningGym(ReasoningGym.Args(family=family, config=json.loads(config)), seed)
+
+
+def _allow_processor_s(more_s: float) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    most = math.ceil(time.process_time() + more_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    main()

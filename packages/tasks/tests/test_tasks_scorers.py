@@ -1,0 +1,169 @@
+"""Answers that are run to be scored: what they cannot do to the process that asks, and to the answers behind them."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from task_chats import task_use
+
+import orrery.tasks.reasoning_gym
+from orrery.manifest.errors import OrreryError
+from orrery.tasks import Message, make, scorers
+from orrery.tasks.scorers import Scorers
+
+HANGS = "9**9**9**9"
+TASK = task_use("reasoning_gym", family="spiral_matrix", config={})  # its scorer takes an answer that evaluates to the right list as 0.1
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Scorers of this test's own, two at most, with little time."""
+    mine = Scorers(num_scorers=2, limit_s=2.0)
+    monkeypatch.setattr(orrery.tasks.reasoning_gym, "SCORERS", mine)
+    yield mine
+    for scorer in mine._idle:
+        scorer.end()
+
+
+@pytest.fixture
+def task(kept):
+    return make(TASK)
+
+
+async def said(task, text: str):
+    problem = task.problem(0)
+    return await task.judge(problem, [*problem.messages, Message("assistant", text.replace("RIGHT", problem.answer))])
+
+
+async def holds(task, expression: str) -> bool:
+    """Whether a Python expression is true where answers are scored."""
+    return (await said(task, f"'RIGHT'.split() if {expression} else []")).reward == 0.1
+
+
+async def test_an_answer_that_never_ends_is_worth_nothing_and_the_loop_goes_on(task):
+    await said(task, "RIGHT")
+    scored, ticks = asyncio.create_task(said(task, HANGS)), 0
+    while not scored.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
+    assert (scored.result().reward, scored.result().metrics) == (0.0, {"exact": 0.0, "unscorable": 1.0})
+    assert ticks > 20
+    assert (await said(task, "RIGHT")).metrics == {"exact": 1.0, "unscorable": 0.0}
+
+
+@pytest.mark.parametrize("leaves", ["exit(0)", "__import__('os')._exit(0)"])
+async def test_an_answer_that_exits_ends_nobody_but_its_own_scorer(task, leaves):
+    assert (await said(task, leaves)).metrics == {"exact": 0.0, "unscorable": 1.0}
+    assert (await said(task, "RIGHT")).reward == 1.0
+
+
+async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_more_than_there_may(kept, task):
+    ended = []
+    scored = [asyncio.create_task(said(task, text)) for text in (HANGS, *["RIGHT"] * 20)]
+    for number, one in enumerate(scored):
+        one.add_done_callback(lambda _, number=number: ended.append(number))
+    await asyncio.gather(*scored)
+    assert ended[-1] == 0 and [one.result().reward for one in scored] == [0.0, *[1.0] * 20]
+    assert len(kept._idle) == 1
+
+
+async def test_the_limit_counts_from_an_answers_turn(kept, task):
+    kept.num_scorers = 1
+    waits_longer_than_the_limit = [HANGS, "RIGHT"]
+    judged = await asyncio.gather(*(said(task, text) for text in waits_longer_than_the_limit))
+    assert [one.reward for one in judged] == [0.0, 1.0]
+
+
+async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(task, monkeypatch, tmp_path):
+    monkeypatch.setenv("ORRERY_TOKEN", "secret")
+    monkeypatch.setenv("MY_PASSWORD", "secret")
+    assert await holds(task, "True") and not await holds(task, "False")
+    assert await holds(task, "'secret' not in __import__('os').environ.values()")
+    assert await holds(task, "__import__('os').listdir() == []")
+    kept = tmp_path / "kept"
+    await said(task, f"open({str(kept)!r}, 'w').write('x' * 100)")
+    assert kept.read_text() == ""
+    limits = [("AS", 4 * 2**30), ("FSIZE", 0), ("CORE", 0)]
+    assert await holds(task, f"all((r := __import__('resource')).getrlimit(getattr(r, 'RLIMIT_' + n)) == (m, m) for n, m in {limits})")
+    assert await holds(task, "0 < (r := __import__('resource')).getrlimit(r.RLIMIT_CPU)[0] < 60")
+
+
+async def test_what_a_scorer_prints_is_no_answer_and_what_speaks_in_its_place_is_not_believed(task):
+    assert (await said(task, "[print('[1, 1.0]', flush=True), __import__('os').write(1, b'[1, 1.0]')]")).reward == 0.0
+    everywhere = "[__import__('os').write(int(fd), b'[7777, 1.0]\\n') for fd in __import__('os').listdir('/proc/self/fd')[3:5]]"
+    assert (await said(task, everywhere)).metrics == {"exact": 0.0, "unscorable": 1.0}
+    assert (await said(task, "wrong")).metrics == {"exact": 0.0, "unscorable": 0.0}
+
+
+async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_next(task):
+    await said(task, "RIGHT")
+    given_up = asyncio.create_task(said(task, "[__import__('time').sleep(0.5)] and 'RIGHT'.split()"))
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert (await said(task, "RIGHT")).reward == 1.0
+
+
+async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
+    await said(task, "RIGHT")
+    [scorer] = kept._idle
+    scorer.process.kill()
+    scorer.process.wait()
+    assert (await said(task, "RIGHT")).reward == 1.0
+
+
+def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_group_do_not_end_them(kept, task):
+    assert asyncio.run(said(task, "RIGHT")).reward == 1.0
+    [scorer] = kept._idle
+    for number in (15, 2, 10):
+        scorer.process.send_signal(number)
+    assert asyncio.run(said(task, "RIGHT")).reward == 1.0
+    assert kept._idle == [scorer]
+
+
+async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(OrreryError, match="the process that scores answers did not start: what it said of it stands above in this log"):
+        await said(task, "RIGHT")
+    monkeypatch.undo()
+    monkeypatch.setattr(scorers, "START_S", 0.001)
+    with pytest.raises(OrreryError, match="did not start: it was too slow"):
+        await Scorers().score("spiral_matrix", {}, 0, 0, "")
+
+
+@pytest.mark.parametrize("text", ["wrong", "__import__('time').sleep(600)"])
+def test_no_scorer_outlives_who_started_it(text):
+    code = f"""
+import asyncio, orrery.tasks.reasoning_gym as gym
+async def main():
+    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, 0, {text!r}))
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        limit_s = time.monotonic() + 60
+        while not (found := psutil.Process(parent.pid).children()) or not _is_limited(found[0].pid):
+            assert time.monotonic() < limit_s and parent.poll() is None
+            time.sleep(0.02)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not psutil.wait_procs(found, timeout=10)[1]
+
+
+async def test_a_scorer_ends_with_its_input(kept, task):
+    await said(task, "RIGHT")
+    [scorer] = kept._idle
+    scorer._wire.close()
+    assert scorer.process.wait(20) == 0
+
+
+def _is_limited(pid: int) -> bool:
+    """Whether a scorer has come so far that it is about to take answers: its folder is gone by then."""
+    return os.readlink(f"/proc/{pid}/cwd").endswith(" (deleted)")
