@@ -109,6 +109,16 @@ async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_ne
     assert (await said(task, "RIGHT")).reward == 1.0
 
 
+async def test_a_start_that_nobody_waits_for_any_more_serves_the_next_answer(kept, task):
+    given_up = asyncio.create_task(said(task, "RIGHT"))
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    [scorer] = kept._idle
+    assert (await said(task, "RIGHT")).reward == 1.0 and kept._idle == [scorer]
+
+
 async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
     await said(task, "RIGHT")
     [scorer] = kept._idle

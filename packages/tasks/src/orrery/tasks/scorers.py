@@ -58,21 +58,18 @@ class Scorers:
             return score
 
     async def _ready(self) -> "_Scorer":
-        while self._idle:
-            scorer = self._idle.pop()
-            if scorer.process.poll() is None:
-                return scorer
-            scorer.end()
-        scorer = _Scorer()
+        while self._idle and self._idle[-1].process.poll() is not None:
+            self._idle.pop().end()
+        scorer = self._idle.pop() if self._idle else _Scorer()
         try:
             async with asyncio.timeout(scaled(START_S)):
-                await scorer.line()
+                await scorer.ready()
         except (OSError, EOFError) as error:
             scorer.end()
             why = "it was too slow" if isinstance(error, TimeoutError) else "what it said of it stands above in this log"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:
-            scorer.end()
+        except BaseException:  # nobody waits any more; the next answer's wait goes on where this one's was
+            self._idle.append(scorer)
             raise
         return scorer
 
@@ -83,21 +80,26 @@ class _Scorer:
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair()
         self._wire.setblocking(False)
-        self._number = 0
+        self._number, self._is_ready = 0, False
         with theirs:
             command = [sys.executable, "-P", "-m", "orrery.tasks.scoring"]
             self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment())
+
+    async def ready(self) -> None:
+        if not self._is_ready:
+            await self._line()
+            self._is_ready = True
 
     async def score(self, *request: Any) -> float | None:
         self._number += 1
         line = json.dumps([self._number, *request]).encode() + b"\n"
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
-        number, score = json.loads(await self.line())
+        number, score = json.loads(await self._line())
         if number != self._number or not (score is None or (isinstance(score, float) and math.isfinite(score))):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
         return score
 
-    async def line(self) -> bytes:
+    async def _line(self) -> bytes:
         line = b""
         while not line.endswith(b"\n"):
             more = await asyncio.get_running_loop().sock_recv(self._wire, MAX_LINE_BYTES)
