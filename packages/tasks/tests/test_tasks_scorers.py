@@ -94,8 +94,8 @@ async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(tas
 
 async def test_what_a_scorer_prints_is_no_answer_and_what_speaks_in_its_place_is_not_believed(task):
     assert (await said(task, "[print('[1, 1.0]', flush=True), __import__('os').write(1, b'[1, 1.0]')]")).reward == 0.0
-    everywhere = "[__import__('os').write(int(fd), b'[7777, 1.0]\\n') for fd in __import__('os').listdir('/proc/self/fd')[3:5]]"
-    assert (await said(task, everywhere)).metrics == {"exact": 0.0, "unscorable": 1.0}
+    in_its_place = "[__import__('os').write(4, b'[7777, 1.0]\\n'), __import__('time').sleep(0.5)]"  # 4: where its scorer answers
+    assert (await said(task, in_its_place)).metrics == {"exact": 0.0, "unscorable": 1.0}
     assert (await said(task, "wrong")).metrics == {"exact": 0.0, "unscorable": 0.0}
 
 
