@@ -5,6 +5,7 @@ import torch
 
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, fsdp_units, weights
+from orrery.models.pretrained import check_config
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -119,10 +120,11 @@ def test_the_length_of_a_chunk_changes_no_log_prob_of_a_capped_head(make_network
 
 @architectures
 def test_a_network_of_transformers_is_read_from_its_folder(content, make_network, make_pack, tmp_path):
-    _, module = make_network(content)
+    model, module = make_network(content)
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content), dtype=torch.float32).eval()
     theirs.save_pretrained(tmp_path)
+    check_config(model.model_copy(update={"max_positions": 64}), tmp_path)
     weights.load(module, tmp_path)
     token_ids, positions, cu_seqlens = make_pack([30])
     with torch.no_grad():

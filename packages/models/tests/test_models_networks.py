@@ -8,6 +8,7 @@ import torch
 from orrery.kernels.token_logprob import reference_token_logprob
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, hf_config, weights
+from orrery.models.pretrained import check_config
 
 UNNORMALIZED = {
     "num_experts": 5,
@@ -91,6 +92,7 @@ def test_we_read_a_directory_that_transformers_wrote(family, fields, make_model,
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
     theirs.save_pretrained(tmp_path / "hf")
+    check_config(model, tmp_path / "hf")
     module = build(model)
     weights.load(module, tmp_path / "hf")
     token_ids, positions, cu_seqlens = make_pack([50])

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orrery.manifest.schema import Model, RandomInit
+from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, ignored_hf_names
 from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors
 from orrery.models.placement import is_sharded, local_tensor, slices
+from orrery.models.pretrained import check_config
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -50,8 +51,8 @@ MOST_DRAWN_AT_ONCE = 16  # each of them in float32, beside the file that they go
 def initialize(module: CausalLm, model: Model) -> None:
     """The weights of the manifest's `model.init`: drawn (normal with `std`, norms one, biases zero), or a pretrained folder's."""
     if model.init.kind == "pretrained":
-        hf_folder.check_digest(Path(model.init.path), model.init.sha256)
-        load(module, model.init.path)
+        with _pretrained(module, model, model.init) as found:
+            _fill(module, found)
         return
     _give_storage(module)
     for hf, box, local in named_hf_slices(module):
@@ -106,9 +107,18 @@ def _initial(module: CausalLm, model: Model) -> Iterator[Callable[[HfTensor], Te
     if init.kind == "random":
         yield lambda hf: _drawn(module, hf, init)
         return
-    hf_folder.check_digest(Path(init.path), init.sha256)
-    with _opened(module, Path(init.path)) as found:
+    with _pretrained(module, model, init) as found:
         yield lambda hf: hf_folder.read(found, hf)
+
+
+@contextmanager
+def _pretrained(module: CausalLm, model: Model, init: PretrainedInit) -> Iterator[dict[str, Any]]:
+    """The open folder of `model.init`, once it is known to be the manifest's: its config and tensors first, which is quick."""
+    directory = Path(init.path)
+    check_config(model, directory)
+    with _opened(module, directory) as found:
+        hf_folder.check_digest(directory, init.sha256)
+        yield found
 
 
 def _give_storage(module: CausalLm) -> None:
@@ -133,10 +143,14 @@ def load(module: CausalLm, directory: Path | str, each: Callable[[], object] = l
     Raises OrreryError that names the tensor: missing, unexpected, of another shape, or in a file that cannot be read.
     """
     with _opened(module, Path(directory)) as found:
-        _give_storage(module)
-        for hf, box, local in named_hf_slices(module):
-            local.copy_(hf_folder.read(found, hf, box))
-            each()
+        _fill(module, found, each)
+
+
+def _fill(module: CausalLm, found: dict[str, Any], each: Callable[[], object] = lambda: None) -> None:
+    _give_storage(module)
+    for hf, box, local in named_hf_slices(module):
+        local.copy_(hf_folder.read(found, hf, box))
+        each()
 
 
 def _opened(module: CausalLm, directory: Path) -> Any:

@@ -1,8 +1,8 @@
 """The init stage: the weights and the tokenizer that the run starts from, as a Hugging Face folder `weights/init`.
 
 - The manifest's tasks are built and their prompts fitted first (`orrery.tasks.check`): a mistake in them must not cost a run.
-- `orrery.models.weights.write_initial` draws them from the manifest's seed, or takes a pretrained folder's after checking its digest: one
-  file of tensors at a time, so a model larger than this host's memory is no trouble.
+- `orrery.models.weights.write_initial` draws them from the manifest's seed, or takes a pretrained folder's after checking its config and
+  digest: one file of tensors at a time, so a model larger than this host's memory is no trouble.
 - The folder appears whole; the same manifest gives the same bytes.
 """
 
