@@ -11,8 +11,9 @@
     num_heads: 32,
     num_kv_heads: 4,
     head_dim: 128,
+    // As Qwen3-30B-A3B-Instruct-2507, of the same shapes; the first release turns by 1e6 and has 40,960 positions.
     max_positions: 262144,
-    rope_theta: 1000000,
+    rope_theta: 10000000,
     rms_norm_eps: 1e-6,
     tie_embeddings: false,
     moe: {
