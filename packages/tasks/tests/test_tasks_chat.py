@@ -1,6 +1,5 @@
 """Chats as tokens: the character format, and any Hugging Face folder."""
 
-import hashlib
 import itertools
 import json
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_chats import ALPHABET, character_model, character_renderer, fastest_s, task_use, write_qwen_like
 
+from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.chat import END_ID, PAD_ID, SPECIALS, Renderer, _take_calls, vocab_size, write_tokenizer
@@ -155,12 +155,23 @@ def test_a_tokenizer_that_cannot_be_is_refused(tmp_path, model, sentence):
 
 def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path):
     source = write_qwen_like(tmp_path / "source")
-    digest = hashlib.sha256((source / "tokenizer.json").read_bytes()).hexdigest()
+    digest = sha256_of(list(source.iterdir()))
     write_tokenizer(character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": digest}), tmp_path / "copy")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
     assert Renderer(tmp_path / "copy").prompt([Message("user", "hello")]) == Renderer(source).prompt([Message("user", "hello")])
-    with pytest.raises(OrreryError, match=r"model.tokenizer.sha256: .* has [0-9a-f]{64}, the manifest says 0000"):
+    with pytest.raises(OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}; write that"):
         write_tokenizer(character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": "0" * 64}), tmp_path / "not")
     assert not (tmp_path / "not" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_another_template_or_stop_token_is_another_tokenizer(name, tmp_path):
+    source = write_qwen_like(tmp_path / "source")
+    model = character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": sha256_of(list(source.iterdir()))})
+    file = source / name
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(OrreryError, match=rf"model\.tokenizer\.sha256 .*{name}.* have {sha256_of(list(source.iterdir()))}; "):
+        write_tokenizer(model, tmp_path / "copy")
 
 
 # A pretrained format ---------------------------------------------------------------------------------------------------

@@ -50,7 +50,11 @@ class RandomInit(Record):
 
 
 class PretrainedInit(Record):
-    """Weights of a Hugging Face checkpoint on disk; `sha256` is the digest of its safetensors index or single file."""
+    """Weights of a Hugging Face checkpoint on disk.
+
+    `sha256` is that of `model.safetensors`; of weights in several files, the ones that the index lists, it is what
+    `sha256sum model-*.safetensors | sha256sum` gives.
+    """
 
     kind: Literal["pretrained"]
     path: str
@@ -66,7 +70,11 @@ class CharacterTokenizer(Record):
 
 
 class PretrainedTokenizer(Record):
-    """The tokenizer files that stand beside the pretrained weights."""
+    """The tokenizer files that stand beside the pretrained weights.
+
+    `sha256` is what `sha256sum` of `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
+    `tokenizer_config.json`, in this order and as far as they are there, gives through another `sha256sum`.
+    """
 
     kind: Literal["pretrained"]
     path: str

@@ -5,7 +5,6 @@
 - Reading is lazy: a tensor, or a box of it, at a time. What is missing, unexpected or misshaped is refused by name before any is read.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
 from orrery.models.hf_tensors import HfTensor
@@ -40,7 +40,7 @@ def opened(directory: Path, wanted: Sequence[HfTensor], ignored: Sequence[str] =
     """
     with ExitStack() as stack:
         found = {}
-        for path in _safetensors_files(directory):
+        for path in weight_files(directory):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -71,7 +71,8 @@ def _refuse(directory: Path, sentence: str, names: list[str]) -> None:
         raise OrreryError(f"{directory}: {sentence} {names[0]}{more}; is it the directory of this manifest's model?")
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """The files that a folder's tensors are read from: the single one, else those of the index."""
     index = directory / INDEX_FILE
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory; run the stage that writes it again")
@@ -87,14 +88,12 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
-    """Raises OrreryError unless the folder's index, or its single file, has the sha256 that `model.init` names."""
-    path = directory / INDEX_FILE if (directory / INDEX_FILE).exists() else directory / SINGLE_FILE
-    if not path.exists():
-        raise OrreryError(f"model.init.path: {directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}; name a Hugging Face directory")
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise OrreryError(f"model.init.sha256: {path} has {found}, the manifest says {expected}; fetch the manifest's revision again")
+    """Raises OrreryError unless the folder's weights, which are read whole, have the digest that `model.init` names."""
+    if (found := sha256_of(weight_files(directory))) != expected:
+        raise OrreryError(
+            f"model.init.sha256 {expected}: the weights of {directory} have {found}; "
+            "write that if they are the ones that you mean, else fetch the manifest's revision again"
+        )
 
 
 # Write --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@
 """
 
 import datetime
-import hashlib
 import json
 import re
 import shutil
@@ -29,6 +28,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.tasks.task import Message, Role, Tool, ToolCall
@@ -54,6 +54,9 @@ CHARACTER_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
+# What is copied of a pretrained tokenizer, as far as it is there; generation_config.json names the tokens that end a turn.
+FILES = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+
 
 def vocab_size(alphabet: str) -> int:
     """Tokens of the character tokenizer: the 8 specials, then one a character. Jsonnet derives `model.vocab_size` by this formula."""
@@ -61,7 +64,7 @@ def vocab_size(alphabet: str) -> int:
 
 
 def write_tokenizer(model: Model, folder: Path) -> None:
-    """Write `model.tokenizer` into `folder` as Hugging Face files; a pretrained one is copied, if its `sha256` is right."""
+    """Write `model.tokenizer` into `folder` as Hugging Face files; a pretrained one is copied, if the `sha256` of its files is right."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if model.tokenizer.kind == "characters":
@@ -70,12 +73,14 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     source = Path(model.tokenizer.path)
     if not (source / "tokenizer.json").is_file():
         raise OrreryError(f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; name the folder of the pretrained model")
-    found = hashlib.sha256((source / "tokenizer.json").read_bytes()).hexdigest()
-    if found != model.tokenizer.sha256:
-        raise OrreryError(f"model.tokenizer.sha256: {source / 'tokenizer.json'} has {found}, the manifest says {model.tokenizer.sha256}")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    files = [source / name for name in FILES if (source / name).is_file()]
+    if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
+        raise OrreryError(
+            f"model.tokenizer.sha256 {expected}: {' '.join(file.name for file in files)} of {source} have {found}; "
+            "write that if they are the ones that you mean, else fetch the manifest's files again"
+        )
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
 
 
 def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
