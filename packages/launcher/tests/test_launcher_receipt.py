@@ -158,6 +158,18 @@ def test_the_table_of_metrics_holds_what_counts(run_dir):
     assert ended(run_dir, "evaluate", 2)["stages"]["evaluate"]["metrics"] == {"reward_before": 0.4, "reward_after": 0.6}
 
 
+def test_where_held_out_rollouts_failed_the_receipt_says_how_many(run_dir):
+    def metrics(*failed: int) -> dict:
+        policies = zip(("before", "after"), failed, strict=True)
+        result = {when: {"reward_mean": 0.5, "num_rollouts": 256 - num, "num_failed": num} for when, num in policies}
+        write(run_dir / "stages/evaluate/result.json", json.dumps({"tasks": {}, **result}))
+        return ended(run_dir, "evaluate")["stages"]["evaluate"]["metrics"]
+
+    assert metrics(0, 0) == {"reward_before": 0.5, "reward_after": 0.5}
+    counts = {"num_rollouts_before": 256, "num_failed_before": 0, "num_rollouts_after": 20, "num_failed_after": 236}
+    assert metrics(0, 236) == {"reward_before": 0.5, "reward_after": 0.5, **counts}
+
+
 def test_an_image_is_hashed_and_asked_once(run_dir, tmp_path, monkeypatch):
     image = write(tmp_path / "trainer-cpu-0123456789abcdef.sif", "image")
     apptainer = write(tmp_path / "bin/apptainer", '#!/bin/sh\necho asked >> "$(dirname "$0")/asked"\necho \'{"torch": "2.0"}\'\n')

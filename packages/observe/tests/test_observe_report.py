@@ -152,6 +152,17 @@ def test_the_last_line_says_reward_time_and_place(run_dir):
     assert [duration(seconds) for seconds in (0.04, 59.94, 59.96)] == ["0.0 s", "59.9 s", "1 min 0 s"]
 
 
+def test_failed_held_out_rollouts_are_told_beside_the_reward_that_leaves_them_out(run_dir):
+    result = run_dir / "stages" / "evaluate" / "result.json"
+    policies = {"before": (0.314, 256, 0), "after": (0.872, 20, 236)}
+    names = ("reward_mean", "num_rollouts", "num_failed")
+    result.write_text(json.dumps({when: dict(zip(names, found, strict=True)) for when, found in policies.items()}))
+    run = RunData.load(run_dir)
+    told = "without failed rollouts: 0 of 256 before RL and 236 of 256 after RL"
+    assert summary(run, 252.3, Path("x")) == f"reverse_text: held-out reward 0.87 (0.31 before RL), {told}, 4 min 12 s, report: x"
+    assert _tiles(run, 252.3)[0] == ("0.31 → 0.87", f"held-out reward, before → after RL, {told}")
+
+
 def test_shares_of_the_rl_time(run_dir):
     spans = RunData.load(run_dir).spans
     spent = shares(spans)

@@ -79,7 +79,7 @@ def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_tim
         return list(fleet.aborted), dict(fleet.in_flight)  # before asyncio ends what nobody else has
 
     assert asyncio.run(main()) == (["evaluation-2-1-0"], {})
-    assert me.events("evaluation")[0]["num_failed"] == 1
+    assert me.events("evaluation")[0]["failures"] == {"timeout": 1}
 
 
 def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):

@@ -16,7 +16,8 @@ from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import PIECE_S, Activity
 from orrery.orchestrator.algorithms import ALGORITHMS, advantages
 from orrery.orchestrator.clock import Clock
-from orrery.orchestrator.evaluation import Evaluations
+from orrery.orchestrator.evaluate import summary
+from orrery.orchestrator.evaluation import Evaluations, counted
 from orrery.orchestrator.groups import CompleteGroup
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
@@ -193,12 +194,27 @@ def test_an_interval_that_updates_skipped_over_is_evaluated_at_the_next_version(
     assert not machine.due(3) and machine.due(5)
 
 
-def test_failed_evaluation_rollouts_are_left_out_of_the_mean():
+def test_failed_evaluation_rollouts_are_left_out_of_the_mean_and_counted_by_reason():
     machine = evaluations()
     result = finish(machine, machine.begin(0, 1.0), 0, [1.0, None])
     assert result.rows == [
-        {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "start_s": 1.0, "end_s": 5.0}
-    ]
+        {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2},
+         "start_s": 1.0, "end_s": 5.0}
+    ]  # fmt: skip
+    assert counted(result.rows[0]) == "2 rollouts, 2 failed: 2 engine"
+
+
+def test_a_task_whose_rollouts_fail_keeps_its_weight_in_the_reward_of_a_policy():
+    (task,) = fakes.manifest().tasks.evaluation
+    machine = Evaluations([task, task.model_copy(update={"name": "hard"})], 4, num_problems=2, rollouts_per_problem=2, last_step=10)
+    groups = machine.begin(0, 1.0)
+    assert [group.task_index for group in groups] == [0, 1, 0, 1]
+    result = finish(machine, groups, 0, [1.0, 0.0, 1.0, None])
+    content = summary({"after": result})
+    assert content["after"] == {"reward_mean": 0.5, "num_rollouts": 6, "num_failed": 2, "failures": {"engine": 2}}
+    assert content["tasks"]["held_out"]["after"] == {"reward_mean": 1.0, "num_rollouts": 4, "num_failed": 0, "failures": {}}
+    assert content["tasks"]["hard"]["after"] == {"reward_mean": 0.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2}}
+    assert counted(result.rows[0]) == "4 rollouts"
 
 
 def test_an_evaluation_of_which_nothing_is_left_is_an_error_not_a_reward_of_zero():

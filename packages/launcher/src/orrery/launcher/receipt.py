@@ -275,7 +275,8 @@ def _sha256(path: Path) -> str:
 
 
 def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
-    """The figures that a run is judged by: steps, tokens, last loss and rewards of a trained stage; held-out rewards of the evaluation."""
+    """The figures that a run is judged by: steps, tokens, last loss and rewards of a trained stage; held-out rewards of the evaluation, and
+    where rollouts failed how many did and how many finished."""
     table: dict[str, Any] = {}
     sums = ("num_samples", "num_tokens", "num_trained_tokens")
     steps = _few(run_dir / "metrics/trainer.0.jsonl", stage, ("loss", *sums))
@@ -287,11 +288,10 @@ def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
         table["reward_last_batch"] = batches[-1]["reward_mean"]
     result = run_dir / "stages" / stage / "result.json"
     if result.is_file():
-        table |= {
-            f"reward_{when}": policy["reward_mean"]
-            for when, policy in json.loads(result.read_text()).items()
-            if when in ("before", "after")
-        }
+        policies = {when: policy for when, policy in json.loads(result.read_text()).items() if when in ("before", "after")}
+        table |= {f"reward_{when}": policy["reward_mean"] for when, policy in policies.items()}
+        if any(policy.get("num_failed") for policy in policies.values()):
+            table |= {f"{name}_{when}": policy[name] for when, policy in policies.items() for name in ("num_rollouts", "num_failed")}
     return {name: value for name, value in table.items() if value is not None}
 
 

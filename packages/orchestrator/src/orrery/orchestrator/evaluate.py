@@ -9,6 +9,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,7 @@ from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
-from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, counted
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
@@ -60,7 +61,7 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
         for row in results[policy].rows:
             me.metrics.write(version, event="evaluation", policy=policy, digest=published.digest, **row)
             me.metrics.add_span("evaluation", row["start_s"], row["end_s"], version, task=row["task"])
-            me.log.info("%s RL: %s %.3f (%d rollouts)", policy, row["task"], row["reward_mean"], row["num_rollouts"])
+            me.log.info("%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row))
     return results
 
 
@@ -133,18 +134,24 @@ class HeldOut:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """`result.json`: reward over all rollouts of a policy, and by task."""
+    """`result.json`: reward of each policy, and by task.
+
+    `num_rollouts` finished and `num_failed` did not, by reason in `failures`. A task's `reward_mean` is over those that finished; a
+    policy's is the mean over tasks, each weighted with all that it was asked, so that failing moves no weight to another task.
+    """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():
-        num_rollouts = sum(row["num_rollouts"] for row in result.rows)
-        total = sum(row["reward_mean"] * row["num_rollouts"] for row in result.rows)
+        asked = [row["num_rollouts"] + row["num_failed"] for row in result.rows]
+        failures = sum((Counter(row["failures"]) for row in result.rows), Counter())
         content[policy] = {
-            "reward_mean": total / num_rollouts,
-            "num_rollouts": num_rollouts,
+            "reward_mean": sum(row["reward_mean"] * num for row, num in zip(result.rows, asked, strict=True)) / sum(asked),
+            "num_rollouts": sum(row["num_rollouts"] for row in result.rows),
             "num_failed": sum(row["num_failed"] for row in result.rows),
+            "failures": dict(sorted(failures.items())),
         }
         for row in result.rows:
-            content["tasks"].setdefault(row["task"], {})[policy] = {"reward_mean": row["reward_mean"], "num_rollouts": row["num_rollouts"]}
+            kept = ("reward_mean", "num_rollouts", "num_failed", "failures")
+            content["tasks"].setdefault(row["task"], {})[policy] = {key: row[key] for key in kept}
     return content
 
 

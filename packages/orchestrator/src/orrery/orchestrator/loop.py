@@ -22,7 +22,7 @@ from orrery.observe.pace import Pace
 from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import Activity
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
-from orrery.orchestrator.evaluation import EvaluationResult
+from orrery.orchestrator.evaluation import EvaluationResult, counted
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
@@ -146,9 +146,7 @@ class Loop:
         for row in result.rows if result else ():
             self.me.metrics.write(result.version, event="evaluation", digest=self.state.digests[result.version], **row)
             self.me.metrics.add_span("evaluation", row["start_s"], row["end_s"], result.version, task=row["task"])
-            self.me.log.info(
-                "evaluation of version %d: %s %.3f (%d rollouts)", result.version, row["task"], row["reward_mean"], row["num_rollouts"]
-            )
+            self.me.log.info("evaluation of version %d: %s %.3f (%s)", result.version, row["task"], row["reward_mean"], counted(row))
         self.pulse.ring()
 
     # Sending ---------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of the rollouts trained in each batch, and held-out reward of the pinned versions."""
+    """Mean reward of the rollouts trained in each batch, and held-out reward of the pinned versions; failed rollouts are in neither."""
     if not run.batches:
         return None
     figure = _figure("step", "mean reward", yaxis_range=[0, 1.02])

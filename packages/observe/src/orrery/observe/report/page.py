@@ -33,19 +33,28 @@ MAX_PAIRS = 8
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
-    """The run's last line: held-out reward after and before RL, wall time, where the report is."""
+    """The run's last line: held-out reward after and before RL, how many rollouts it leaves out, wall time, where the report is."""
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
-    return f"{run.manifest.name}: {reward}, {duration(wall_s)}, report: {page}"
+    parts = [reward, _left_out(run), duration(wall_s), f"report: {page}"]
+    return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
+
+
+def _left_out(run: RunData) -> str:
+    """How many held-out rollouts failed, so that no reward is of them; empty where none did."""
+    policies = [(when, run.result.get(when, {})) for when in ("before", "after")]
+    if not any(policy.get("num_failed") for _, policy in policies):
+        return ""
+    counts = [f"{policy['num_failed']} of {policy['num_failed'] + policy['num_rollouts']} {when} RL" for when, policy in policies]
+    return f"without failed rollouts: {' and '.join(counts)}"
 
 
 def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
     """(value, what it is) for the head of the page; only what the run recorded."""
     tiles = []
     if run.result:
-        tiles.append(
-            (f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}", "held-out reward, before → after RL")
-        )
+        rewards = f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}"
+        tiles.append((rewards, ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)]))))
     if run.batches:
         num_versions = run.batches.column("num_versions")
         tiles.append(
