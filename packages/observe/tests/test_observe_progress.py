@@ -68,6 +68,17 @@ def test_the_validation_loss_stands_beside_the_loss_and_is_no_step():
     assert "sft 3/40 · loss 0.5 · validation loss 0.75" in line(sft, {}, 1060.0)
 
 
+def test_held_out_rewards_stand_side_by_side_where_there_are_several_tasks(progress):
+    row = {"stage": "rl", "attempt": 2, "step": None, "event": "evaluation", "version": 8}
+    progress.add("orchestrator.0", {**row, "task": "swe", "reward_mean": 0.12})
+    assert " · held-out reward 0.12" in line(progress, {}, 1060.0)
+    progress.add("orchestrator.0", {**row, "task": "maths", "reward_mean": 0.95})
+    assert " · held-out reward swe 0.12, maths 0.95" in line(progress, {}, 1060.0)
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(panel(progress, {}, {}, 1060.0))
+    assert "held-out reward swe 0.12, maths 0.95" in console.export_text()
+
+
 def test_a_sparkline_spans_zero_to_one():
     assert sparkline([-0.5, 0.0, 0.5, 1.0, 2.0]) == "▁▁▅██"
 
@@ -130,6 +141,21 @@ def test_scalars_are_named_by_event_and_stepped_by_step_or_version():
     assert named("orchestrator.0", row) == (4, {"update/pause_s": 0.2, "update/dropped/stale": 3.0})
 
 
+def test_what_a_row_is_about_is_in_its_scalars_names_so_that_no_two_series_are_one():
+    stamp = {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": None}
+    evaluation = {**stamp, "event": "evaluation", "version": 4, "reward_mean": 0.5, "failures": {"timeout": 2}}
+    assert named("orchestrator.0", {**evaluation, "task": "swe"})[1] == {
+        "evaluation/swe/reward_mean": 0.5, "evaluation/swe/failures/timeout": 2.0,
+    }  # fmt: skip
+    assert "evaluation/swe/after/reward_mean" in named("orchestrator.0", {**evaluation, "task": "swe", "policy": "after"})[1]
+    load = {**stamp, "event": "engine", "kv_usage": 0.25}
+    assert [named("orchestrator.0", {**load, "engine": index})[1] for index in (0, 1)] == [
+        {"engine/0/kv_usage": 0.25}, {"engine/1/kv_usage": 0.25},
+    ]  # fmt: skip
+    restart = {**stamp, "event": "engine_restart", "process": "inference.1", "incarnation": 2}
+    assert named("launcher.0", restart) == (None, {"engine_restart/inference.1/incarnation": 2.0})
+
+
 def test_tensorboard_reads_back_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -160,8 +186,10 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: started.update(settings) or run))
     sink = weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
     sink.write("trainer.0", {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": 7, "loss": 0.5})
+    for engine in (0, 1):
+        sink.write("orchestrator.0", {"time_s": 1.0, "stage": "rl", "event": "engine", "engine": engine, "kv_usage": 0.5})
     sink.close()
     assert (started["id"], started["name"], started["resume"], started["finished"]) == (
         "0123456789ab", "reverse_text-0123456789ab", "allow", True
     )  # fmt: skip
-    assert logged == [{"rl/trainer/loss": 0.5, "rl/step": 7}]
+    assert logged == [{"rl/trainer/loss": 0.5, "rl/step": 7}, {"rl/engine/0/kv_usage": 0.5}, {"rl/engine/1/kv_usage": 0.5}]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -33,6 +34,7 @@ class Progress:
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)  # by task
     usage: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, process: str, row: Row) -> None:
@@ -50,7 +52,8 @@ class Progress:
         elif event == "admission":
             self._take(row, num_in_flight="in flight", limit="at most")
         elif event == "evaluation":
-            self._take(row, reward_mean="held-out reward")
+            if isinstance(row.get("reward_mean"), int | float):
+                self.held_out[row["task"]] = row["reward_mean"]
         elif event == "validation":
             self._take(row, validation_loss="validation loss")
         elif event == "update":
@@ -65,7 +68,7 @@ class Progress:
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
     """One line for a log: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 from orchestrator`."""
-    parts = [f"{progress.stage} {_steps(progress)}", *(f"{name} {_short(value)}" for name, value in progress.values.items())]
+    parts = [f"{progress.stage} {_steps(progress)}", *(f"{name} {value}" for name, value in _numbers(progress))]
     talking = [f"{name} {_activity(one, now_s)}" for name, one in health.items() if one.role != "router"]
     return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
 
@@ -77,7 +80,7 @@ def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str,
         done, here = stage in progress.finished, stage == progress.stage
         stages.append(f"{'✓' if done else '▶' if here else '·'} {stage}   ", style="green" if done else "bold cyan" if here else "dim")
     numbers = Table.grid(padding=(0, 3))
-    cells = [f"{name} [bold]{_short(value)}[/bold]" for name, value in progress.values.items()]
+    cells = [f"{name} [bold]{escape(value)}[/bold]" for name, value in _numbers(progress)]
     for start in range(0, len(cells), 4):
         numbers.add_row(*cells[start : start + 4])
     roles = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -100,6 +103,14 @@ def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str,
     )
     title = f"{progress.run} · attempt {progress.attempt} · {_clock(now_s - progress.started_s)}"
     return Panel(Group(stages, head, numbers, Text(), roles), title=title, title_align="left", border_style="cyan")
+
+
+def _numbers(progress: Progress) -> list[tuple[str, str]]:
+    """What is drawn: names and values, of several tasks their held-out rewards in one."""
+    rewards = {task: _short(reward) for task, reward in progress.held_out.items()}
+    held_out = ", ".join(rewards.values() if len(rewards) == 1 else (f"{task} {reward}" for task, reward in rewards.items()))
+    numbers = [(name, _short(value)) for name, value in progress.values.items()]
+    return [*numbers, ("held-out reward", held_out)] if held_out else numbers
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -2,7 +2,8 @@
 
 - In: rows as `tail` yields them. Out: event files, written without torch or TensorFlow.
 - A scalar's step is the row's `step`, else its `version`, else (usage and the like) whole seconds since the first row.
-- Names: `<event>/<value>`, dicts one level deeper (`dropped/stale`), rows without an event under the process's role.
+- Names: `<event>/<value>`, dicts one level deeper (`dropped/stale`), rows without an event under the process's role. What a row is about
+  stands between: `evaluation/<task>/reward_mean` (of two policies `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from orrery.observe.metrics import Row
 
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version")
+SUBJECTS = ("task", "policy", "engine", "process")  # what a row is about: a name or an index, never a measurement
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
@@ -31,8 +33,9 @@ def named(process: str, row: Row) -> tuple[int | None, dict[str, float]]:
     """Step and scalars of one row, as every sink shows them."""
     step = row.get("step")
     step = row.get("version") if step is None else step
-    prefix = row.get("event") or process.split(".")[0]
-    return step, dict(scalars({key: value for key, value in row.items() if key not in STAMPS}, prefix))
+    subjects = [str(row[key]) for key in SUBJECTS if row.get(key) is not None]
+    prefix = "/".join([row.get("event") or process.split(".")[0], *subjects])
+    return step, dict(scalars({key: value for key, value in row.items() if key not in (*STAMPS, *SUBJECTS)}, prefix))
 
 
 class TensorBoardSink:
