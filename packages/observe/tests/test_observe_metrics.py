@@ -1,7 +1,9 @@
 """Metric rows: written whole, read back merged."""
 
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orrery.observe.metrics import MetricsFile, merge_attempts, read, rows
+from orrery.observe.tail import MetricsTail
 
 
 def test_the_newest_attempt_wins_from_the_first_step_it_made(tmp_path):
@@ -39,6 +42,39 @@ def test_a_line_torn_by_a_kill_is_skipped_and_the_next_row_stands_alone(tmp_path
         file.write(b'{"step":2,"lo')
     MetricsFile(tmp_path, "rl", "trainer", 0, 2).write(2, loss=2.0)
     assert [row["loss"] for row in rows(path)] == [1.0, 2.0]
+
+
+def test_a_row_that_a_disk_takes_in_parts_is_whole(tmp_path, monkeypatch):
+    metrics, write = MetricsFile(tmp_path, "rl", "trainer", 0, 1), os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
+    for step in (1, 2):
+        metrics.write(step, loss=0.5)
+    assert [row["step"] for row in rows(tmp_path / "metrics/trainer.0.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_a_row_that_a_full_disk_tears_takes_no_other_with_it(tmp_path, monkeypatch, taken):
+    metrics, write, room = MetricsFile(tmp_path, "rl", "trainer", 0, 1), os.write, [10**6]
+
+    def fill(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(os, "write", fill)
+    metrics.write(1)
+    for step in (2, 3):  # the second tears where the first has torn already
+        room[0] = taken
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            metrics.write(step)
+    room[0] = 10**6
+    for step in (4, 5):
+        metrics.write(step)
+    path = tmp_path / "metrics/trainer.0.jsonl"
+    assert [row["step"] for row in rows(path)] == [1, 4, 5]
+    assert [row["step"] for _, row in MetricsTail(tmp_path).new_rows()] == [1, 4, 5]
 
 
 def test_numbers_of_other_libraries_become_json_and_what_is_not_finite_becomes_null(tmp_path):

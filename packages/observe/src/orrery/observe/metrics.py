@@ -2,7 +2,8 @@
 
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one object a row.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step", **attrs}`, times as `time.time()`.
-- A row is one `write` to a file opened for appending, so a row is whole or, after a kill, the torn last line, which readers skip.
+- A row is one `write` to a file opened for appending, so a row is whole or torn, by a kill or a full disk; readers skip what is torn, and
+  the row after it begins a line of its own.
 - `read` merges attempts: a resumed attempt overrides every step from the first it made again; rows without a step all stay.
 """
 
@@ -56,17 +57,22 @@ class _Lines:
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
+        self._is_torn = False  # our last row is in the file in part
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
+        """Raises OSError where the row cannot be written whole."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 self._end = weakref.finalize(self, os.close, self._file)
-                if os.fstat(self._file).st_size and not _ends_a_line(self._path):
-                    line = b"\n" + line
-            os.write(self._file, line)
+                self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
+            if self._is_torn:
+                line = b"\n" + line
+            while line:  # a disk's last blocks take a part of it
+                line = line[os.write(self._file, line) :]
+                self._is_torn = bool(line)
 
     def close(self) -> None:
         with self._lock:
