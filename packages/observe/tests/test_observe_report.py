@@ -115,6 +115,46 @@ def test_an_unfinished_run_gives_a_shorter_page(tmp_path):
     assert "reverse_text" in html and 'id="figure-1"' not in html
 
 
+def test_a_page_of_a_run_without_a_batch_shows_its_evaluation_and_says_what_is_missing(run_dir):
+    path = run_dir / "metrics" / "orchestrator.0.jsonl"
+    write_rows(path, [row for row in read(path) if row.get("event") == "evaluation" and row["version"] == 0])
+    shutil.rmtree(run_dir / "stages" / "rl")
+    run = RunData.load(run_dir)
+    html = render(run, 32.0)
+    assert [(line.name, line.x, line.y) for line in reward(run).data] == [("held-out reverse_text", (0,), (0.0,))]
+    assert "No batch has counted them yet." in html and "None was dropped." not in html
+    assert _tiles(run, 32.0)[-1] == ("32.0 s", "finished stages, all attempts; not yet sft, rl")
+
+
+def test_one_step_is_seen_as_a_point(run_dir):
+    for name in ("trainer.0", "orchestrator.0"):
+        path = run_dir / "metrics" / f"{name}.jsonl"
+        write_rows(path, [row for row in read(path) if row["step"] in (None, 1)])
+    run = RunData.load(run_dir)
+    assert [line.mode for line in [*reward(run).data[:1], *versions(run).data]] == ["lines+markers"] * 3
+
+
+def test_rewards_that_are_no_numbers_break_nothing_and_those_beyond_zero_and_one_are_in_sight(run_dir):
+    path, trainer = run_dir / "metrics" / "orchestrator.0.jsonl", run_dir / "metrics" / "trainer.0.jsonl"
+    values = {1: -0.5, 2: None, 3: 4.0}
+    write_rows(path, [{**row, "reward_mean": values[row["step"]]} if row.get("event") == "batch" else row for row in read(path)])
+    compared = {"attempt": 1, "stage": "rl", "event": "compare", "time_s": 105.0, "step": None, "version": 3}
+    write_rows(trainer, [*read(trainer), {**compared, "logprob_max_abs_diff_same_weights": None}])
+    run = RunData.load(run_dir)
+    figure = reward(run)
+    assert figure.data[0].x == (1, 3) and figure.layout.yaxis.range == (-0.5, 4.0)
+    assert ("3.0e-06", "max |Δ log-prob| trainer − engine, same weights, at 3 versions") in _tiles(run, 1.0)
+    assert render(run, 1.0)
+
+
+def test_held_out_tasks_have_colours_of_their_own(run_dir):
+    path = run_dir / "metrics" / "orchestrator.0.jsonl"
+    found = read(path)
+    write_rows(path, found + [{**row, "task": "maths"} for row in found if row.get("event") == "evaluation"])
+    first, second = reward(RunData.load(run_dir)).data[1:]
+    assert {first.name, second.name} == {"held-out reverse_text", "held-out maths"} and first.line.color != second.line.color
+
+
 def test_lines_that_were_cut_off_by_kills_are_left_out_wherever_they_stand(run_dir):
     for name in ("rollouts/evaluate.jsonl", "metrics/trainer.0.spans.jsonl"):
         path = run_dir / name
@@ -170,6 +210,7 @@ def test_shares_of_the_rl_time(run_dir):
     assert spent.window_s == 3.5 and spent.trainer_busy == pytest.approx(1.5 / 3.5) and spent.engine_busy == pytest.approx(2.25 / 3.5)
     assert spent.overlapped == pytest.approx(0.75 / 1.5)
     assert shares([Span("inference.0", "generate", 0.0, 1.0, None)]) is None
+    assert shares([Span("trainer.0", "optimizer", 1.0, 1.0, 1)]) is None, "no time to have a share of"
 
 
 LONG = 3001  # steps: no multiple of anything

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.identity import load
+from orrery.manifest.plan import plan
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import Attempts, Row, rows
 from orrery.observe.report.spans import Span, Spans
@@ -78,11 +79,16 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
     """(policy version, largest |Δ log-prob| between trainer and engine on tokens of that version alone), where there were such tokens."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
-    return found + [(row["version"], row[key]) for row in run.compared[-1:]]
+    return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
 
 
 def _json(path: Path) -> Row:
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def unfinished(run: RunData) -> list[str]:
+    """Stages that are still to be done, but for the report's own, in their order."""
+    return [stage.name for stage in plan(run.manifest) if stage.name not in run.stages and stage.name != "report"]
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
@@ -190,7 +196,7 @@ class Shares:
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:
-    """None where there is no training to speak of."""
+    """None where no time was spent on training."""
     training: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for role, name, start_s, end_s, _ in spans:
@@ -198,9 +204,9 @@ def shares(spans: Iterable[Span]) -> Shares | None:
             _join(training[role], start_s, end_s)
         elif role.startswith("inference.") and name == "generate":
             _join(generating[role], start_s, end_s)
-    if not training:
-        return None
     trained, generated = union([*chain(*training.values())]), union([*chain(*generating.values())])
+    if not any(end > start for start, end in trained):
+        return None
     start = min([*trained, *generated])[0]
     window = [(start, max(end for _, end in trained))]
     window_s = window[0][1] - start

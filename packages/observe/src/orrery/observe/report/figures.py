@@ -19,6 +19,7 @@ from orrery.observe.report.table import Table
 from orrery.observe.report.thinning import POINTS, Thinning, extremes, largest, means, piece_size
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
+HELD_OUT = TRAINER, ORCHESTRATOR, "#6a5acd", "#d64545", "#e0b33a", REFERENCE  # tasks in their order
 SAYS: dict[Thinning, str] = {
     means: "Each point is the mean of up to {} rows.",
     extremes: "Of each {} rows the lowest and the highest is drawn.",
@@ -58,6 +59,8 @@ def _figure(x: str, y: str, **axes) -> go.Figure:
 def _scatter(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any) -> None:
     """A line, or markers, of all points or of what `thin` makes of too many."""
     xs, ys = _thinned(figure, xs, ys, thin)
+    if len(xs) == 1 and style.get("mode") == "lines":
+        style["mode"] = "lines+markers"  # a line of one point is not seen
     figure.add_scatter(x=xs, y=ys, **style)
 
 
@@ -93,15 +96,17 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of the rollouts trained in each batch, and held-out reward of the pinned versions; failed rollouts are in neither."""
-    if not run.batches:
+    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward; failed rollouts count in neither."""
+    if not run.batches and not run.evaluations:
         return None
-    figure = _figure("step", "mean reward", yaxis_range=[0, 1.02])
-    _line(figure, run.batches, "reward_mean", "training batch", ENGINE, means)
+    rewards = [each for table in (run.batches, run.evaluations) for each in table.column("reward_mean") if each is not None]
+    figure = _figure("step", "mean reward", yaxis_range=[min([0, *rewards]), max([1.02, *rewards])])
+    if run.batches:
+        _line(figure, run.batches, "reward_mean", "training batch", ENGINE, means)
     by_task = defaultdict(list)
     for task, version, mean in run.evaluations.each("task", "version", "reward_mean"):
         by_task[task].append((version, mean))
-    for task, points in by_task.items():
+    for index, (task, points) in enumerate(by_task.items()):
         _scatter(
             figure,
             [version for version, _ in points],
@@ -109,7 +114,7 @@ def reward(run: RunData) -> go.Figure | None:
             means,
             name=f"held-out {task}",
             mode="lines+markers",
-            line={"color": TRAINER, "width": 2},
+            line={"color": HELD_OUT[index % len(HELD_OUT)], "width": 2},
             marker={"size": 8},
         )
     return figure

@@ -9,7 +9,7 @@ from plotly.offline import get_plotlyjs
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.observe.duration import duration
 from orrery.observe.report import figures
-from orrery.observe.report.data import RunData, same_weights, shares
+from orrery.observe.report.data import RunData, same_weights, shares, unfinished
 
 SECTIONS = (
     ("Learning", (("Reward", figures.reward), ("Warm start", figures.warm_start), ("Entropy", figures.entropy))),
@@ -76,7 +76,10 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
         tiles.append((f"{spent.overlapped:.0%}", "of the training time an engine was generating too"))
     if run.engine_restarts:
         tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
-    tiles.append((duration(wall_s), "all stages, all attempts"))
+    missing = unfinished(run)
+    tiles.append(
+        (duration(wall_s), f"finished stages, all attempts; not yet {', '.join(missing)}" if missing else "all stages, all attempts")
+    )
     return tiles
 
 
@@ -120,6 +123,7 @@ def render(run: RunData, wall_s: float) -> str:
         tiles=_tiles(run, wall_s),
         sections=sections,
         drops=_drops(run),
+        num_batches=len(run.batches),
         pairs=_pairs(run),
         stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
         pauses_s=run.updates.column("pause_s"),
