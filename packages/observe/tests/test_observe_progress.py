@@ -189,7 +189,10 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
     for engine in (0, 1):
         sink.write("orchestrator.0", {"time_s": 1.0, "stage": "rl", "event": "engine", "engine": engine, "kv_usage": 0.5})
     sink.close()
-    assert (started["id"], started["name"], started["resume"], started["finished"]) == (
-        "0123456789ab", "reverse_text-0123456789ab", "allow", True
-    )  # fmt: skip
+    assert (started["name"], started["resume"], started["finished"]) == ("reverse_text-0123456789ab", "allow", True)
+    ids = [started["id"]]
+    for checkout in (tmp_path, tmp_path / "other"):
+        weights_and_biases.WandbSink(checkout / "reverse_text-0123456789ab")
+        ids.append(started["id"])
+    assert ids[0] == ids[1] != ids[2] and all(one.startswith("0123456789ab-") for one in ids), "resumed, but not by another checkout"
     assert logged == [{"rl/trainer/loss": 0.5, "rl/step": 7}, {"rl/engine/0/kv_usage": 0.5}, {"rl/engine/1/kv_usage": 0.5}]

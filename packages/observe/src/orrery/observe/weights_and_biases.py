@@ -1,7 +1,8 @@
 """Weights & Biases, when the site asks for it: `WANDB_PROJECT` in the environment and `wandb` installed. A key alone asks for nothing.
 
-- One W&B run a run directory, resumed over stages and attempts; scalars are named as in TensorBoard, with the step as a value of its own
-  (`<stage>/step`), since W&B's own step must never go back and a resumed attempt does.
+- One W&B run a run directory, resumed over stages and attempts; its id has the directory's place: the same run in two checkouts is two.
+- Scalars are named as in TensorBoard, with the step as a value of its own (`<stage>/step`), since W&B's own step must never go back and
+  a resumed attempt does.
 """
 
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.metrics import Row
+from orrery.observe.shared_memory import place
 from orrery.observe.tensorboard import named
 
 
@@ -28,7 +30,7 @@ class WandbSink:
         self._run = wandb.init(
             project=os.environ["WANDB_PROJECT"],
             name=run_dir.name,
-            id=run_id,
+            id=f"{run_id}-{place(run_dir)}",
             group=name,
             resume="allow",
             dir=str(run_dir / "metrics"),
