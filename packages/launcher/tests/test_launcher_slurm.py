@@ -9,6 +9,7 @@ import pytest
 
 from orrery.launcher import slurm
 from orrery.launcher.steps import failed_node, task_endings
+from orrery.launcher.stop import stop_run
 from orrery.manifest.errors import OrreryError
 
 # squeue's JOB STATE CODES, whole
@@ -109,6 +110,42 @@ def test_jobs_are_cancelled_also_while_slurm_is_asked_about_them(monkeypatch):
     assert asyncio.run(check()) == ["13"]
     executor.cancel_jobs(jobs)
     assert cancelled == [["12", "13"], ["13"]]
+
+
+@pytest.fixture
+def two_checkouts(tmp_path, monkeypatch):
+    """The folders of one run in two checkouts, a queue with the second one's job, and the commands of Slurm that were asked for."""
+    here, there = (tmp_path / name / "runs" / "run-0123456789ab" for name in ("here", "there"))
+    here.mkdir(parents=True)
+    queue, asked = [f"12|{slurm.job_name(there, 'rl')}|RUNNING|None|node1|1:07|58:53\n"], []
+
+    def call(*command):
+        asked.append(command)
+        if command[0] == "sbatch":
+            queue.append(f"13|{command[1]}|PENDING|Resources||0:00|10:00\n")
+            return "13\n"
+        if command[0] == "scancel":
+            queue[:] = [row for row in queue if row.partition("|")[0] not in command]
+        return "".join(queue)
+
+    monkeypatch.setattr(slurm, "call", call)
+    return here, there, asked
+
+
+def test_the_same_run_in_another_checkout_keeps_its_jobs(two_checkouts):
+    here, there, asked = two_checkouts
+    with pytest.raises(OrreryError, match="no launcher runs it"):
+        stop_run(here, on_cluster=True)
+    assert "scancel" not in {command[0] for command in asked}
+    assert stop_run(there, on_cluster=True) == "run-0123456789ab: cancelled job 12 (rl, running)"
+
+
+def test_a_stage_is_submitted_beside_the_job_of_another_checkout_and_once(two_checkouts):
+    here, _, asked = two_checkouts
+    executor = object.__new__(pytest.importorskip("snakemake_executor_plugin_orrery_slurm").Executor)
+    command = ["sbatch", slurm.job_name(here, "rl")]
+    assert [(executor._submit(here, "rl", command).id, executor._submit(here, "rl", command).word)] == [("13", "PENDING")]
+    assert [one[0] for one in asked].count("sbatch") == 1
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monkeypatch):

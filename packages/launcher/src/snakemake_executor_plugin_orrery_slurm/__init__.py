@@ -89,11 +89,12 @@ class Executor(RemoteExecutor):
         # USR1 is for the launcher; before that has begun, it must not end the shell
         script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
         command = [
-            *("sbatch", "--parsable", f"--job-name={run}.{stage}", f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
+            *("sbatch", "--parsable", f"--job-name={slurm.job_name(one.path, stage)}"),
+            *(f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
             *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
         ]
         try:
-            going = self._submit(f"{run}.{stage}", command)
+            going = self._submit(one.path, stage, command)
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
@@ -102,12 +103,13 @@ class Executor(RemoteExecutor):
         self.logger.info(f"{stage} of {run} is Slurm job {going.id}" + (f" already, {going.word.lower()}" if going.word else ""))
         self.report_job_submission(info)
 
-    def _submit(self, name: str, command: list[str]) -> slurm.SlurmJob:
+    def _submit(self, run_dir: Path, stage: str, command: list[str]) -> slurm.SlurmJob:
         """The stage's job: one that an earlier Snakemake left, else a new one. A controller that does not answer is asked again, and first
         whether it did take what it did not answer."""
 
         def ask() -> slurm.SlurmJob:
-            going = next((one for one in slurm.of_run(name.rpartition(".")[0]) if one.name == name), None)
+            going = next((one for one in slurm.of_run(run_dir) if one.stage == stage), None)
+            name = slurm.job_name(run_dir, stage)
             return going or slurm.SlurmJob(slurm.call(*command).strip().split(";")[0], name, "", "", "", "", "")
 
         return slurm.patiently(ask, PAUSES_S, lambda error: AWAY.search(str(error)))

@@ -40,7 +40,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         status = statuses.read(run.path)
     except OrreryError as error:
         return [str(error)]
-    jobs, silence = _jobs(run.path.name) if on_cluster else ([], [])
+    jobs, silence = _jobs(run.path) if on_cluster else ([], [])
     if status is None:
         if jobs:
             return [f"{run.path.name}: not started", *map(_job_line, jobs)]
@@ -70,7 +70,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines += _losses(run.path)
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
-    if any(job.name == f"{run.path.name}.{status.stage}" and job.state == "waiting" for job in jobs):
+    if any(job.stage == status.stage and job.state == "waiting" for job in jobs):
         lines.append("  it goes on by itself when its job starts again")
     elif died:
         who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
@@ -97,19 +97,18 @@ def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
     return resume_command(run, stage or status.stage, profile="slurm" if status.slurm_job else "local")
 
 
-def _jobs(folder: str) -> tuple[list[slurm.SlurmJob], list[str]]:
+def _jobs(run_dir: Path) -> tuple[list[slurm.SlurmJob], list[str]]:
     """The run's jobs in Slurm's queue; where there is no word from it, a line that says so: a status is better than an error."""
     try:
-        return slurm.of_run(folder), []
+        return slurm.of_run(run_dir), []
     except OrreryError as error:
         return [], [f"  Slurm does not answer, so jobs may be missing here: {error}"]
 
 
 def _job_line(job: slurm.SlurmJob) -> str:
-    stage = job.name.rpartition(".")[2]
     if job.state == "waiting":
-        return f"  job {job.id} ({stage}): {job.word.lower()}, waits for {job.reason}"
-    return f"  job {job.id} ({stage}): {job.word.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
+        return f"  job {job.id} ({job.stage}): {job.word.lower()}, waits for {job.reason}"
+    return f"  job {job.id} ({job.stage}): {job.word.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:

@@ -3,6 +3,8 @@
 - `squeue` first, which needs no accounting and is never late; `sacct` for jobs that the controller has forgotten.
 - Every state of Slurm's documentation is mapped to one of ours; one that is not is an `OrreryError`, never a guess.
 - A heterogeneous job is its leader: the leader's id cancels, requeues and reports all of its components.
+- A job's name tells the run, where it is, and the stage: the same run in two checkouts follows, or cancels, no job of the other. Sites may
+  write over a comment, and a working folder may be spelled in several ways.
 """
 
 import os
@@ -11,9 +13,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.shared_memory import place
 
 T = TypeVar("T")
 State = Literal["waiting", "running", "done", "lost", "failed"]
@@ -37,7 +41,7 @@ REQUEUE_PAUSES_S = (2.0,) * 4
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job (of a heterogeneous one, its leader). `word` is Slurm's own state; `name` is `<run folder>.<stage>`."""
+    """One job (of a heterogeneous one, its leader). `word` is Slurm's own state; `name` is `job_name` of its stage."""
 
     id: str
     name: str
@@ -50,6 +54,10 @@ class SlurmJob:
     @property
     def state(self) -> State:
         return state_of(self.word, self.id)
+
+    @property
+    def stage(self) -> str:
+        return self.name.rpartition(".")[2]
 
 
 def state_of(word: str, job: str) -> State:
@@ -114,9 +122,14 @@ def mine() -> list[SlurmJob]:
     return parse_queue(call("squeue", "--me", "--noheader", f"--format={_FORMAT}"))
 
 
-def of_run(folder: str) -> list[SlurmJob]:
-    """This user's jobs of one run folder that wait or run."""
-    return [job for job in mine() if job.name.rpartition(".")[0] == folder]
+def job_name(run_dir: Path, stage: str) -> str:
+    """`<run folder>.<place>.<stage>`."""
+    return f"{run_dir.name}.{place(run_dir)}.{stage}"
+
+
+def of_run(run_dir: Path) -> list[SlurmJob]:
+    """This user's jobs of the run in this folder that wait or run."""
+    return [job for job in mine() if job.name == job_name(run_dir, job.stage)]
 
 
 def words(ids: Iterable[str]) -> dict[str, str]:

@@ -21,12 +21,12 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s
     holder = lock.holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):
         return _wind_down_launcher(run_dir, holder.pid) if checkpoint else _end_launcher(run_dir, holder.pid, within_s)
-    jobs = slurm.of_run(run_dir.name) if on_cluster else []
+    jobs = slurm.of_run(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
             raise OrreryError(f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there")
         raise OrreryError(f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands")
-    told = ", ".join(f"{job.id} ({job.name.rpartition('.')[2]}, {job.word.lower()})" for job in jobs)
+    told = ", ".join(f"{job.id} ({job.stage}, {job.word.lower()})" for job in jobs)
     return _wind_down_jobs(run_dir, jobs, told) if checkpoint else _cancel_jobs(run_dir, jobs, told, within_s)
 
 
@@ -42,7 +42,7 @@ def _wind_down_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str) -> str
 def _cancel_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str, within_s: float) -> str:
     slurm.cancel([job.id for job in jobs])
     limit_s = time.monotonic() + within_s
-    while left := {job.id for job in slurm.of_run(run_dir.name)} & {job.id for job in jobs}:
+    while left := {job.id for job in slurm.of_run(run_dir)} & {job.id for job in jobs}:
         if time.monotonic() > limit_s:
             raise OrreryError(f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s")
         time.sleep(0.2)
