@@ -18,6 +18,7 @@ from orrery.launcher import bench, cli, describe
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.runs import find, job
+from orrery.launcher.stage import done_path
 from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
@@ -269,13 +270,17 @@ def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder
             job(word, "rl")
 
 
-def test_a_run_does_not_begin_with_another_lock_than_its_manifests(checkout):
-    assert job("reverse_text", "init").plan.name == "init"
+def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout):
+    made = job("reverse_text", "init")
+    assert made.plan.name == "init"
     with open(checkout / "locks/cpu.txt", "a") as lock:
         lock.write("# newer\n")
     with pytest.raises(OrreryError, match=r"locks/cpu\.txt is not the lock .* type `orrery render reverse_text`"):
         job("reverse_text", "init")
-    assert job("reverse_text", "rl").plan.name == "rl", "a run that has begun may go on"
+    done_path(made.run_dir, "init").parent.mkdir(parents=True)
+    done_path(made.run_dir, "init").touch()
+    with pytest.raises(OrreryError, match=rf"is not the lock .* and `orrery adopt reverse_text {made.run_dir.name}` to go on"):
+        job("reverse_text", "rl")
 
 
 def test_what_the_system_refuses_is_one_line(checkout, capsys):

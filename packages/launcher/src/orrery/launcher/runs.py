@@ -122,10 +122,12 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
             f"type `snakemake --profile slurm {run.manifest.name}` on a cluster, or choose a hardware axis of one node"
         )
     lock_file = lock_of(run.manifest)
-    if stage_name == "init" and hashlib.sha256((workspace.root / lock_file).read_bytes()).hexdigest() != run.manifest.python_lock_sha256:
+    if hashlib.sha256((workspace.root / lock_file).read_bytes()).hexdigest() != run.manifest.python_lock_sha256:
+        name = run.manifest.name
+        adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here" if run.finished() else ""
         raise OrreryError(
             f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered with; "
-            f"type `orrery render {run.manifest.name}` for a run of the present lock, or check the old lock out and type `make setup`"
+            f"type `orrery render {name}` for a run of the present lock{adopt}, or check the old lock out and type `make setup`"
         )
     run.path.mkdir(parents=True, exist_ok=True)
     if not (run.path / "manifest.json").exists():
