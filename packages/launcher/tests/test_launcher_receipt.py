@@ -11,6 +11,7 @@ import pytest
 
 from orrery.launcher import receipt
 from orrery.launcher.receipt import Facts, ImageReader, code_state, record
+from orrery.launcher.receipt import changes as changes_of
 from orrery.manifest.diff import read_receipt
 
 ROOT = Path(__file__).parents[3]
@@ -107,6 +108,34 @@ def test_without_a_checkout_or_without_git_it_says_so(run_dir, tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     code = ended(run_dir)["stages"]["init"]["attempts"][0]["code"]
     assert code["commit"] is None and code["dirty"] is None and "no git on this machine" in code["note"]
+
+
+def test_an_attempt_that_goes_on_with_other_code_or_images_says_which_and_which_it_was(run_dir):
+    checkout, stages = run_dir.parents[1], ("init", "sft", "rl")
+    first, clean = git(checkout, "rev-parse", "HEAD").strip(), code_state(run_dir, checkout)
+    images = {"trainer": Path("/images/trainer-cuda-1.sif")}
+
+    def changes(stage, images=images):
+        return changes_of(run_dir, stages, stage, code_state(run_dir, checkout), images)
+
+    assert changes("init") == ""
+    ended(run_dir, "init", 1, images={"trainer": {"file": "trainer-cuda-1.sif", "sha256": None, "versions": {}}})
+    assert changes("init") == changes("rl") == ""
+    newer = {"trainer": Path("/images/trainer-cuda-2.sif"), "router": Path("/images/inference-cuda-1.sif")}
+    assert changes("rl", newer) == "other images than attempt 1 (init): trainer trainer-cuda-1.sif → trainer-cuda-2.sif"
+    write(checkout / "code.py", "x = 2\n")
+    dirty = code_state(run_dir, checkout).diff_sha256[:12]
+    assert changes("rl") == f"other code than attempt 1 (init): diff none → {dirty}"
+    ended(run_dir, "rl", 3, "failed")
+    assert changes("rl") == "" != changes("sft"), "each stage by its own attempts first"
+    git(checkout, "-c", "user.name=n", "-c", "user.email=n@example.com", "commit", "-qam", "two")
+    second = git(checkout, "rev-parse", "HEAD").strip()
+    expected = f"other code than attempt 3 (rl): commit {first[:12]} → {second[:12]}, diff {dirty} → none"
+    assert changes("rl", {}) == expected
+    assert changes_of(run_dir, stages, "rl", receipt.CodeState(None, None), {}) == "", "what is not known is not called other"
+    ended(run_dir, "rl", 4, code=clean)
+    write(run_dir / "receipt.json", "{")
+    assert changes("rl") == ""
 
 
 def test_restarts_count_attempts_that_died_without_a_word(run_dir):

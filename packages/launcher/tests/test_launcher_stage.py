@@ -272,6 +272,21 @@ def test_every_start_is_a_new_attempt_and_appends_to_the_logs(run_dir):
     assert headers == [["=== rl", f"attempt {attempt}"] for attempt in (1, 2, 3)]
 
 
+def test_an_attempt_that_goes_on_with_other_code_says_so(run_dir):
+    assert end(launch(run_dir, ("trainer", ["fail"])))[0] == 1
+    told = json.loads((run_dir / "receipt.json").read_text())
+    told["stages"]["rl"]["attempts"][0]["code"] = {"commit": "0" * 40, "dirty": False, "diff_sha256": None, "diff": None, "note": ""}
+    (run_dir / "receipt.json").write_text(json.dumps(told))
+    git = ["git", "-c", "user.name=n", "-c", "user.email=n@example.com", "-C", str(run_dir)]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    said = f"goes on with other code than attempt 1 (rl): commit 000000000000 → {commit}"
+    code, stderr = end(launch(run_dir, ("trainer", [])))
+    assert code == 0 and f"rl: {said}" in stderr
+    assert f"rl, attempt 2: {said}" in (run_dir / "logs/launcher.0.log").read_text()
+
+
 def test_a_stage_that_is_done_is_not_run_again(run_dir):
     assert end(launch(run_dir, ("trainer", [])))[0] == 0
     code, stderr = end(launch(run_dir, ("trainer", ["fail"])))

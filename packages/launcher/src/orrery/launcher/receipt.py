@@ -3,6 +3,7 @@
 - In: what the launcher knows when a stage has ended, however it ended (`record`). What code ran is looked at when it began (`code_state`),
   and with which software (`host_software`): an end waits for no Python that starts.
 - Out: `receipt.json`, replaced whole; the diff of a dirty checkout beside it in `receipts/dirty-<sha12>.diff`.
+- Code and images are no part of a run's name: `changes` says where an attempt has others than the last.
 - An attempt whose launcher died without a word is there as `unrecorded`: attempts are numbered without gaps.
 - What came out is hashed only when a stage is done; what a checkpoint's `files.json` says is not hashed again.
 - Images are gigabytes: an `ImageReader` hashes and asks them while the stage runs, near a time limit its end has no time for that.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,13 +122,45 @@ class ImageReader:
                 self._found[path.name] = _image(path)
 
 
-def _known(run_dir: Path) -> dict[str, Facts]:
-    """By file, of the images that a receipt of this run tells whole: a file's name holds its digest, so it never changes."""
+def changes(run_dir: Path, stages: Sequence[str], stage: str, code: CodeState, images: Mapping[str, Path]) -> str:
+    """Where `code` and `images`, by role, are others than those of the last attempt that the receipt tells: of `stage`, else of the
+    nearest of `stages` before it. Empty where none is known to be."""
+    entries = _told(run_dir)
+    for before in (stage, *reversed(stages[: stages.index(stage)])):
+        rows = [row for row in entries[before]["attempts"] if row["state"] != "unrecorded"] if before in entries else []
+        if rows:
+            break
+    else:
+        return ""
+    last = rows[-1]
+    files = {role: (last["images"][role]["file"], path.name) for role, path in sorted(images.items()) if role in last["images"]}
+    other = {
+        "code": code_changes(CodeState(**last["code"]), code),
+        "images": ", ".join(f"{role} {was} → {now}" for role, (was, now) in files.items() if was != now),
+    }
+    what = " and ".join(name for name, told in other.items() if told)
+    return what and f"other {what} than attempt {last['attempt']} ({before}): {', '.join(filter(None, other.values()))}"
+
+
+def code_changes(before: CodeState, after: CodeState) -> str:
+    """`commit a → b, diff c → d`, without what is the same; empty where either is not known."""
+    if before.commit is None or after.commit is None:
+        return ""
+    pairs = {"commit": (before.commit, after.commit), "diff": (before.diff_sha256, after.diff_sha256)}
+    return ", ".join(f"{name} {(was or 'none')[:12]} → {(now or 'none')[:12]}" for name, (was, now) in pairs.items() if was != now)
+
+
+def _told(run_dir: Path) -> dict[str, Any]:
+    """What the receipt tells, by stage; of one that cannot be read nothing."""
     try:
-        stages = read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
+        return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
         return {}
-    told = [one for entry in stages.values() for row in entry["attempts"] for one in row.get("images", {}).values()]
+
+
+def _known(run_dir: Path) -> dict[str, Facts]:
+    """By file, of the images that a receipt of this run tells whole: a file's name holds its digest, so it never changes."""
+    told = [one for entry in _told(run_dir).values() for row in entry["attempts"] for one in row.get("images", {}).values()]
     return {one["file"]: one for one in told if one["sha256"] and "unknown" not in one["versions"]}
 
 

@@ -216,6 +216,7 @@ class _Stage:
         outcome = Outcome("failed", f"{self.stage}: the launcher itself broke", 1)
         try:
             self._say_restart()
+            self._say_changes()
             self._start()
             outcome = self._watch(view)
             self._say_state("stopping", outcome.message)
@@ -296,6 +297,14 @@ class _Stage:
         text = f"{self.stage}: started again by Slurm (job {job}): {why}; {self._goes_on()}"
         self._log(text)
         print(text, file=sys.stderr, flush=True)
+
+    def _say_changes(self) -> None:
+        """Where this attempt goes on with other code or images than the last."""
+        images = self.job.allocation.images(self.job.plan) if self.job.allocation else {}
+        if changes := receipt.changes(self.run_dir, self.job.stages, self.stage, self.code, images):
+            text = f"goes on with {changes}; {receipt.RECEIPT} tells both"
+            self._log(text)
+            print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
     def _start(self) -> None:
         if self.job.allocation is not None:
