@@ -96,6 +96,17 @@ def test_the_kept_diff_of_a_dirty_checkout_makes_the_same_tree_again(run_dir, tm
     assert len(list((run_dir / "receipts").iterdir())) == 1
 
 
+def test_an_edit_of_the_same_length_in_the_second_of_the_commit_is_dirt(run_dir):
+    checkout = run_dir.parents[1]
+    git(checkout, "config", "core.trustctime", "false")  # no test can set that time
+    os.utime(checkout / "code.py", (1e9, 1e9))
+    git(checkout, "add", "code.py")
+    write(checkout / "code.py", "x = 2\n")
+    for path in ("code.py", ".git/index"):
+        os.utime(checkout / path, (1e9, 1e9))
+    assert code_state(run_dir, checkout).dirty
+
+
 def test_code_is_told_as_it_was_when_the_stage_began(run_dir):
     before = code_state(run_dir, run_dir.parents[1])
     write(run_dir.parents[1] / "code.py", "x = 3\n")

@@ -220,7 +220,8 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        shutil.copyfile(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
+        # With its time, by which git knows what may have been edited in the second in which it was added.
+        shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             _git(
                 root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", index=index, stdin="\0".join(kept).encode()
