@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ import psutil
 HERE = Path(__file__).parent
 
 
-def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, deadline_scale: float = 1.0) -> subprocess.Popen:
-    """A launcher over these (role, acts); inference and router end with the stage. Engines are started again `restarts` times."""
+def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, deadline_scale: float = 1.0,
+           ignored: tuple[int, ...] = ()) -> subprocess.Popen:  # fmt: skip
+    """A launcher over these (role, acts); inference and router end with the stage. Engines are started again `restarts` times. Of what a
+    terminal sends it ignores what is `ignored`, whatever the tests do."""
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):
         kind = "with_stage" if role in ("inference", "router") else "itself"
@@ -24,12 +27,18 @@ def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, 
     paths = [HERE, *(Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     env |= {"WANDB_API_KEY": "a key alone asks for nothing", "WANDB_PROJECT": ""}
+
+    def dispose() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
     return subprocess.Popen(
         [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir), str(restarts), str(deadline_scale)],
         stderr=subprocess.PIPE,
         text=True,
         env=env,
         cwd=run_dir.parent,
+        preexec_fn=dispose,
     )
 
 

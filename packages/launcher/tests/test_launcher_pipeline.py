@@ -49,8 +49,9 @@ def snakemake(checkout: Path, *args: str, start: bool = False, **env: str):
     argv = [sys.executable, "-m", "snakemake", *args]
     if start:
         return subprocess.Popen(
-            argv, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            argv, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests are in the background of a script
+        )  # fmt: skip
     return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
 
 

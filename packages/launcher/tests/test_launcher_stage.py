@@ -152,7 +152,7 @@ def test_waiting_for_a_process_says_whether_it_ended():
     assert ended_within(process, 20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir, number):
     launcher = launch(run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["ready", "wait"]))
     pids = ready(run_dir, "inference.0", "trainer.1")
@@ -161,6 +161,20 @@ def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir,
     assert code == 128 + number and f"rl: stopped by {number.name}" in stderr
     assert not any(map(alive, pids.values()))
     assert status.read(run_dir).state == "stopped"
+
+
+def test_what_is_ignored_when_the_launcher_starts_stays_so_in_it_and_its_roles(run_dir):
+    """`nohup orrery run …`, and `orrery run … &` in a script."""
+    numbers = signal.SIGINT, signal.SIGHUP
+    launcher = launch(run_dir, ("inference", ["ready", "serve"]), ("trainer", ["ready", "until asked"]), ignored=numbers)
+    pids = ready(run_dir, "inference.0", "trainer.1")
+    for number in numbers:
+        for pid in (launcher.pid, *pids.values()):
+            os.kill(pid, number)
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert not any(map(alive, pids.values()))
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "killed", "stopped"])

@@ -160,8 +160,10 @@ class _Interrupts:
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
+    """What the terminal sends stays ignored where it is (`nohup`, the background of a script), also in what we start."""
     interrupts = _Interrupts()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    of_terminal = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = (*of_terminal, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, interrupts) for number in numbers}
     try:
         yield interrupts
