@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import resource
 import shutil
 import signal
@@ -72,6 +73,7 @@ def two_ranks(tmp_path_factory):
         {"name": "shards_again", "manifest": shards, "save": folder / "shards_again", **by_one},
         {"name": "replicas_again", "manifest": replicas, "save": folder / "replicas_again", **by_one},
         {"name": "replicas_apart", "manifest": replicas, "save": folder / "replicas_apart", "bit_flipped_on": 1, **by_one},
+        {"name": "not_finite", "manifest": shards, "save": folder / "not_finite", "moment_lost_on": 1, **by_one},
     ]
     (folder / "answers.json").write_text(json.dumps(run_ranks(2, folder, jobs)))
     return folder
@@ -108,6 +110,36 @@ def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored
         assert "step 2: the weights of rank 1 are not those of rank 0, of which they are a copy" in answers["replicas_apart"]["error"]
         assert "error" not in answers["replicas_again"]
     assert not (two_ranks / "replicas_apart").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("key", ["weight", "exp_avg_sq"])
+def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_path, key, value):
+    learner, again = (make_learner(manifest(), start) for _ in range(2))
+    name = f"{key}/network.layers.1.mlp.up_proj.weight"
+    with checkpoint.Saver(learner.world) as saver:
+        for step in (1, 2):
+            train(learner, [step])
+            folder = checkpoints.checkpoint_dir(tmp_path, step)
+            if step == 2:
+                checkpoint.state_of(learner)[name].local[3, 4] = value
+                with pytest.raises(RunFailed, match=rf"^step 2: after its update {name} is not finite on rank 0; nothing of it is stored"):
+                    saver.copy(learner, folder / "trainer")
+            else:
+                saver.copy(learner, folder / "trainer")
+                saver.write(lambda folder=folder: checkpoints.complete(folder))
+    assert checkpoints.latest(tmp_path) == 1 and not checkpoints.checkpoint_dir(tmp_path, 2).exists()
+    checkpoint.load(again, checkpoints.checkpoint_dir(tmp_path, 1) / "trainer")
+    train(again, [2])
+
+
+def test_every_rank_hears_whose_part_is_not_finite(two_ranks):
+    for answers in json.loads((two_ranks / "answers.json").read_text()):
+        assert re.match(
+            r"step 2: after its update exp_avg/network\.\S+ is not finite on rank 1; nothing of it is stored",
+            answers["not_finite"]["error"],
+        )
+    assert not (two_ranks / "not_finite").exists()
 
 
 def test_a_fingerprint_tells_bits_and_places():

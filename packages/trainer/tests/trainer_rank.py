@@ -2,9 +2,9 @@
 
 A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
 (the first batch, after the steps), "resume" and "save" (checkpoint folders), "bit_flipped_on" (the rank whose first weight is another
-before it is saved), "broken_on" (the rank in whose backward passes the first block's attention meets a NaN), "export" (a Hugging Face
-folder), "held" (what the rank would send over a direct wire, against whole tensors). Its weights go to FOLDER/<name>.safetensors; what
-the steps said is the last line of stdout.
+before it is saved), "moment_lost_on" (the rank that has a NaN in a first moment before it saves), "broken_on" (the rank in whose backward
+passes the first block's attention meets a NaN), "export" (a Hugging Face folder), "held" (what the rank would send over a direct wire,
+against whole tensors). Its weights go to FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
 """
 
 import json
@@ -119,6 +119,8 @@ def do(job: dict, folder: Path, world: World) -> dict:
         answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
         if world.rank == job.get("bit_flipped_on"):
             local_tensor(next(iter(learner.weights.values())).detach()).view(torch.int32).view(-1)[0] ^= 1
+        if world.rank == job.get("moment_lost_on"):
+            next(held for key, held in checkpoint.state_of(learner).items() if key.startswith("exp_avg/")).local.view(-1)[0] = float("nan")
         if "save" in job:
             checkpoint.save(learner, Path(job["save"]))
     except RunFailed as error:

@@ -10,6 +10,7 @@
 - Names: `weight/<parameter>`, and `<key>/<parameter>` for optimizer state (`exp_avg`, `exp_avg_sq`, `step`).
 - Each rank writes what it holds; of replicas, and of what is not sharded, only the first rank does. Reading intersects boxes
   (`stored.py`), so another mesh, or another way of sharding, reads the same files.
+- What is not finite is not stored: the checkpoint before, which is good, would go for it, and every attempt would end as this one.
 - Frozen weights (those that adapters are added to) are named and not stored: the folder that the stage began with has them.
 - Training waits only while what a rank holds is copied into host memory (`host_copy.py`). A thread writes the copy; another checkpoint
   waits until the one before it is done, so at most one is on its way.
@@ -45,7 +46,7 @@ from orrery.observe.system_error import explain
 from orrery.trainer import replicas
 from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
-from orrery.trainer.optim import named_state
+from orrery.trainer.optim import last_not_finite, named_state
 from orrery.trainer.parallel.world import World
 from orrery.trainer.pulse import moved
 from orrery.trainer.safetensors_file import Stopped, write
@@ -187,10 +188,12 @@ class Saver:
     def copy(self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None) -> float:
         """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
 
-        A collective. Waits first for the checkpoint before, if it is not whole yet. Raises RunFailed where replicas differ.
+        A collective. Waits first for the checkpoint before, if it is not whole yet. Raises RunFailed where replicas differ, or something
+        is not finite.
         """
         begin_s = time.monotonic()
         self.wait()
+        _check_finite(learner)
         partial = folder.with_name(f"{folder.name}.partial")
         if self._world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -262,6 +265,20 @@ class _Copied:
     partial: Path
     index: bytes
     files: dict[str, bytes]
+
+
+def _check_finite(learner: Learner) -> None:
+    """Raises RunFailed, on every rank, where a weight or the optimizer's state of it is not finite on one. A collective.
+
+    What a damaged moment does shows a step later still than what a weight does, and whoever went on from either would end there each time.
+    """
+    held, step = state_of(learner), learner.step
+    found = learner.world.each(last_not_finite(one.local for one in held.values()))
+    if (worst := max(found)) >= 0:
+        raise RunFailed(
+            f"step {step}: after its update {list(held)[worst]} is not finite on rank {found.index(worst)}; nothing of it is stored: "
+            f"start again from the checkpoint before it, and where that ends the same, lower the optimizer's lr or max_grad_norm"
+        )
 
 
 def _await_notes(partial: Path, world_size: int, stop: Stop) -> None:

@@ -68,7 +68,17 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
+@torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Position of the last tensor with a NaN or an infinity in this rank's part, or −1."""
-    bad = [i for i, tensor in enumerate(tensors) if tensor is not None and not torch.isfinite(local_tensor(tensor)).all()]
-    return bad[-1] if bad else -1
+    """Position of the last tensor with a NaN or an infinity in this rank's part, or −1. One pass over memory, and one sync a device."""
+    positions: dict[torch.device, list[int]] = {}
+    ends: dict[torch.device, list[Tensor]] = {}  # the least and the greatest value of each; a NaN is both
+    for position, tensor in enumerate(tensors):
+        if tensor is not None and (part := local_tensor(tensor)).numel():
+            positions.setdefault(part.device, []).append(position)
+            ends.setdefault(part.device, []).extend(torch.aminmax(part))
+    last = -1
+    for device, found in ends.items():
+        finite = torch.stack(found).isfinite().view(-1, 2).all(1).tolist()
+        last = max([last, *(position for position, is_finite in zip(positions[device], finite, strict=True) if not is_finite)])
+    return last
