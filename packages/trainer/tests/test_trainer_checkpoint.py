@@ -389,6 +389,62 @@ def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path)
         checkpoint.load(half, tmp_path / "trainer")
 
 
+class OfTwo:
+    """The world of the second of two replicas, whose first writes all; `said` has its collectives in order."""
+
+    rank, size, replica, is_first, device = 1, 2, 1, False, torch.device("cpu")
+
+    def __init__(self):
+        self.said = []
+
+    def axis_size(self, axis):
+        return 2
+
+    def each(self, value):
+        self.said.append("each")
+        return [value, value]
+
+    def barrier(self):
+        self.said.append("barrier")
+
+
+@pytest.fixture
+def second(start, tmp_path):
+    """A learner, the world of the second rank, and its `Saver`, which has written its part of step 0."""
+    learner, world = make_learner(manifest(), start), OfTwo()
+    saver = checkpoint.Saver(world)
+    (tmp_path / "step_0" / "trainer.partial").mkdir(parents=True)  # as the first rank does
+    saver.copy(learner, tmp_path / "step_0" / "trainer")
+    saver.write(whole=tmp_path / "step_0" / "COMPLETE")
+    saver.wait()
+    world.said.clear()
+    return learner, world, saver
+
+
+def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_collective(second, tmp_path):
+    _, world, saver = second
+
+    @contextmanager
+    def waiting(what, seconds):
+        world.said.append((what, seconds))
+        (tmp_path / "step_0" / "COMPLETE").touch()
+        yield
+
+    saver._waiting = waiting
+    saver.finish()
+    saver.finish()
+    assert world.said == [("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S), "barrier", "barrier"]
+
+
+@pytest.mark.parametrize("call", ["finish", "copy"])
+def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(second, tmp_path, monkeypatch, call):
+    learner, world, saver = second
+    monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
+    with pytest.raises(RunFailed, match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run reachable, and fast"):
+        saver.finish() if call == "finish" else saver.copy(learner, tmp_path / "step_2" / "trainer")
+    assert not world.said
+
+
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
     (tmp_path / checkpoint.note(0)).touch()

@@ -15,7 +15,8 @@
 - Training waits only while what a rank holds is copied into host memory (`host_copy.py`). A thread writes the copy; another checkpoint
   waits until the one before it is done, so at most one is on its way.
 - Threads take part in no collective. Each rank's leaves its note of sha256; the first rank's waits for all notes, then renames the folder,
-  which so appears whole. `step_<n>` counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
+  which so appears whole; the others' main threads look for it before they meet the first rank in the next collective, whose own deadline
+  is shorter. `step_<n>` counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
   leaves nothing that is read, and a run goes on from the newest checkpoint that counts.
 - What fails in the thread ends its rank at the next step, with one sentence.
 - Why not torch.distributed.checkpoint: its metadata and its tensors are pickles.
@@ -51,7 +52,7 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.pulse import moved
 from orrery.trainer.safetensors_file import Stopped, write
 from orrery.trainer.stored import FORMAT, Stored
-from orrery.transport import checkpoints
+from orrery.transport import checkpoints, visible
 
 WRITE_DEADLINE_S = 1800.0
 ABANDON_S = 20.0  # for the thread to notice that its process ends
@@ -167,6 +168,7 @@ class Saver:
         self._host = HostCopy(world.device)
         self._copied: _Copied | None = None
         self._work: _Work | None = None
+        self._whole: tuple[str, Path] | None = None  # the last checkpoint, and what is there when it is whole
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +194,7 @@ class Saver:
         is not finite.
         """
         begin_s = time.monotonic()
-        self.wait()
+        self._await_whole()
         _check_finite(learner)
         partial = folder.with_name(f"{folder.name}.partial")
         if self._world.is_first:
@@ -216,11 +218,16 @@ class Saver:
         self._copied = _Copied(folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)})
         return time.monotonic() - begin_s
 
-    def write(self, then: Callable[[], object] = lambda: None) -> None:
-        """Begin to write what was copied; in the first rank's thread `then` is called after the folder has its name."""
+    def write(self, then: Callable[[], object] = lambda: None, whole: Path | None = None) -> None:
+        """Begin to write what was copied; in the first rank's thread `then` is called after the folder has its name.
+
+        `whole`: what `then` leaves when the checkpoint is whole; the folder, where there is nothing more.
+        """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
-        self._work = _Work(lambda stop: self._write(copied, then, stop), f"the checkpoint in {copied.folder.parent.name}")
+        what = f"the checkpoint in {copied.folder.parent.name}"
+        self._whole = what, whole or copied.folder
+        self._work = _Work(lambda stop: self._write(copied, then, stop), what)
 
     @property
     def is_idle(self) -> bool:
@@ -243,8 +250,19 @@ class Saver:
 
     def finish(self) -> None:
         """Until the last checkpoint is whole, for every rank. A collective."""
-        self.wait()
+        self._await_whole()
         self._world.barrier()
+
+    def _await_whole(self) -> None:
+        """Until the last checkpoint is whole. No collective: one ends before WRITE_DEADLINE_S, and cannot say what is waited for."""
+        self.wait()
+        expected, self._whole = self._whole, None
+        if expected is not None and not self._world.is_first:
+            what, whole = expected
+            deadline_s = scaled(WRITE_DEADLINE_S)
+            with self._waiting(what, deadline_s):
+                if not visible.appears(whole, deadline_s):
+                    raise _too_slow(what, deadline_s)
 
     def _write(self, copied: "_Copied", then: Callable[[], object], stop: Stop) -> None:
         tensors, index = (copied.partial / f"rank_{self._world.rank}.{suffix}" for suffix in ("safetensors", "json"))
@@ -322,13 +340,17 @@ class _Work:
     def join(self, deadline_s: float) -> None:
         self._thread.join(deadline_s)
         if not self.is_done:
-            raise RunFailed(f"{self.what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?")
+            raise _too_slow(self.what, deadline_s)
 
     def abandon(self) -> None:
         self._stop.set()
         self._thread.join(ABANDON_S)
         if not self.is_done:
             log.warning("%s: left unfinished", self.what)
+
+
+def _too_slow(what: str, deadline_s: float) -> RunFailed:
+    return RunFailed(f"{what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?")
 
 
 def _host_memory(num_bytes: int) -> str:

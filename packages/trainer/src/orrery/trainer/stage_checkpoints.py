@@ -64,7 +64,7 @@ class StageCheckpoints:
             checkpoints.prune(self._me.run_dir, self._me.manifest.trainer.checkpoint.keep, self._stage)
             self._me.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
 
-        self._saver.write(complete)
+        self._saver.write(complete, whole=folder / checkpoints.MARKER)
 
     def finish(self) -> None:
         """Until the last checkpoint is whole. A collective."""
