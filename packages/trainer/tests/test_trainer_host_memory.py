@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orrery.trainer.host_copy import HostCopy
+from orrery.trainer.host_copy import HostCopy, available_bytes
 from orrery.trainer.host_memory import host_block
 
 GPU = torch.device("cuda", 0)
@@ -72,3 +72,62 @@ def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registe
     del copy
     gc.collect()
     assert not registered
+
+
+def group(folder: Path, version: int, limit: str, used: int, inactive: int) -> None:
+    """The files of a control group."""
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{content}\n")
+    stat = f"cache 5\ninactive_file 1\ntotal_inactive_file {inactive}\n" if version == 1 else f"anon 5\ninactive_file {inactive}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A folder of proc/ and sys/ of a machine that has 1000 KiB left; `machine(lines)` writes the process's groups."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n")
+
+    def write(lines: str) -> Path:
+        (tmp_path / "proc" / "self" / "cgroup").write_text(lines)
+        return tmp_path
+
+    return write
+
+
+def test_a_job_has_what_its_group_and_those_above_it_leave(machine):
+    root = machine("0::/slurm/job_7/step_0\n")
+    groups = root / "sys" / "fs" / "cgroup"
+    group(groups / "slurm" / "job_7" / "step_0", 2, "max", 10_000, 0)
+    group(groups / "slurm" / "job_7", 2, "500000", 400_000, 30_000)
+    assert available_bytes(root) == 130_000
+    group(groups / "slurm", 2, "500000", 450_000, 0)
+    assert available_bytes(root) == 50_000
+    group(groups / "slurm" / "job_7" / "step_0", 2, "500000", 500_001, 0)
+    assert available_bytes(root) == 0
+
+
+def test_a_job_of_control_groups_of_version_1_has_what_they_leave(machine):
+    root = machine("9:name=systemd:/elsewhere\n4:cpu,memory:/slurm/job_7\n0::/\n")
+    groups = root / "sys" / "fs" / "cgroup" / "memory"
+    group(groups, 1, "9223372036854771712", 3_000_000, 0)
+    group(groups / "slurm" / "job_7", 1, "500000", 400_000, 30_000)
+    assert available_bytes(root) == 130_000
+
+
+@pytest.mark.parametrize("path", ["/docker/7f", "/../7f"])
+def test_a_container_that_sees_its_own_group_as_the_root_has_what_that_leaves(machine, path):
+    for version, line, mount in ((2, f"0::{path}\n", ""), (1, f"4:memory:{path}\n", "memory")):
+        group((root := machine(line)) / "sys" / "fs" / "cgroup" / mount, version, "500000", 400_000, version)
+        assert available_bytes(root) == 100_000 + version
+
+
+def test_without_a_limit_it_is_the_kernels_that_counts(machine, tmp_path):
+    assert available_bytes(machine("0::/user.slice\n")) == 1000 * 1024
+    (tmp_path / "proc" / "self" / "cgroup").unlink()
+    assert available_bytes(tmp_path) == 1000 * 1024
+    group(tmp_path / "sys" / "fs" / "cgroup", 2, "3000000", 5, 0)
+    assert available_bytes(machine("0::/\n")) == 1000 * 1024, "the kernel has less than the group may take"
+    assert 0 < available_bytes() < 1 << 50

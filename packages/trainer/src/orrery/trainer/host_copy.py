@@ -8,17 +8,19 @@
 import hashlib
 import logging
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer import cgroup
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.parallel.world import World
 from orrery.trainer.pulse import moved
 from orrery.trainer.safetensors_file import Layout, content, layout
+
+REMEDY = "shard over more nodes, raise the job's limit if it has one, or free some (as trainer.memory.optimizer_offload)"
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class HostCopy:
             whose = "this rank's copy" if len(here) == 1 else f"the copies of the {len(here)} ranks on this host"
             raise RunFailed(
                 f"trainer.checkpoint: weights and optimizer state in {whose} take {together / 1e9:.1f} GB of host memory, "
-                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (as trainer.memory.optimizer_offload)"
+                f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
             )
 
     def has_room(self, num_bytes: int) -> bool:
@@ -58,7 +60,7 @@ class HostCopy:
         if num_bytes > available:  # asked first: a host that runs out of memory kills, and says nothing
             raise RunFailed(
                 f"trainer.checkpoint: this rank's copy of weights and optimizer state takes {num_bytes / 1e9:.1f} GB of host memory, "
-                f"of which {available / 1e9:.1f} GB are left; shard over more nodes, or free some (as trainer.memory.optimizer_offload)"
+                f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
             )
         self._buffer, error = host_block(num_bytes, self._device)
         if error:
@@ -90,9 +92,10 @@ def host_number() -> int:
     return int.from_bytes(hashlib.sha256(boot.encode()).digest()[:7], "big")
 
 
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, as the kernel sees it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def available_bytes(root: Path = cgroup.ROOT) -> int:
+    """Host memory that this process can have without swapping: what the kernel has, and what its control groups leave (`cgroup.py`)."""
+    found = [cgroup.left_bytes(root)]
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
+            found.append(int(line.split()[1]) * 1024)
+    return min(found)
