@@ -202,6 +202,19 @@ def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_beg
     assert not torn.parent.exists()
 
 
+def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, caplog):
+    for step in (2, 4):
+        folder = checkpoints.checkpoint_dir(tmp_path, step, "sft")
+        (folder / "trainer").mkdir(parents=True)
+        (folder / "trainer" / "rank_0.json").touch()
+        checkpoints.complete(folder)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
+    assert checkpoints.steps(tmp_path, "sft") == [] and not list((tmp_path / "checkpoints").rglob("rank_0.json"))
+    assert caplog.messages == ["checkpoints of sft, which is done, are removed: steps 2, 4"]
+
+
 def test_evaluation_rollouts_hold_one_version_each_time(tmp_path):
     _, fleet, _, _ = run(tmp_path, fakes.manifest(interval_steps=1), fakes.FakeFleet(yields=5))
     salts = {}

@@ -75,10 +75,13 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
     assert not torch.equal(checkpoint_tensor(run_dir / "weights" / "step_1", "model.norm.weight"), newest)
     (damaged := checkpoints.checkpoint_dir(run_dir, 2) / "trainer" / "rank_0.safetensors").write_bytes(b"torn")
     shutil.copytree(run_dir, tmp_path / "young", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(tmp_path / "young", tmp_path / "tuned")
+    (tmp_path / "tuned" / "weights" / "sft").mkdir()
     for words, code, sentence in [
         ((tmp_path / "none",), 2, "holds no manifest.json, so no run has begun there"),
         ((tmp_path / "young",), 2, "its rl stage has no complete checkpoint yet"),
         ((run_dir, "--stage", "sft"), 2, "its sft stage has no complete checkpoint yet"),
+        ((tmp_path / "tuned", "--stage", "sft"), 2, f"its sft stage is done: {tmp_path / 'tuned' / 'weights' / 'sft'} is what it made"),
         ((run_dir, "--step", 3), 2, "--step: there is no complete checkpoint of step 3; there are 1, 2"),
         ((run_dir, "--step", 1), 2, "is there already; remove it, or name another folder with --to"),
         ((run_dir,), 2, f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export another step with --step"),

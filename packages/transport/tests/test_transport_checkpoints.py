@@ -160,6 +160,26 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
         checkpoints.prune(tmp_path, keep=0)
 
 
+def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was_killed(tmp_path, monkeypatch):
+    written(tmp_path, 4)
+    for step in (4, 6, 8):
+        (folder := checkpoints.checkpoint_dir(tmp_path, step, "sft")).mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+        if step != 8:
+            checkpoints.complete(folder)
+
+    def dies(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoints, "sync", dies)  # after the first marker went
+        checkpoints.discard_all(tmp_path, "sft")
+    assert len(checkpoints.steps(tmp_path, "sft")) < 3
+    assert checkpoints.discard_all(tmp_path, "sft") == [4, 6, 8]
+    assert checkpoints.discard_all(tmp_path, "sft") == []
+    assert not list((tmp_path / "checkpoints" / "sft").iterdir()) and checkpoints.steps(tmp_path) == [4]
+
+
 def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, monkeypatch):
     for step in (1, 2):
         written(tmp_path, step)

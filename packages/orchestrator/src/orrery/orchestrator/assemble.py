@@ -82,6 +82,8 @@ def state(me: Any) -> State:
     """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
     # Safe here: every file of a new checkpoint comes after our next cut.
     checkpoints.discard_incomplete(me.run_dir)
+    if removed := checkpoints.discard_all(me.run_dir, "sft"):  # that stage is done, and all that is wanted of it is `weights/sft`
+        me.log.info("checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed)))
     step = checkpoints.latest(me.run_dir)
     if step is None:
         return State(me.manifest)

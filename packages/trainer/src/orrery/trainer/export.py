@@ -82,6 +82,8 @@ def _choose(run_dir: Path, stage: str, step: int | None) -> int:
         hint = "trainer.checkpoint.interval_steps says when it has"
         if checkpoints.steps(run_dir, others[stage]):
             hint = f"its {others[stage]} stage has: add --stage {others[stage]}"
+        if stage == "sft" and (run_dir / "weights" / "sft").exists():
+            raise OrreryError(f"{run_dir}: its sft stage is done: {run_dir / 'weights' / 'sft'} is what it made, and it has no checkpoints")
         raise OrreryError(f"{run_dir}: its {stage} stage has no complete checkpoint yet; {hint}")
     if step is not None and step not in steps:
         raise OrreryError(f"--step: there is no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}")

@@ -3,7 +3,7 @@
 - `checkpoints/step_<n>/<role>/…` is written by its roles; then `files.json` (sha256 of every file), then `COMPLETE`, last.
 - Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
   `complete` reads none of it.
-- That is the RL stage's place; the SFT stage's is `checkpoints/sft/step_<n>/…`.
+- That is the RL stage's place; the SFT stage's is `checkpoints/sft/step_<n>/…`, which goes when the RL stage begins.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
 - `step_<n>/later/` is the one folder that may come after the marker, which does not vouch for it; it has a marker of its own.
 - What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
@@ -150,6 +150,18 @@ def prune(run_dir: Path, keep: int, stage: str = "rl") -> list[int]:
             sync(folder)
             discard(run_dir, folder)
     return removed
+
+
+def discard_all(run_dir: Path, stage: str) -> list[int]:
+    """Remove the checkpoints of a stage that is done, whole or not; returns the steps. What will not go is tried again another time."""
+    removed = []
+    for folder in folder_of(run_dir, stage).glob("step_*"):
+        with contextlib.suppress(OSError):
+            (folder / MARKER).unlink(missing_ok=True)
+            sync(folder)
+            discard(run_dir, folder)
+            removed.append(int(folder.name.removeprefix("step_")))
+    return sorted(removed)
 
 
 def discard(run_dir: Path, folder: Path) -> None:
