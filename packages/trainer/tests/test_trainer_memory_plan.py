@@ -300,6 +300,19 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     assert of_stage(by_wire["nccl"], "sft")[1].merged_width == 0
 
 
+def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_may_come():
+    """Chats are not held to the engines' context, which may be a part of a micro-batch."""
+    spec = manifest(trainer={"memory": {**MEMORY, "max_tokens_per_micro_batch": 256}})
+    assert spec.inference.max_model_len_tokens == spec.model.max_positions == 64
+    roomy = spec.model_copy(update={"model": spec.model.model_copy(update={"max_positions": 1024})})
+    for one, stage, longest, smaller in ((spec, "rl", 64, 128), (spec, "sft", 64, 128), (roomy, "rl", 64, 128), (roomy, "sft", 256, None)):
+        trainer, load = of_stage(one, stage)
+        assert (load.tokens, load.document_tokens) == (256, longest)
+        every = levers(one.model, trainer, load, plan(one.model, trainer, load, 0))
+        offered = {lever.field: lever.value for lever in every}
+        assert offered.get("trainer.memory.max_tokens_per_micro_batch") == smaller
+
+
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
     "Including non-PyTorch memory, this process has 138.76 GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "

@@ -75,13 +75,17 @@ def device_bytes() -> int:
 
 
 def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
-    """The stage's trainer, and the most that a data rank may have to do in a step: every sample of full length."""
+    """The stage's trainer, and the most that a data rank may have to do in a step: every sample of full length.
+
+    A rollout is as long as the engines' context at most, a chat as what `sft_data.py` lets through.
+    """
     trainer, rl = manifest.trainer, manifest.orchestrator
     samples = rl.rollouts_per_batch
     if stage == "sft" and (sft := manifest.stages.sft) is not None:
         samples = sft.examples_per_batch
         trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
-    tokens, longest = trainer.memory.max_tokens_per_micro_batch, manifest.inference.max_model_len_tokens
+    tokens = trainer.memory.max_tokens_per_micro_batch
+    longest = min(tokens, manifest.model.max_positions) if stage == "sft" else manifest.inference.max_model_len_tokens
     each = -(-samples // trainer.mesh.num_data_ranks)
     is_sent_merged = stage == "rl" and trainer.lora is not None and manifest.transport.weights in DIRECT_KINDS
     merged_width = width(manifest.inference.dtype) if is_sent_merged else 0
