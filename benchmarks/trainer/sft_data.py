@@ -103,7 +103,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def tokenising(chats: Chats, renderer: Renderer, roles: tuple) -> dict[str, Any]:
     """Tokens a second over all chats, a batch at a time."""
-    examples = Examples(chats, renderer, roles, 1 << 20)
+    examples = Examples(chats, renderer, roles, 1 << 20, 1 << 20)
     begin = time.perf_counter()
     num_tokens = sum(examples.columns(range(at, min(at + BATCH, len(chats)))).num_tokens for at in range(0, len(chats), BATCH))
     spent = time.perf_counter() - begin
@@ -135,7 +135,7 @@ def left_to_others(chats: Chats, renderer: Renderer) -> dict[str, Any]:
 
 def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
     """Share of a step that is waited for tokens, at the training speed of an 8-GPU host."""
-    examples = Examples(chats, renderer, ("assistant",), 1 << 20)
+    examples = Examples(chats, renderer, ("assistant",), 1 << 20, 1 << 20)
     num_steps, waited, trained = 6, 0.0, 0.0
     with ahead(examples.columns(range(step * BATCH, (step + 1) * BATCH)) for step in range(num_steps)) as take:
         for step in range(num_steps):

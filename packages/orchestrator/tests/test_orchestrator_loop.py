@@ -15,7 +15,7 @@ import numpy as np
 import orchestrator_fakes as fakes
 import pytest
 
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.observe import wind_down
 from orrery.observe.health import read_health
@@ -27,6 +27,8 @@ from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.state import State
 from orrery.orchestrator.updates import Updates
+from orrery.tasks.chat import write_tokenizer
+from orrery.tasks.task import Message
 from orrery.transport import checkpoints, rollout_store
 
 
@@ -213,6 +215,16 @@ def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, capl
             assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
     assert checkpoints.steps(tmp_path, "sft") == [] and not list((tmp_path / "checkpoints").rglob("rank_0.json"))
     assert caplog.messages == ["checkpoints of sft, which is done, are removed: steps 2, 4"]
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp_path):
+    manifest = fakes.manifest()
+    tokenizer = manifest.model.tokenizer.model_copy(update={"alphabet": "abcd"})
+    write_tokenizer(manifest.model.model_copy(update={"tokenizer": tokenizer, "vocab_size": 12}), tmp_path / "weights" / "init")
+    renderer = assemble.renderer(fakes.FakeMe(tmp_path, manifest), "sft", "init")
+    assert renderer.prompt([Message("user", "abc")])
+    with pytest.raises(OrreryError, match=r"model\.vocab_size: 11, and the tokenizer makes 'd' the token 11"):
+        renderer.prompt([Message("user", "abcd")])
 
 
 def test_evaluation_rollouts_hold_one_version_each_time(tmp_path):

@@ -153,6 +153,19 @@ def test_a_tokenizer_that_cannot_be_is_refused(tmp_path, model, sentence):
         write_tokenizer(model, tmp_path)
 
 
+def test_a_text_with_a_token_beyond_the_models_vocabulary_is_refused_and_others_are_not(tmp_path):
+    write_tokenizer(character_model("abc"), tmp_path)
+    renderer = Renderer(tmp_path, vocab_size=10)
+    assert renderer.prompt([Message("user", "ab")]) == Renderer(tmp_path).prompt([Message("user", "ab")])
+    for refused in (lambda: renderer.prompt([Message("user", "abc")]), lambda: renderer.next_turn([Message("user", "c")])):
+        with pytest.raises(
+            OrreryError, match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, which is no row of the model"
+        ):
+            refused()
+    with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size: 10"):
+        renderer.examples([("line 3", [Message("user", "a"), Message("assistant", "c")], ())], ("assistant",))
+
+
 def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path):
     source = write_qwen_like(tmp_path / "source")
     digest = sha256_of(list(source.iterdir()))

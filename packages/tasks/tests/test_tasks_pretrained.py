@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.tasks import Message, make
 from orrery.tasks.chat import Renderer
@@ -80,3 +81,6 @@ def test_the_manifest_s_tokenizer_is_this_one_and_its_prompts_fit(folder):
     tokenizer = MANIFEST.model.tokenizer.model_copy(update={"path": str(folder)})
     manifest = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"tokenizer": tokenizer})})
     assert len(check(manifest)) == 2 * len(MANIFEST.tasks.train)
+    short = manifest.model_copy(update={"model": manifest.model.model_copy(update={"vocab_size": 100})})
+    with pytest.raises(OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size: 100, and the tokenizer makes "):
+        check(short)

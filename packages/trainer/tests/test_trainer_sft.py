@@ -255,7 +255,7 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
     shutil.copytree(tokenizer, announcing)
     (announcing / "chat_template.jinja").write_text(template)
     renderer = Renderer(announcing)
-    columns = Examples(opened(**data), renderer, ("assistant",), 64).columns([0])
+    columns = Examples(opened(**data), renderer, ("assistant",), 64, 64).columns([0])
     prompt = renderer.prompt([Message("user", "ab")], [Tool(**function)])
     assert columns.token["token_id"].tolist() == prompt + renderer.completion(Message("assistant", "ba"))
     assert renderer.decode(prompt).startswith("cab<|user|>")
@@ -297,7 +297,31 @@ def test_a_row_that_cannot_be_trained_on_is_named(tmp_path, tokenizer, message, 
     answer = {"role": "assistant", "content": "ba"}
     data = write_arrow(tmp_path / "rows", [[{"role": "user", "content": "ab"}, answer], [message, answer]])
     with pytest.raises(OrreryError, match=sentence):
-        load_examples(sft_spec(data=data), tokenizer)
+        load_examples(with_model(sft_spec(data=data), max_positions=4096), tokenizer)
+
+
+def with_model(spec, **fields):
+    return spec.model_copy(update={"model": spec.model.model_copy(update=fields)})
+
+
+def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batch_holds_it(tmp_path, tokenizer):
+    answer = {"role": "assistant", "content": "ba"}
+    chats = [[{"role": "user", "content": "a" * num}, answer] for num in (58, 59)]
+    spec = sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats))
+    memory = spec.trainer.memory.model_copy(update={"max_tokens_per_micro_batch": 512})
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
+    with pytest.raises(OrreryError, match=r"chats\.jsonl:2: 65 tokens exceed model\.max_positions 64; cut the chat or leave it out"):
+        load_examples(spec, tokenizer)
+    assert load_examples(with_model(spec, max_positions=65), tokenizer).columns([0, 1]).lengths.tolist() == [64, 65]
+
+
+def test_a_chat_with_a_token_that_the_model_has_no_row_for_is_named(tmp_path, tokenizer):
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "ba"}] for text in ("ab", "ah")]
+    spec = with_model(sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats)), vocab_size=15)
+    with pytest.raises(
+        OrreryError, match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token 15, which is no row"
+    ):
+        load_examples(spec, tokenizer)
 
 
 def test_a_torn_file_and_a_missing_reader_are_one_sentence(tmp_path, monkeypatch):
@@ -326,7 +350,7 @@ class Counted(Renderer):
 def counted_examples(tokenizer: Path) -> Examples:
     renderer = Counted(tokenizer)
     renderer.seen = []
-    return Examples(opened(**dataset()), renderer, ("assistant",), 64)
+    return Examples(opened(**dataset()), renderer, ("assistant",), 64, 64)
 
 
 def test_only_what_a_step_needs_is_tokenised_and_only_so_much_is_kept(tokenizer, monkeypatch):

@@ -71,6 +71,11 @@ def policy_dir(me: Any, *stages: str) -> Any:
     return me.run_dir / "weights" / names[0]
 
 
+def renderer(me: Any, *stages: str) -> Renderer:
+    """The chat format of that folder, held to the model's vocabulary: an engine has no row for a token beyond it."""
+    return Renderer(policy_dir(me, *stages), me.manifest.model.vocab_size)
+
+
 def sender(me: Any) -> RolloutSender:
     """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
     wire = make_sender(me.manifest.transport.rollouts, me.run_dir, me.host, me.port, me.manifest.trainer.mesh.world_size)
@@ -94,6 +99,5 @@ def state(me: Any) -> State:
 
 def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
     """The RL stage."""
-    renderer = Renderer(policy_dir(me, "sft", "init"))
     watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes)
-    return Loop(me, state(me), tasks(me.manifest), renderer, engines, watch, wire)
+    return Loop(me, state(me), tasks(me.manifest), renderer(me, "sft", "init"), engines, watch, wire)

@@ -25,7 +25,6 @@ from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.stage import Stage
-from orrery.tasks.chat import Renderer
 from orrery.transport.weight_wire import make_publisher
 
 TICK_S = 0.5
@@ -44,8 +43,8 @@ async def run(me: Any) -> None:
 
 async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
     after = me.manifest.stages.rl.num_steps
-    policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, me.run_dir / "weights" / "rl")}
-    evaluation = HeldOut(me, fleet, Renderer(policies["after"][1]), assemble.tasks(me.manifest), last_step=after)
+    policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, assemble.policy_dir(me, "rl"))}
+    evaluation = HeldOut(me, fleet, assemble.renderer(me, "rl"), assemble.tasks(me.manifest), last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
         with me.metrics.span("update", version):

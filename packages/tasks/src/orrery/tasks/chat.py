@@ -128,9 +128,12 @@ class _Part(NamedTuple):
 
 
 class Renderer:
-    """The chat format of one tokenizer folder. `stop_token_ids` end an assistant turn; the first is the one that chats are written with."""
+    """The chat format of one tokenizer folder. `stop_token_ids` end an assistant turn; the first is the one that chats are written with.
 
-    def __init__(self, folder: Path) -> None:
+    With `vocab_size`, the model's, a text that has a token beyond it is refused: the model has no row for it. The tokenizer may have more.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
         folder = Path(folder)
         try:
             config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -142,6 +145,7 @@ class Renderer:
         self._globals = {name: _content(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
         self._unknown_id = self._token_id(config.get("unk_token"))
         self._syntax = CALL if CALL in source else "<tool_call>" if "<tool_call>" in source else None
+        self._vocab_size = vocab_size
         self.stop_token_ids = self._stop_token_ids(folder)
         self._end = self._end_of_turn()
         self._known: set[str] | None = set(self.tokenizer.get_vocab()) if CALL in source else None
@@ -220,7 +224,8 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know."""
+        """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know, and
+        on a token that the model does not."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _known_ids(self, text: str, encoding: tokenizers.Encoding) -> list[int]:
@@ -228,6 +233,11 @@ class Renderer:
         if self._known is not None and self._unknown_id in ids:
             strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
             raise OrreryError(f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet")
+        if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
+            raise OrreryError(
+                f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {self.tokenizer.id_to_token(most)!r} the token {most}, "
+                f"which is no row of the model; set model.tokenizer to the model's own, or leave that text out"
+            )
         return ids
 
     # Examples: a chat as texts that are tokenised each by itself, as RL does, and what of them is trained

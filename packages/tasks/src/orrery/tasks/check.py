@@ -1,6 +1,7 @@
 """Everything about a manifest's tasks that can be known before a process starts.
 
-- Every `TaskUse` builds; its first problems fit the tokenizer's alphabet and the engine's context; so do the tools' replies to nonsense.
+- Every `TaskUse` builds; its first problems fit the tokenizer's alphabet, the model's vocabulary and the engine's context; so do the tools'
+  replies to nonsense.
 - Training and evaluation do not use the same problems: the same kind, args and seed is a mistake.
 """
 
@@ -33,7 +34,7 @@ def check(manifest: Manifest) -> list[str]:
     """One line a task use that is well. Raises OrreryError, one sentence, at the first that is not."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(manifest.model, Path(folder))
-        renderer = Renderer(Path(folder))
+        renderer = Renderer(Path(folder), manifest.model.vocab_size)
     lines, sft = [], manifest.stages.sft
     for path, use in task_uses(manifest):
         try:

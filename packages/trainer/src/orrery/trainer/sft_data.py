@@ -31,8 +31,10 @@ KEPT_TOKENS = 32_000_000  # of 5 bytes
 class Examples:
     """Chats as token columns, with all weight on the cross-entropy component; the rest of the trainer sees no difference to RL."""
 
-    def __init__(self, chats: Chats, renderer: Renderer, trained_roles: Sequence[Role], max_tokens: int):
-        self.chats, self._renderer, self._trained_roles, self._max_tokens = chats, renderer, trained_roles, max_tokens
+    def __init__(self, chats: Chats, renderer: Renderer, trained_roles: Sequence[Role], max_tokens: int, max_positions: int):
+        """A chat is refused beyond `max_tokens`, those of a micro-batch, and beyond `max_positions`, those that the model knows."""
+        self.chats, self._renderer, self._trained_roles = chats, renderer, trained_roles
+        self._max_tokens, self._max_positions = max_tokens, max_positions
         self._kept: dict[int, Example] = {}
         self._num_kept_tokens = 0
 
@@ -66,6 +68,10 @@ class Examples:
         made = self._renderer.examples([(chat.where, chat.messages, chat.tools) for chat in chats], self._trained_roles)
         for index, chat, example in zip(indices, chats, made, strict=True):
             num_tokens = len(example[0])
+            if num_tokens > self._max_positions:
+                raise OrreryError(
+                    f"{chat.where}: {num_tokens} tokens exceed model.max_positions {self._max_positions}; cut the chat or leave it out"
+                )
             if num_tokens > self._max_tokens:
                 raise OrreryError(
                     f"{chat.where}: {num_tokens} tokens do not fit trainer.memory.max_tokens_per_micro_batch {self._max_tokens}; "
@@ -85,8 +91,9 @@ def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = 
 
 
 def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path) -> Examples:
-    limit = manifest.trainer.memory.max_tokens_per_micro_batch
-    return Examples(open_chats(data, field), Renderer(tokenizer), manifest.stages.sft.trained_roles, limit)
+    renderer = Renderer(tokenizer, manifest.model.vocab_size)
+    limits = manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions
+    return Examples(open_chats(data, field), renderer, manifest.stages.sft.trained_roles, *limits)
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
