@@ -12,7 +12,9 @@ from task_chats import task_use
 from orrery import tasks
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.manifest.schema import TaskUse
 from orrery.tasks import Task, make
+from orrery.tasks.check import check
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "count_vowels"
 MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
@@ -129,3 +131,18 @@ def test_the_check_refuses_what_would_fail_later(tmp_path, before, after, senten
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_check_refuses_evaluation_on_problems_that_are_trained_sft_included():
+    manifest = load(MANIFEST)
+    [train], [held_out], warm_start = manifest.tasks.train, manifest.tasks.evaluation, manifest.stages.sft.data.task
+
+    def shown(use: TaskUse) -> TaskUse:
+        args = {"kind": use.kind, "args": use.args, "num_examples": 1, "system": None}
+        return use.model_copy(update={"kind": "few_shot", "args": args})
+
+    for evaluated, path in ((train, "tasks.train[0]"), (warm_start, "stages.sft.data.task"), (shown(warm_start), "stages.sft.data.task")):
+        tasks = manifest.tasks.model_copy(update={"evaluation": [held_out, evaluated]})
+        with pytest.raises(OrreryError) as error:
+            check(manifest.model_copy(update={"tasks": tasks}))
+        assert str(error.value) == f"tasks.evaluation[1]: these are the problems of {path}; give it another seed or split"

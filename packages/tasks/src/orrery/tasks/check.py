@@ -2,12 +2,13 @@
 
 - Every `TaskUse` builds; its first problems fit the tokenizer's alphabet, the model's vocabulary and the engine's context; so do the tools'
   replies to nonsense.
-- Training and evaluation do not use the same problems: the same kind, args and seed is a mistake.
+- What trains, SFT included, and evaluation do not use the same problems: the same kind, args and seed is a mistake, also within `few_shot`.
 """
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, TaskUse
@@ -48,11 +49,19 @@ def check(manifest: Manifest) -> list[str]:
                 f"give it at least {longest + turn}"
             )
         lines.append(f"{path}: {use.kind} {use.name!r}, prompts up to {longest} tokens")
+    trained = [(path, use) for path, use in task_uses(manifest) if path.startswith(("tasks.train", "stages.sft.data"))]
     for i, use in enumerate(manifest.tasks.evaluation):
-        for j, other in enumerate(manifest.tasks.train):
-            if (use.kind, use.args, use.seed) == (other.kind, other.args, other.seed):
-                raise OrreryError(f"tasks.evaluation[{i}]: these are the problems of tasks.train[{j}]; give it another seed or split")
+        for path, other in trained:
+            if _problems(use) == _problems(other):
+                raise OrreryError(f"tasks.evaluation[{i}]: these are the problems of {path}; give it another seed or split")
     return lines
+
+
+def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
+    """What determines the problems: examples before them do not make them others."""
+    if use.kind == "few_shot":
+        return use.args["kind"], use.args["args"], use.seed
+    return use.kind, use.args, use.seed
 
 
 def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, trained_roles: Sequence[Role]) -> int:
