@@ -285,6 +285,14 @@ def test_tools_need_a_format_with_calls(tmp_path):
         renderer.prompt([Message("user", "x")], [TOOL])
 
 
+def test_a_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path):
+    folder = write_qwen_like(tmp_path)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{- strftime_now('%d %b %Y, %H:%M') + '\\n' }}" + template.read_text())
+    renderer = Renderer(folder)
+    assert renderer.decode(renderer.prompt([Message("user", "x")])).startswith("26 Jul 2024, 00:00\n<|im_start|>user\nx")
+
+
 @pytest.mark.parametrize("roles", [["user"], ["assistant"], ["user", "assistant", "user"]])
 def test_an_example_ends_with_the_assistant(characters, roles):
     with pytest.raises(OrreryError, match="an example ends with an assistant message"):
