@@ -4,7 +4,7 @@
     {
       name: 'countdown',
       kind: 'reasoning_gym',
-      args: { family: 'countdown', config: { min_numbers: 4, max_numbers: 6 } },
+      args: { family: 'countdown', config: { min_numbers: 4, max_numbers: 6 }, split: 'train' },
       weight: 1,
       max_turns: 1,
     },

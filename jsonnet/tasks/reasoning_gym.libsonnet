@@ -4,7 +4,7 @@
     {
       name: 'spell_backward',
       kind: 'reasoning_gym',
-      args: { family: 'spell_backward', config: { min_word_len: 3, max_word_len: 6 } },
+      args: { family: 'spell_backward', config: { min_word_len: 3, max_word_len: 6 }, split: 'train' },
       weight: 1,
       max_turns: 1,
     },

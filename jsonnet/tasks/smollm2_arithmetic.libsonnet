@@ -6,7 +6,7 @@
       kind: 'few_shot',
       args: {
         kind: 'reasoning_gym',
-        args: { family: 'chain_sum', config: { min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 1 } },
+        args: { family: 'chain_sum', config: { min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 1 }, split: 'train' },
         num_examples: 4,
         system: null,
       },

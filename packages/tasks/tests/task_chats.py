@@ -26,7 +26,7 @@ ARGS = {
         "call_syntax": "chat_format",
         "split": "train",
     },
-    "reasoning_gym": {"family": "spell_backward", "config": {"min_word_len": 5}},
+    "reasoning_gym": {"family": "spell_backward", "config": {"min_word_len": 5}, "split": "train"},
     "reverse_words": {"min_words": 3, "max_words": 4, "instruction": "reverse ", "split": "train"},
     "few_shot": {
         "kind": "calculator",

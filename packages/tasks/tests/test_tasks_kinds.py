@@ -12,12 +12,17 @@ from orrery.tasks.calculator import evaluate, result, text_calls
 from orrery.tasks.reverse_text import longest_common_subsequence
 from orrery.tasks.split import split_of
 
-SMALL = {"reverse_text": {"alphabet": "abc"}, "calculator": {"max_operand": 5}, "reverse_words": {"min_words": 2, "max_words": 2}}
+SMALL = [
+    ("reverse_text", {"alphabet": "abc"}),
+    ("calculator", {"max_operand": 5}),
+    ("reverse_words", {"min_words": 2, "max_words": 2}),
+    ("reasoning_gym", {"family": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}),
+    ("reasoning_gym", {"family": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 3}}),
+]
 
 
-@pytest.mark.parametrize("kind", sorted(SMALL))
-def test_train_and_held_out_problems_never_meet(kind):
-    small = SMALL[kind]
+@pytest.mark.parametrize(("kind", "small"), SMALL)
+def test_train_and_held_out_problems_never_meet(kind, small):
     texts = {}
     for split in ("train", "held_out"):
         tasks = [make(task_use(kind, seed, split=split, **small)) for seed in (0, 1)]
@@ -35,6 +40,14 @@ def test_a_split_without_texts_is_refused_instead_of_searched_for_ever():
             assert "widen the lengths" in str(error)
             return
     pytest.fail("one text stands on both sides")
+
+
+def test_a_family_of_one_problem_has_it_on_one_side_alone():
+    args = {"family": "prime_factorization", "config": {"min_value": 30, "max_value": 30}}
+    (train, held_out) = (make(task_use("reasoning_gym", **args, split=split)) for split in ("train", "held_out"))
+    assert split_of(train.problem(0).messages[0].content) == "train"
+    with pytest.raises(OrreryError, match=r"no held_out question of family prime_factorization in 1000 draws; config .* allows too few"):
+        held_out.problem(0)
 
 
 @pytest.mark.parametrize(

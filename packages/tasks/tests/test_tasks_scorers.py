@@ -137,13 +137,13 @@ def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_g
 
 
 async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(OrreryError, match="the process that scores answers did not start: what it said of it stands above in this log"):
         await said(task, "RIGHT")
     monkeypatch.undo()
     monkeypatch.setattr(scorers, "START_S", 0.001)
     with pytest.raises(OrreryError, match="did not start: it was too slow"):
-        await Scorers().score("spiral_matrix", {}, 0, 0, "")
+        await Scorers().score("spiral_matrix", {}, 0, "")
 
 
 @pytest.mark.parametrize("text", ["wrong", "__import__('time').sleep(600)"])
@@ -151,7 +151,7 @@ def test_no_scorer_outlives_who_started_it(text):
     code = f"""
 import asyncio, orrery.tasks.reasoning_gym as gym
 async def main():
-    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, 0, {text!r}))
+    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, {text!r}))
     await asyncio.sleep(600)
 asyncio.run(main())
 """

@@ -7,6 +7,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
-from orrery.tasks.task import Message, Role, ToolCall
+from orrery.tasks.task import Message, Role, Task, ToolCall
 
 NUM_PROBLEMS = 16
 
@@ -64,9 +65,15 @@ def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
     return use.kind, use.args, use.seed
 
 
+@cache
+def _task(use: str) -> Task:
+    """Manifests share tasks, and a task keeps what it drew: a held-out puzzle can take tenths of a second."""
+    return make(TaskUse.model_validate_json(use))
+
+
 def _longest_prompt_tokens(use: TaskUse, renderer: Renderer, trained_roles: Sequence[Role]) -> int:
     """`trained_roles`: of the demonstrations, where the task gives them."""
-    task, longest = make(use), 0
+    task, longest = _task(use.model_dump_json()), 0
     for index in range(NUM_PROBLEMS):
         problem = task.problem(index)
         longest = max(longest, len(renderer.prompt(problem.messages, problem.tools)))

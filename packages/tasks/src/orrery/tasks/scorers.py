@@ -1,6 +1,6 @@
 """Scorers: processes of their own for scorers that run or parse a policy's text (`eval`, sympy), beside the event loop.
 
-- In: a family of reasoning-gym with its config, a seed, a problem's index, the answer. Out: its score, or None where there is none.
+- In: a family of reasoning-gym with its config, the library's seed of a problem, the answer. Out: its score, or None where there is none.
 - A process starts when it is first needed (seconds), is kept, and scores one answer at a time (`scoring.py`). There are NUM_SCORERS at
   most, for all tasks of this process: an answer that hangs holds up one of them, not every other answer.
 - Requests have their turn in order. LIMIT_S counts from an answer's turn, so that no answer pays for those before it.
@@ -35,8 +35,8 @@ class Scorers:
         self._idle: list[_Scorer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def score(self, family: str, config: dict[str, Any], seed: int, index: int, text: str) -> float | None:
-        """The library's score of `text` as an answer to problem `index`: finite; None where it cannot be scored.
+    async def score(self, family: str, config: dict[str, Any], seed: int, text: str) -> float | None:
+        """The library's score of `text` as an answer to its problem of `seed`: finite; None where it cannot be scored.
 
         Raises OrreryError where no process can be started to score it.
         """
@@ -47,7 +47,7 @@ class Scorers:
             scorer = await self._ready()
             try:
                 async with asyncio.timeout(self.limit_s):
-                    score = await scorer.score(family, config, seed, index, text)
+                    score = await scorer.score(family, config, seed, text)
             except (OSError, EOFError, ValueError, TypeError):  # it hangs (TimeoutError), has ended, or says what is no answer
                 scorer.end()
                 return None

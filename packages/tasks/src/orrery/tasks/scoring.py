@@ -1,6 +1,6 @@
 """`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, one JSON line each; `scorers.py` starts it and says when it ends.
 
-- In, on stdin: `[number, family, config, seed, index, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
+- In, on stdin: `[number, family, config, seed, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
   for each; the score is null where the library's scorer raises, or exits, or gives no finite number.
 - What the scorer prints goes nowhere. Its folder is empty, and removed; it has MEMORY_BYTES of address space, LIMIT_S (and a little) of
   processor time an answer, and files that it writes stay empty.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from orrery.observe.lifeline import die_with_parent
 
 if TYPE_CHECKING:
-    from orrery.tasks.reasoning_gym import ReasoningGym
+    from orrery.tasks.reasoning_gym import Family
 
 LIMIT_S = 10.0  # of an answer; the library's scorers take milliseconds
 MEMORY_BYTES = 4 * 2**30
@@ -51,19 +51,19 @@ def main() -> None:
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
 
 
-def _score(family: str, config: dict[str, Any], seed: int, index: int, text: str) -> float | None:
+def _score(family: str, config: dict[str, Any], seed: int, text: str) -> float | None:
     try:
-        score = _task(family, json.dumps(config), seed).score(index, text)
+        score = _family(family, json.dumps(config)).score(seed, text)
         return score if math.isfinite(score) else None
     except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
         return None
 
 
 @cache
-def _task(family: str, config: str, seed: int) -> "ReasoningGym":
-    from orrery.tasks.reasoning_gym import ReasoningGym
+def _family(name: str, config: str) -> "Family":
+    from orrery.tasks.reasoning_gym import Family
 
-    return ReasoningGym(ReasoningGym.Args(family=family, config=json.loads(config)), seed)
+    return Family(name, json.loads(config))
 
 
 def _allow_processor_s(more_s: float) -> None:
