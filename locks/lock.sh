@@ -44,4 +44,4 @@ for name in "${names[@]}"; do
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
     esac
 done
-[[ " ${names[*]} " != *" cpu "* ]] || echo "lock: cpu.txt is part of every run's identity; now: make setup render"
+[[ ! " ${names[*]} " =~ \ (cpu|orchestrator|trainer.cuda|inference.cuda)\  ]] || echo "lock: these locks are part of runs' identity; now: make setup render"

@@ -1,9 +1,10 @@
 // A run: what every axis must say, and what follows from several axes, written once and late-bound.
 // A run file adds one axis of each kind and then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
 // Hidden fields (::) are settings from which visible fields follow; lib/laws.libsonnet knows their names.
-// What runs in the trainer decides the weights, so its lock names the software.
+// The locks of all roles name the software: engines and tasks decide what is trained as much as the trainer does. cpu.txt holds all of theirs.
 // Hashed once for all runs of a file: a lock is half a megabyte.
-local cpu_lock = std.sha256(importstr 'locks/cpu.txt'), cuda_lock = std.sha256(importstr 'locks/trainer.cuda.txt');
+local cpu_lock = std.sha256(importstr 'locks/cpu.txt');
+local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr 'locks/trainer.cuda.txt') + (importstr 'locks/inference.cuda.txt'));
 
 (import 'lib/laws.libsonnet') + {
   local run = self,

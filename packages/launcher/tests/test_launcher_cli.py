@@ -270,17 +270,29 @@ def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder
             job(word, "rl")
 
 
-def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout):
-    made = job("reverse_text", "init")
+@pytest.mark.parametrize(
+    ("name", "locks"),
+    [
+        ("reverse_text", ["cpu"]),
+        ("smollm2_reverse_words_seed_1", ["orchestrator", "trainer.cuda", "inference.cuda"]),
+    ],
+)
+def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout, name, locks):
+    files = re.escape(" + ".join(f"locks/{lock}.txt" for lock in locks))
+    made = job(name, "init")
     assert made.plan.name == "init"
-    with open(checkout / "locks/cpu.txt", "a") as lock:
-        lock.write("# newer\n")
-    with pytest.raises(OrreryError, match=r"locks/cpu\.txt is not the lock .* type `orrery render reverse_text`"):
-        job("reverse_text", "init")
+    for lock in locks:
+        path = checkout / f"locks/{lock}.txt"
+        content = path.read_bytes()
+        path.write_bytes(content + b"# newer\n")
+        with pytest.raises(OrreryError, match=rf"{files} is not the lock .* type `orrery render {name}`"):
+            job(name, "init")
+        path.write_bytes(content)
+    path.write_bytes(content + b"# newer\n")
     done_path(made.run_dir, "init").parent.mkdir(parents=True)
     done_path(made.run_dir, "init").touch()
-    with pytest.raises(OrreryError, match=rf"is not the lock .* and `orrery adopt reverse_text {made.run_dir.name}` to go on"):
-        job("reverse_text", "rl")
+    with pytest.raises(OrreryError, match=rf"is not the lock .* and `orrery adopt {name} {made.run_dir.name}` to go on"):
+        job(name, "rl")
 
 
 def test_what_the_system_refuses_is_one_line(checkout, capsys):

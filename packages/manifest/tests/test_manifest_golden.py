@@ -114,12 +114,12 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
     assert run_dir(tmp_path, manifest) == tmp_path / f"reverse_text-{digest[:12]}"
 
 
-def test_a_run_carries_the_digest_of_the_python_lock(rendered):
-    locks = {"cpu": "cpu.txt", "h200": "trainer.cuda.txt"}
+def test_a_run_carries_the_digest_of_the_python_locks_of_all_its_roles(rendered):
+    locks = {"cpu": ["cpu.txt"], "h200": ["orchestrator.txt", "trainer.cuda.txt", "inference.cuda.txt"]}
     runs = [run.manifest for run in rendered]
     assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
     for manifest in runs:
-        lock = (WORKSPACE.root / "locks" / locks[manifest.hardware.accelerator]).read_bytes()
+        lock = b"".join((WORKSPACE.root / "locks" / name).read_bytes() for name in locks[manifest.hardware.accelerator])
         assert manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
 
 

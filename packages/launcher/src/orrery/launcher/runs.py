@@ -121,12 +121,13 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
             f"hardware.num_nodes = {run.manifest.hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} nodes and this is one; "
             f"type `snakemake --profile slurm {run.manifest.name}` on a cluster, or choose a hardware axis of one node"
         )
-    lock_file = lock_of(run.manifest)
-    if hashlib.sha256((workspace.root / lock_file).read_bytes()).hexdigest() != run.manifest.python_lock_sha256:
+    lock_files = locks_of(run.manifest)
+    lock_bytes = b"".join((workspace.root / file).read_bytes() for file in lock_files)
+    if hashlib.sha256(lock_bytes).hexdigest() != run.manifest.python_lock_sha256:
         name = run.manifest.name
         adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here" if run.finished() else ""
         raise OrreryError(
-            f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered with; "
+            f"{run.path.name}: {' + '.join(lock_files)} is not the lock that its manifest was rendered with; "
             f"type `orrery render {name}` for a run of the present lock{adopt}, or check the old lock out and type `make setup`"
         )
     run.path.mkdir(parents=True, exist_ok=True)
@@ -140,9 +141,11 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside, restarts)
 
 
-def lock_of(manifest: Manifest) -> str:
-    """The file that `python_lock_sha256` is of, as jsonnet/lib/run.libsonnet has it."""
-    return "locks/cpu.txt" if manifest.hardware.accelerator == "cpu" else "locks/trainer.cuda.txt"
+def locks_of(manifest: Manifest) -> tuple[str, ...]:
+    """The files whose bytes, one after another, `python_lock_sha256` is of, as jsonnet/lib/run.libsonnet has it."""
+    if manifest.hardware.accelerator == "cpu":
+        return ("locks/cpu.txt",)
+    return "locks/orchestrator.txt", "locks/trainer.cuda.txt", "locks/inference.cuda.txt"
 
 
 def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local") -> str:

@@ -913,7 +913,11 @@ class Stages(Record):
 
 
 class Manifest(Record):
-    """One run, whole. Its id is the sha256 of its canonical JSON (`identity.py`)."""
+    """One run, whole. Its id is the sha256 of its canonical JSON (`identity.py`).
+
+    `python_lock_sha256` is that of `locks/cpu.txt`; on GPUs what `cat locks/orchestrator.txt locks/trainer.cuda.txt
+    locks/inference.cuda.txt | sha256sum` gives.
+    """
 
     schema_version: Literal[1]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$")]
