@@ -310,7 +310,7 @@ def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batc
     spec = sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats))
     memory = spec.trainer.memory.model_copy(update={"max_tokens_per_micro_batch": 512})
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
-    with pytest.raises(OrreryError, match=r"chats\.jsonl:2: 65 tokens exceed model\.max_positions 64; cut the chat or leave it out"):
+    with pytest.raises(OrreryError, match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or leave it out"):
         load_examples(spec, tokenizer)
     assert load_examples(with_model(spec, max_positions=65), tokenizer).columns([0, 1]).lengths.tolist() == [64, 65]
 

@@ -70,7 +70,7 @@ class Examples:
             num_tokens = len(example[0])
             if num_tokens > self._max_positions:
                 raise OrreryError(
-                    f"{chat.where}: {num_tokens} tokens exceed model.max_positions {self._max_positions}; cut the chat or leave it out"
+                    f"{chat.where}: {num_tokens} tokens do not fit model.max_positions {self._max_positions}; cut the chat or leave it out"
                 )
             if num_tokens > self._max_tokens:
                 raise OrreryError(
