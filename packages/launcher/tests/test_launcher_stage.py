@@ -19,7 +19,6 @@ from launcher_stages import alive, end, launch, ready, text, wait_for
 from orrery.launcher import lock, stage, status
 from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
-from orrery.launcher.receipt import CodeState
 from orrery.launcher.stage import newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
@@ -300,24 +299,6 @@ def test_an_attempt_that_goes_on_with_other_code_says_so(run_dir):
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0 and f"rl: {said}" in stderr
     assert f"rl, attempt 2: {said}" in (run_dir / "logs/launcher.0.log").read_text()
-
-
-def test_a_job_that_keeps_its_code_says_that_the_checkout_has_other(run_dir, monkeypatch, capsys):
-    (run_dir / "logs").mkdir()
-    kept, started = CodeState("a" * 40, False), []
-    starting = object.__new__(stage._Stage)
-    starting.run_dir, starting.stage, starting.attempt, starting.token = run_dir, "rl", 2, "t"
-    starting.code = starting.checkout = CodeState("b" * 40, False)
-    allocation = SimpleNamespace(
-        job="7", snapshot=lambda *_: (Path("/kept"), kept), images=lambda _: {}, start=lambda *given: started.append(given) or []
-    )
-    starting.job = SimpleNamespace(allocation=allocation, plan=None, stages=("init", "rl"))
-    monkeypatch.setattr(starting, "_say_state", lambda *_: None)
-    monkeypatch.setattr(stage.receipt, "host_software", lambda _: {})
-    starting._start()
-    assert starting.code == kept and started[0][2] == Path("/kept")
-    said = "goes on with the code that job 7 began with, and the checkout has other: commit aaaaaaaaaaaa → bbbbbbbbbbbb\n"
-    assert capsys.readouterr().err == f"rl: {said}" and (run_dir / "logs/launcher.0.log").read_text().endswith(said)
 
 
 def test_a_stage_that_is_done_is_not_run_again(run_dir):

@@ -1,7 +1,6 @@
 """A task of a step: its index, its devices, its log; and what the steps of one node share."""
 
 import os
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from orrery.launcher import allocation as of_allocation
 from orrery.launcher.allocation import allocation
 from orrery.launcher.containers import CODE, snapshot
-from orrery.launcher.receipt import CodeState
 from orrery.launcher.site import Containers, Site
 from orrery.launcher.slurm import clean_environment
 from orrery.launcher.steps import step_plans
@@ -102,7 +100,7 @@ def inside(tmp_path, monkeypatch):
 def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     made, plan, run_dir, tmp_path = inside
     assert (made.job, made.restarts, made.nodes) == ("7", 1, (("a",), ("b",), ("c", "d")))
-    tasks = made.start(plan, run_dir, snapshot(Workspace(ROOT), run_dir), 3, "t0psecret")
+    tasks = made.start(plan, run_dir, 3, "t0psecret")
     for one in tasks:
         assert one.wait(30)
     assert {one.name: one.node for one in tasks} == {
@@ -125,7 +123,7 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
 
 def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(inside):
     made, plan, run_dir, tmp_path = inside
-    engine = made.start(plan, run_dir, snapshot(Workspace(ROOT), run_dir), 3, "t0psecret")[1]
+    engine = made.start(plan, run_dir, 3, "t0psecret")[1]
     assert (engine.name, engine.node, engine.incarnation) == ("inference.1", "b", 0) and engine.wait(30)
     [before] = [path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()]
     assert "--incarnation" not in before
@@ -185,29 +183,6 @@ def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_p
     assert (code / "orrery/trainer/loop.py").read_bytes() == (ROOT / "packages/trainer/src/orrery/trainer/loop.py").read_bytes()
     assert "orrery.inference.plugin:register" in (code / "orrery_inference-0.1.0.dist-info/entry_points.txt").read_text()
     assert not list(code.rglob("__pycache__")) and not (code / "orrery" / "__init__.py").exists()
-
-
-def test_a_job_that_slurm_has_started_again_keeps_the_code_that_it_began_with(inside, tmp_path):
-    made, _, run_dir, _ = inside
-    room = tmp_path / "checkout" / "packages" / "room"
-    module = room / "src" / "orrery" / "room" / "loop.py"
-    module.parent.mkdir(parents=True)
-    (room / "pyproject.toml").write_text('[project]\nname = "orrery-room"\nversion = "0.1.0"\n')
-    module.write_text("x = 1\n")
-    again = replace(made, workspace=Workspace(tmp_path / "checkout"))
-    assert again.restarts
-    began, then = replace(again, restarts=0).snapshot(run_dir, "rl", CodeState("a" * 40, False))
-    module.write_text("x = 2\n")
-    now = CodeState("b" * 40, False)
-    assert again.snapshot(run_dir, "rl", now) == (began, then) == (began, CodeState("a" * 40, False))
-    assert (began / "orrery/room/loop.py").read_text() == "x = 1\n"
-    bare = replace(again, site=again.site.model_copy(update={"containers": None}))
-    for other in (bare, replace(again, job="8"), replace(again, restarts=0)):
-        path, code = other.snapshot(run_dir, "rl", now)
-        assert code == now and (path / "orrery/room/loop.py").read_text() == "x = 2\n"
-        replace(again, restarts=0).snapshot(run_dir, "rl", then)
-    shutil.rmtree(path)
-    assert again.snapshot(run_dir, "rl", now) == (path, now), "gone, so the checkout's"
 
 
 def test_options_of_another_job_do_not_reach_slurm():

@@ -4,26 +4,23 @@
 - Everything that a role is told goes through variables; the run's token stands on no command line.
 """
 
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from orrery.launcher import containers, slurm
 from orrery.launcher.environment import cluster_environment
 from orrery.launcher.process import ended_within, header, role_argv
-from orrery.launcher.receipt import CodeState
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.steps import Step, StepPlan, Task, srun, step_options, step_plans
 from orrery.launcher.submission import components
 from orrery.manifest.plan import StagePlan
-from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 from orrery.observe.shared_memory import SHARED_MEMORY
@@ -112,27 +109,14 @@ class Allocation:
     def images(self, plan: StagePlan) -> dict[str, Path]:
         return containers.images_of(self.site.containers, self.workspace, self.hardware, plan)
 
-    def snapshot(self, run_dir: Path, stage: str, checkout: CodeState) -> tuple[Path, CodeState]:
-        """The code that the stage's roles run, and what it is: that of the `checkout`. Roles in containers of a job that Slurm has started
-        again run what it began with, while that is there; others run the checkout itself."""
-        note = run_dir / "stages" / stage / "code.json"
-        if self.restarts and self.site.containers is not None and note.exists():
-            began = json.loads(note.read_text())
-            path = run_dir / "code" / began["snapshot"]
-            if began["job"] == self.job and path.is_dir():
-                return path, CodeState(**began["code"])
-        path = containers.snapshot(self.workspace, run_dir)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(note, json.dumps({"job": self.job, "snapshot": path.name, "code": asdict(checkout)}).encode())
-        return path, checkout
-
     @staticmethod
     def _base() -> dict[str, str]:
         """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
         return containers.without_theirs(slurm.clean_environment(os.environ, inside=True))
 
-    def start(self, plan: StagePlan, run_dir: Path, code: Path, attempt: int, token: str) -> list[Task]:
-        """Start every step of the stage, with the snapshot `code`; raises `OrreryError` where an image is missing."""
+    def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
+        """Start every step of the stage; raises `OrreryError` where an image is missing."""
+        code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             line = partial(self._line, one, run_dir, code, plan.name, attempt)

@@ -1,7 +1,6 @@
 """Containers: the command line around a role, and the code that it sees.
 
-- An image holds dependencies only. The code is a snapshot in the run's folder, bound read-only: editing the checkout moves no running
-  stage, nor one whose job Slurm has started again.
+- An image holds dependencies only. The code is a snapshot in the run's folder, bound read-only: editing the checkout moves no running run.
 - Of the host a role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp; no home, no variable, no Python.
   `--contain` says the same but for /dev: it gives every container a /dev/shm of its own, through which ranks, engines and NCCL could not
   reach one another, and takes InfiniBand's devices away. So its parts stand here one by one.

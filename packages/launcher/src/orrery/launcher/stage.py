@@ -191,7 +191,7 @@ class _Stage:
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
         self.stillness = Stillness(STILL_S * job.site.roles.deadline_scale)
-        self.code = self.checkout = receipt.code_state(self.run_dir, job.workspace.root)
+        self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None
         self.software: Future[receipt.Software] | None = None
@@ -218,6 +218,7 @@ class _Stage:
         outcome = Outcome("failed", f"{self.stage}: the launcher itself broke", 1)
         try:
             self._say_restart()
+            self._say_changes()
             self._start()
             outcome = self._watch(view)
             self._say_state("stopping", outcome.message)
@@ -300,24 +301,21 @@ class _Stage:
         print(text, file=sys.stderr, flush=True)
 
     def _say_changes(self) -> None:
-        """Where this attempt goes on with other code or images than the last, or without what the checkout has become."""
+        """Where this attempt goes on with other code or images than the last."""
         images = self.job.allocation.images(self.job.plan) if self.job.allocation else {}
         if changes := receipt.changes(self.run_dir, self.job.stages, self.stage, self.code, images):
-            self._tell(f"goes on with {changes}; {receipt.RECEIPT} tells both")
-        if self.job.allocation and (moved := receipt.code_changes(self.code, self.checkout)):
-            self._tell(f"goes on with the code that job {self.job.allocation.job} began with, and the checkout has other: {moved}")
+            text = f"goes on with {changes}; {receipt.RECEIPT} tells both"
+            self._log(text)
+            print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
     def _start(self) -> None:
         if self.job.allocation is not None:
-            snapshot, self.code = self.job.allocation.snapshot(self.run_dir, self.stage, self.checkout)
-            self._say_changes()
-            tasks = self.job.allocation.start(self.job.plan, self.run_dir, snapshot, self.attempt, self.token)
+            tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.token)
             self.images = receipt.ImageReader(self.run_dir, self.job.allocation.images(self.job.plan))
             self.processes = tasks
             for node in dict.fromkeys(task.node for task in tasks):
                 self._log(f"{node}: {listed(task.name for task in tasks if task.node == node)}")
         else:
-            self._say_changes()
             self._start_here()
         in_images = self.images is not None and bool(self.images.facts())
         self.software = ThreadPoolExecutor(1, "software").submit(receipt.host_software, in_images)
@@ -457,7 +455,8 @@ class _Stage:
         )  # fmt: skip
         place = f"pid {started.pid}, port {started.port}" if isinstance(started, Process) else started.node
         text = f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}"
-        self._tell(text)
+        self._log(text)
+        print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
     def _end_fenced(self) -> None:
         """Kill what nobody asks any more, dead or not: it is to be started again."""
@@ -660,10 +659,6 @@ class _Stage:
             for process in self.processes
         ]  # fmt: skip
         self.status.write(self.run_dir)
-
-    def _tell(self, text: str) -> None:
-        self._log(text)
-        print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
     def _log(self, text: str) -> None:
         with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
