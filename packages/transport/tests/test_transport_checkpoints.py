@@ -167,6 +167,7 @@ def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was
         (folder / "file").write_bytes(b"x")
         if step != 8:
             checkpoints.complete(folder)
+    (copied := tmp_path / "checkpoints" / "sft" / "step_6_good").mkdir()
 
     def dies(folder):
         raise KeyboardInterrupt
@@ -177,7 +178,7 @@ def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was
     assert len(checkpoints.steps(tmp_path, "sft")) < 3
     assert checkpoints.discard_all(tmp_path, "sft") == [4, 6, 8]
     assert checkpoints.discard_all(tmp_path, "sft") == []
-    assert not list((tmp_path / "checkpoints" / "sft").iterdir()) and checkpoints.steps(tmp_path) == [4]
+    assert list((tmp_path / "checkpoints" / "sft").iterdir()) == [copied] and checkpoints.steps(tmp_path) == [4]
 
 
 def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, monkeypatch):

@@ -156,11 +156,14 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
     """Remove the checkpoints of a stage that is done, whole or not; returns the steps. What will not go is tried again another time."""
     removed = []
     for folder in folder_of(run_dir, stage).glob("step_*"):
+        step = folder.name.removeprefix("step_")
+        if not step.isdigit():  # somebody's own copy
+            continue
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink(missing_ok=True)
             sync(folder)
             discard(run_dir, folder)
-            removed.append(int(folder.name.removeprefix("step_")))
+            removed.append(int(step))
     return sorted(removed)
 
 
