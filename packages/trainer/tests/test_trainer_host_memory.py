@@ -74,14 +74,14 @@ def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registe
     assert not registered
 
 
-def group(folder: Path, version: int, limit: str, used: int, inactive: int) -> None:
-    """The files of a control group."""
+def group(folder: Path, version: int, limit: str, used: int, files: int) -> None:
+    """The files of a control group, of which a third of its pages of `files` are in use just now."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{content}\n")
-    stat = f"cache 5\ninactive_file 1\ntotal_inactive_file {inactive}\n" if version == 1 else f"anon 5\ninactive_file {inactive}\n"
-    (folder / "memory.stat").write_text(stat)
+    whose, active = "total_" if version == 1 else "", files // 3
+    (folder / "memory.stat").write_text(f"anon 5\n{whose}active_file {active}\n{whose}inactive_file {files - active}\ninactive_anon 9\n")
 
 
 @pytest.fixture

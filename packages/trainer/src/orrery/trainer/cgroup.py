@@ -13,20 +13,23 @@ ROOT = Path("/")
 
 
 class Names(NamedTuple):
-    """A version's mount below /sys/fs/cgroup, its files, and the row of `memory.stat` that counts pages which can go at once."""
+    """A version's mount below /sys/fs/cgroup, its files, and the rows of `memory.stat` that count files' pages, which can go at once."""
 
     mount: str
     limit: str
     used: str
-    inactive: str
+    files: tuple[str, str]
 
 
-V1 = Names("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = Names("", "memory.max", "memory.current", "inactive_file")
+V1 = Names("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+V2 = Names("", "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def left_bytes(root: Path = ROOT) -> int:
-    """The least that a group leaves: limit − used + inactive file pages; `sys.maxsize` without a limit. `root` holds proc/ and sys/."""
+    """The least that a group leaves: limit − used + files' pages, which shared memory's are not; `sys.maxsize` without a limit.
+
+    `root` holds proc/ and sys/.
+    """
     found = [sys.maxsize]
     for names, path in _groups(root):
         mount = root / "sys/fs/cgroup" / names.mount
@@ -55,6 +58,6 @@ def _left(folder: Path, names: Names) -> int:
         if limit == "max":
             return sys.maxsize
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - int((folder / names.used).read_text()) + int(stat.get(names.inactive, 0))
+        return int(limit) - int((folder / names.used).read_text()) + sum(int(stat.get(row, 0)) for row in names.files)
     except OSError:  # no such group here, or the root, which has no limit
         return sys.maxsize
