@@ -13,6 +13,7 @@ from task_chats import task_use
 import orrery.tasks.reasoning_gym
 from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, make, scorers
+from orrery.tasks.reasoning_gym import Family
 from orrery.tasks.scorers import Scorers
 
 HANGS = "9**9**9**9"
@@ -143,15 +144,39 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(scorers, "START_S", 0.001)
     with pytest.raises(OrreryError, match="did not start: it was too slow"):
-        await Scorers().score("spiral_matrix", {}, 0, "")
+        await Scorers().score("spiral_matrix", {}, 0, "", "")
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_family_that_orders_words_by_their_hashes_is_scored_on_its_own_problem_or_not_at_all(seed):
+    code = """
+import asyncio
+from task_chats import task_use
+from orrery.manifest.errors import OrreryError
+from orrery.tasks import Message, make
+task = make(task_use("reasoning_gym", family="polynomial_multiplication", config={}))
+async def main():
+    problem = task.problem(0)
+    return (await task.judge(problem, [*problem.messages, Message("assistant", problem.answer)])).reward
+try:
+    print(asyncio.run(main()))
+except OrreryError as error:
+    print(error)
+"""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    expected = {"0": "1.0\n", "1": "family polynomial_multiplication: another process makes another problem of seed "}
+    assert said.startswith(expected[seed])
 
 
 @pytest.mark.parametrize("text", ["wrong", "__import__('time').sleep(600)"])
 def test_no_scorer_outlives_who_started_it(text):
+    question = Family("spiral_matrix", {}).dataset(0)[0]["question"]
     code = f"""
 import asyncio, orrery.tasks.reasoning_gym as gym
 async def main():
-    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, {text!r}))
+    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, {question!r}, {text!r}))
     await asyncio.sleep(600)
 asyncio.run(main())
 """

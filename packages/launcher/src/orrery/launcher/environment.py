@@ -48,6 +48,7 @@ def _common(site: Site, token: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",  # a library that goes through sets makes the same problems in every process and attempt
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

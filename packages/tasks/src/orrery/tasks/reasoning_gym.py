@@ -8,7 +8,7 @@
 - A held-out problem takes eight draws in the mean: tenths of a second where the family makes hard puzzles.
 - Reward: the scorer's value, cut to [0, 1], on the text between `<answer>` tags where there are some, else on the whole reply.
   Scorers parse what a model wrote, some with `eval`, so they run in processes of their own (`scorers.py`, with limits). A reply on which
-  one raises, ends or takes more than 10 s is a wrong answer (metric `unscorable`).
+  one raises, ends or takes more than 5 s is a wrong answer (metric `unscorable`).
 - Demonstration: the reference answer. Families without one have no demonstrations.
 """
 
@@ -101,8 +101,8 @@ class ReasoningGym:
         return None
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
-        args, (seed, _) = self.args.model_dump(mode="json"), self._drawn(problem.index)
-        score = await SCORERS.score(args["family"], args["config"], seed, messages[-1].content)
+        seed, item = self._drawn(problem.index)
+        score = await SCORERS.score(self.args.family, self.args.config, seed, item["question"], messages[-1].content)
         if score is None:
             return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
         return Judgement(min(max(score, 0.0), 1.0), {"exact": float(score >= 1.0), "unscorable": 0.0})

@@ -1,9 +1,11 @@
 """Scorers: processes of their own for scorers that run or parse a policy's text (`eval`, sympy), beside the event loop.
 
-- In: a family of reasoning-gym with its config, the library's seed of a problem, the answer. Out: its score, or None where there is none.
+- In: a family of reasoning-gym with its config, the library's seed of a problem, its question, the answer. Out: its score, or None where
+  there is none. A process makes the problem again by its seed, and says where that is another one: some families order words by hashes
+  that are of a process, which PYTHONHASHSEED settles (roles have it from the launcher).
 - A process starts when it is first needed (seconds), is kept, and scores one answer at a time (`scoring.py`). There are NUM_SCORERS at
   most, for all tasks of this process: an answer that hangs holds up one of them, not every other answer.
-- Requests have their turn in order. LIMIT_S counts from an answer's turn, so that no answer pays for those before it.
+- Requests have their turn in order. LIMIT_S, scaled, counts from an answer's turn.
 - A process that gives no answer within the limit, ends, or says what is no answer, is killed: its answer has no score, and the next
   one gets a new process. A process that cannot start is OrreryError: that is not the answer's doing.
 - It ends with this process, also when that is killed. It does not inherit the environment, which has the run's token.
@@ -21,11 +23,12 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
-from orrery.tasks.scoring import LIMIT_S
+from orrery.tasks.scoring import LIMIT_S, OTHER_PROBLEM
 
-NUM_SCORERS = 4
+NUM_SCORERS = 8
 START_S = 120.0  # for its imports, on a file system that is slow
 MAX_LINE_BYTES = 200  # of a number and a score
+HASH_SEED = "0"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
@@ -35,10 +38,10 @@ class Scorers:
         self._idle: list[_Scorer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def score(self, family: str, config: dict[str, Any], seed: int, text: str) -> float | None:
+    async def score(self, family: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | None:
         """The library's score of `text` as an answer to its problem of `seed`: finite; None where it cannot be scored.
 
-        Raises OrreryError where no process can be started to score it.
+        Raises OrreryError where no process can be started to score it, or none makes this `question`.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # turns are of one loop, processes of none
@@ -46,8 +49,8 @@ class Scorers:
         async with self._turns:
             scorer = await self._ready()
             try:
-                async with asyncio.timeout(self.limit_s):
-                    score = await scorer.score(family, config, seed, text)
+                async with asyncio.timeout(scaled(self.limit_s)):
+                    score = await scorer.score(family, config, seed, question, text)
             except (OSError, EOFError, ValueError, TypeError):  # it hangs (TimeoutError), has ended, or says what is no answer
                 scorer.end()
                 return None
@@ -55,7 +58,9 @@ class Scorers:
                 scorer.end()
                 raise
             self._idle.append(scorer)
-            return score
+        if score == OTHER_PROBLEM:
+            raise OrreryError(f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}")
+        return score
 
     async def _ready(self) -> "_Scorer":
         while self._idle and self._idle[-1].process.poll() is not None:
@@ -120,4 +125,5 @@ def _environment() -> dict[str, str]:
     """What Python needs to find what this process has, and no more; numpy's threads would take address space for every core."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
+    return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

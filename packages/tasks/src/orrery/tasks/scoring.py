@@ -1,7 +1,8 @@
 """`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, one JSON line each; `scorers.py` starts it and says when it ends.
 
-- In, on stdin: `[number, family, config, seed, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
-  for each; the score is null where the library's scorer raises, or exits, or gives no finite number.
+- In, on stdin: `[number, family, config, seed, question, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
+  for each; the score is null where the library's scorer raises, or exits, or gives no finite number, and OTHER_PROBLEM where the seed's
+  question is another one here.
 - What the scorer prints goes nowhere. Its folder is empty, and removed; it has MEMORY_BYTES of address space, LIMIT_S (and a little) of
   processor time an answer, and files that it writes stay empty.
 - Ends with who started it: at the end of its stdin, and by the kernel where it is scoring just then.
@@ -22,7 +23,8 @@ from orrery.observe.lifeline import die_with_parent
 if TYPE_CHECKING:
     from orrery.tasks.reasoning_gym import Family
 
-LIMIT_S = 10.0  # of an answer; the library's scorers take milliseconds
+OTHER_PROBLEM = -1.0  # the library's scores are 0 and more
+LIMIT_S = 5.0  # of an answer; the library's scorers take milliseconds
 MEMORY_BYTES = 4 * 2**30
 
 
@@ -51,9 +53,12 @@ def main() -> None:
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
 
 
-def _score(family: str, config: dict[str, Any], seed: int, text: str) -> float | None:
+def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | None:
     try:
-        score = _family(family, json.dumps(config)).score(seed, text)
+        family = _family(name, json.dumps(config))
+        if family.dataset(seed)[0]["question"] != question:
+            return OTHER_PROBLEM
+        score = family.score(seed, text)
         return score if math.isfinite(score) else None
     except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
         return None
