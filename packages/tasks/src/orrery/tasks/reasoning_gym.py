@@ -54,11 +54,6 @@ class Family:
     def dataset(self, seed: int) -> Any:
         return self._reseeded(seed) if self._reseeds else self._create(seed)
 
-    def score(self, seed: int, text: str) -> float:
-        """The library's score of a reply to the problem of `seed`. Runs what the policy wrote: for `scoring.py` alone, which has limits."""
-        dataset, text = self.dataset(seed), text.strip()
-        return float(dataset.score_answer(library.utils.extract_answer(text) or text, dataset[0]))
-
     def _create(self, seed: int) -> Any:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 

@@ -58,7 +58,7 @@ class Scorers:
                 scorer.end()
                 raise
             self._idle.append(scorer)
-        if score == OTHER_PROBLEM:
+        if isinstance(score, str):  # OTHER_PROBLEM
             raise OrreryError(f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}")
         return score
 
@@ -95,12 +95,12 @@ class _Scorer:
             await self._line()
             self._is_ready = True
 
-    async def score(self, *request: Any) -> float | None:
+    async def score(self, *request: Any) -> float | str | None:
         self._number += 1
         line = json.dumps([self._number, *request]).encode() + b"\n"
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
         number, score = json.loads(await self._line())
-        if number != self._number or not (score is None or (isinstance(score, float) and math.isfinite(score))):
+        if number != self._number or not (score in (None, OTHER_PROBLEM) or (isinstance(score, float) and math.isfinite(score))):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
         return score
 

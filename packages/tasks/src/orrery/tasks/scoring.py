@@ -23,7 +23,7 @@ from orrery.observe.lifeline import die_with_parent
 if TYPE_CHECKING:
     from orrery.tasks.reasoning_gym import Family
 
-OTHER_PROBLEM = -1.0  # the library's scores are 0 and more
+OTHER_PROBLEM = "other problem"
 LIMIT_S = 5.0  # of an answer; the library's scorers take milliseconds
 MEMORY_BYTES = 4 * 2**30
 
@@ -53,12 +53,16 @@ def main() -> None:
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
 
 
-def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | None:
+def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | str | None:
+    """Runs what the policy wrote."""
+    from reasoning_gym.utils import extract_answer
+
     try:
-        family = _family(name, json.dumps(config))
-        if family.dataset(seed)[0]["question"] != question:
+        dataset, text = _family(name, json.dumps(config)).dataset(seed), text.strip()
+        item = dataset[0]
+        if item["question"] != question:
             return OTHER_PROBLEM
-        score = family.score(seed, text)
+        score = float(dataset.score_answer(extract_answer(text) or text, item))
         return score if math.isfinite(score) else None
     except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
         return None
