@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.launcher import images
+from orrery.manifest.digest import sha256
 from record import ROOT, record
 
 ORDER = (("base", "cpu"), ("base", "cuda"), ("orchestrator", "cpu"), ("trainer", "cpu"), ("inference", "cpu"))
@@ -61,7 +61,7 @@ def main() -> None:
                     "cold_s": round(cold[image, hardware], 1),
                     "size_bytes": path.stat().st_size,
                     "start_s": round(start_s(path), 3),
-                    "sha256": images.sha256(path),
+                    "sha256": sha256(path),
                 }
             )
     record(

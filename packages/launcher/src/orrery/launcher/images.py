@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
@@ -55,7 +56,7 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
 def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
     """sha256 of the names and contents of an image's parts and of how they are packed; `role` is a role or an image."""
     image = _image(role)
-    digests = {part: hashlib.sha256((workspace.root / part).read_bytes()).hexdigest() for part in parts(image, hardware)}
+    digests = {part: sha256(workspace.root / part) for part in parts(image, hardware)}
     return hashlib.sha256(json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True).encode()).hexdigest()
 
 
@@ -101,12 +102,6 @@ def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: 
 
 def read_record(path: Path) -> Built:
     return Built(**json.loads(path.read_text()))
-
-
-def sha256(path: Path) -> str:
-    """Of a file, read in blocks."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _image(role: str) -> Image:

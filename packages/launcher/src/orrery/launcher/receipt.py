@@ -28,6 +28,7 @@ from typing import Any
 
 from orrery.launcher import containers
 from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
+from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.publish import write_atomic
@@ -207,12 +208,12 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
     struck = _struck(diff.decode(errors="surrogateescape"), _secret_values(os.environ)).encode(errors="surrogateescape")
     if struck != diff:
         note = "; ".join(filter(None, [note, "a secret was struck out of the diff"]))
-    sha256 = hashlib.sha256(struck).hexdigest()
-    file = Path("receipts") / f"dirty-{sha256[:12]}.diff"
+    digest = hashlib.sha256(struck).hexdigest()
+    file = Path("receipts") / f"dirty-{digest[:12]}.diff"
     if not (run_dir / file).exists():
         (run_dir / file).parent.mkdir(exist_ok=True)
         write_atomic(run_dir / file, struck)
-    return CodeState(commit, True, sha256, str(file), note)
+    return CodeState(commit, True, digest, str(file), note)
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
@@ -259,7 +260,7 @@ def _image(path: Path) -> Facts:
     """Entered as roles enter it, with nothing bound."""
     inside = [*containers.entering(gpus=False), "--pwd", "/"]
     try:
-        return {"file": path.name, "sha256": _sha256(path), "versions": _versions([*inside, str(path), "/usr/bin/python3"])}
+        return {"file": path.name, "sha256": sha256(path), "versions": _versions([*inside, str(path), "/usr/bin/python3"])}
     except OSError as error:
         return {"file": path.name, "sha256": None, "versions": {"unknown": error.strerror}}
 
@@ -301,14 +302,9 @@ def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
         shards = []
     hashed = [path for path in paths if path not in shards]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
-        digests: dict[Path, Any] = dict(zip(hashed, pool.map(_sha256, hashed), strict=True))
+        digests: dict[Path, Any] = dict(zip(hashed, pool.map(sha256, hashed), strict=True))
     digests |= {path: f"not hashed, {path.stat().st_size} bytes" for path in shards}
     return {path.relative_to(run_dir).as_posix(): digests[path] for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
