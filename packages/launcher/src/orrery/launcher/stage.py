@@ -304,9 +304,7 @@ class _Stage:
         """Where this attempt goes on with other code or images than the last."""
         images = self.job.allocation.images(self.job.plan) if self.job.allocation else {}
         if changes := receipt.changes(self.run_dir, self.job.stages, self.stage, self.code, images):
-            text = f"goes on with {changes}; {receipt.RECEIPT} tells both"
-            self._log(text)
-            print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
+            self._tell(f"goes on with {changes}; {receipt.RECEIPT} tells both")
 
     def _start(self) -> None:
         if self.job.allocation is not None:
@@ -454,9 +452,7 @@ class _Stage:
             why=sentence,
         )  # fmt: skip
         place = f"pid {started.pid}, port {started.port}" if isinstance(started, Process) else started.node
-        text = f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}"
-        self._log(text)
-        print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
+        self._tell(f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}")
 
     def _end_fenced(self) -> None:
         """Kill what nobody asks any more, dead or not: it is to be started again."""
@@ -659,6 +655,10 @@ class _Stage:
             for process in self.processes
         ]  # fmt: skip
         self.status.write(self.run_dir)
+
+    def _tell(self, text: str) -> None:
+        self._log(text)
+        print(f"{self.stage}: {text}", file=sys.stderr, flush=True)
 
     def _log(self, text: str) -> None:
         with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
