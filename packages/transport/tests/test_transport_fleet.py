@@ -171,6 +171,20 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
         me.metrics.close()
 
 
+LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers from then on
+
+
+async def back_without_a_version(engines, folder, lost):
+    """Both engines hold version 3; engine 1, behind `lost`, is gone and comes back when that version can be had no more."""
+    await engines.fleet.update(direct(folder))
+    lost.fail |= LOST
+    await engines.fleet.metrics()
+    assert engines.waits() == {"inference.1 to serve again"}
+    (folder / "version_3.json").unlink()  # the trainer steps, and an evaluation keeps version 3
+    engines.start_again()
+    await until(lambda: engines.waits() == set())
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.01)
@@ -244,7 +258,7 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
 def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(tmp_path, monkeypatch):
     dropped = threading.Event()
     router = StandIn(before={"/add_worker": lambda _: dropped.wait(20)})
-    stand_ins = [StandIn(), StandIn(fail={"/metrics": (500, {}), "/health": (503, {})}), router, StandIn()]
+    stand_ins = [StandIn(), StandIn(fail=dict(LOST)), router, StandIn()]
 
     async def scenario(engines):
         fleet, url = engines.fleet, engines.urls[3]
@@ -252,7 +266,7 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(t
             await fleet.metrics()
             engines.start_again()
             await until(lambda: f"/add_worker?url={url}" in router.paths())
-            stand_ins[3].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+            stand_ins[3].fail |= LOST
             await fleet.metrics()
             assert router.paths().count(f"/remove_worker?url={url}") == 1, "who dies is dropped at once"
         finally:
@@ -264,7 +278,7 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(t
 
 
 def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(tmp_path, monkeypatch):
-    lost = StandIn(fail={"/metrics": (500, {}), "/health": (503, {})})
+    lost = StandIn(fail=dict(LOST))
     stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]
 
     async def scenario(engines):
@@ -335,7 +349,7 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
-        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        stand_ins[1].fail |= LOST
         await engines.fleet.metrics()
         with pytest.raises(RunFailed, match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well"):
             while True:
@@ -476,13 +490,7 @@ def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_t
 
     async def scenario(engines):
         folder, fleet = tmp_path / "wire", engines.fleet
-        await fleet.update(direct(folder))
-        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
-        await fleet.metrics()
-        assert engines.waits() == back
-        (folder / "version_3.json").unlink()  # the trainer steps, and an evaluation keeps version 3
-        engines.start_again()
-        await until(lambda: engines.waits() == set())
+        await back_without_a_version(engines, folder, stand_ins[1])
         assert fleet.roster.at(Phase.STALE) == [1] and fleet.is_serving
         monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
         await asyncio.sleep(0.1)
@@ -501,14 +509,9 @@ def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
-        folder, fleet = tmp_path / "wire", engines.fleet
-        await fleet.update(direct(folder))
-        stand_ins[1].fail |= {"/metrics": (500, {}), "/health": (503, {})}
-        await fleet.metrics()
-        (folder / "version_3.json").unlink()
-        engines.start_again()
-        await until(lambda: engines.waits() == set())
-        stand_ins[0].fail |= {"/metrics": (500, {}), "/health": (503, {})}
+        fleet = engines.fleet
+        await back_without_a_version(engines, tmp_path / "wire", stand_ins[1])
+        stand_ins[0].fail |= LOST
         await fleet.metrics()
         assert not fleet.is_serving
         await until(lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"})
