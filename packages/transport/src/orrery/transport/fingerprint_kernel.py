@@ -3,24 +3,28 @@
 A slice is rows of a tensor's row-major order: `num_columns` elements that follow one another, then `row_stride` positions further the next.
 Each program takes BLOCK elements of one slice and adds its sum to the slice's share; sums are mod 2^64, so their order does not matter.
 
-Where a slice's rows are whole groups of the formula (all but odd shapes), a group's position and its m are worked out once, and bytes are
-loaded 16 at a time: 18 instructions a bfloat16 element, by the disassembly for compute capability 9.0; half of what the bytes allow is
-measured (`benchmarks/transport/fingerprint_gpu.json`).
-Element by element they are 80.
+Where a slice's rows are whole groups of the formula (all but odd shapes), the buffer is read as 32-bit words, 16 bytes at a time, and a
+group's position and its m are worked out once. With W an element's width and u = b + 2^(W−1), which is b with its sign bit turned:
+
+    Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
+
+and u · k is a 32-by-32-bit product with the lower half of k, and one of which 32 bits count with the upper: 11 instructions a bfloat16
+element, by the disassembly for compute capability 9.0, where products of 64 bits take 18. Element by element they are 80.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from orrery.transport.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, SECOND
+from orrery.transport.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
-BLOCK = 8192
-LOAD_BYTES = 16
+BLOCK = 4096
+WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest of those measured on an H200
+WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +38,8 @@ class Rows(NamedTuple):
     origin: int
 
     def has_whole_groups(self, itemsize: int) -> bool:
-        return (self.num_columns | self.row_stride | self.origin) % GROUP == 0 and self.begin * itemsize % LOAD_BYTES == 0
+        aligned = (self.num_columns | self.row_stride | self.origin) % GROUP == 0 and self.begin * itemsize % LOAD_BYTES == 0
+        return aligned and itemsize <= WORD_BYTES
 
 
 @triton.jit
@@ -46,59 +51,125 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 
 @triton.jit
-def _shares(
-    buffer, factors, slice_of, first_of, begin, num_elements, num_columns, row_stride, origin, out,
-    RUN: tl.constexpr, BEGINS_AT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+def _position(run, columns, stride, origin):
+    """Where runs stand in the whole tensor, counted in runs; a stride of 0 is that of one row."""
+    index = origin + run
+    if stride:
+        row = run // columns
+        index = origin + row.to(tl.int64) * stride + (run - row * columns)
+    return index
+
+
+@triton.jit
+def _groups(
+    words, low_factors, high_factors, slice_of, first_of, begin, num_groups, num_columns, row_stride, origin, out,
+    BITS: tl.constexpr, SIGNS: tl.constexpr, CORRECTION: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """In runs of RUN elements, each in one group: `first_of` and a slice's numbers. But `begin` is in elements, a multiple of BEGINS_AT."""
-    RUNS: tl.constexpr = BLOCK // RUN
-    RUNS_A_GROUP: tl.constexpr = GROUP // RUN
+    """Whole groups of elements of BITS. `begin` is in words, a multiple of LOAD; a slice's other numbers are in groups."""
+    PARTS: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = GROUP // PARTS
+    GROUPS: tl.constexpr = BLOCK // GROUP
     program = tl.program_id(0)
     which = tl.load(slice_of + program)
-    run = tl.load(first_of + program) + tl.arange(0, RUNS)
-    here = run < tl.load(num_elements + which)
-    columns = tl.load(num_columns + which)
-    row = run // columns
-    index = tl.load(origin + which) + row.to(tl.int64) * tl.load(row_stride + which) + (run - row * columns)
-    element = tl.arange(0, RUN)
-    at = tl.multiple_of(tl.load(begin + which), BEGINS_AT) + (run * RUN)[:, None] + element[None, :]
-    bits = tl.load(buffer + at, mask=here[:, None], other=0).to(tl.int64)
-    factor = tl.load(factors + (index % RUNS_A_GROUP)[:, None] * RUN + element[None, :])
-    sums = tl.sum((bits + 1) * factor, axis=1).to(tl.uint64)
-    term = (sums * _mix(index // RUNS_A_GROUP, GOLDEN, FIRST, SECOND)).to(tl.int64)
+    group = tl.load(first_of + program) + tl.arange(0, GROUPS)
+    here = group < tl.load(num_groups + which)
+    of_load = tl.arange(0, LOAD)[None, :]
+    at = tl.multiple_of(tl.load(begin + which), LOAD) + (group * WORDS)[:, None] + of_load
+    low = tl.zeros((GROUPS, LOAD), tl.uint64)
+    high = tl.zeros((GROUPS, LOAD), tl.uint32)
+    for load in tl.static_range(WORDS // LOAD):
+        word = tl.load(words + at + load * LOAD, mask=here[:, None], other=0).to(tl.uint32, bitcast=True) ^ SIGNS
+        for part in tl.static_range(PARTS):
+            bits = word >> (part * BITS)
+            if part < PARTS - 1:
+                bits = bits & ((1 << BITS) - 1)
+            factor = part * WORDS + load * LOAD + of_load
+            low += bits.to(tl.uint64) * tl.load(low_factors + factor).to(tl.uint32, bitcast=True).to(tl.uint64)
+            high += bits * tl.load(high_factors + factor).to(tl.uint32, bitcast=True)
+    sums = tl.sum(low, axis=1) + (tl.sum(high, axis=1).to(tl.uint64) << 32) + CORRECTION
+    index = _position(group, tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which))
+    term = (sums * _mix(index, GOLDEN, FIRST, SECOND)).to(tl.int64)
     tl.atomic_add(out + which, tl.sum(tl.where(here, term, 0)))
+
+
+@triton.jit
+def _elements(
+    buffer, factors, slice_of, first_of, begin, num_elements, num_columns, row_stride, origin, out,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Element by element, wherever they stand."""
+    program = tl.program_id(0)
+    which = tl.load(slice_of + program)
+    element = tl.load(first_of + program) + tl.arange(0, BLOCK)
+    here = element < tl.load(num_elements + which)
+    index = _position(element, tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which))
+    bits = tl.load(buffer + tl.load(begin + which) + element, mask=here, other=0).to(tl.int64)
+    scaled = ((bits + 1) * tl.load(factors + index % GROUP)).to(tl.uint64)
+    term = (scaled * _mix(index // GROUP, GOLDEN, FIRST, SECOND)).to(tl.int64)
+    tl.atomic_add(out + which, tl.sum(tl.where(here, term, 0)))
+
+
+class Pass(NamedTuple):
+    """A kernel's launch over the slices that it handles."""
+
+    kernel: Any
+    integers: torch.dtype  # what it reads the buffer as
+    factors: list[torch.Tensor]
+    slice_of: torch.Tensor  # i32 [programs]
+    first_of: torch.Tensor  # i32 [programs]: the first run of each
+    rows: list[torch.Tensor]  # [slices], of each kind of number one
+    constants: dict[str, int]
 
 
 class RowFingerprints:
     """Made once for rows of elements of one size."""
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
-        self._integers, self._num = INTEGERS[itemsize], len(rows)
-        self._factors = torch.from_numpy(FACTORS.view(np.int64)).to(device)
-        self._passes = []
-        for run in (GROUP, 1):
-            chosen = [which for which, each in enumerate(rows) if each.num_elements and each.has_whole_groups(itemsize) == (run == GROUP)]
-            if chosen:
-                begins_at = LOAD_BYTES // itemsize if run == GROUP else 1
-                self._passes.append((run, begins_at, *_tables(rows, chosen, run, device)))
+        self._num = len(rows)
+        groups = [which for which, each in enumerate(rows) if each.num_elements and each.has_whole_groups(itemsize)]
+        elements = [which for which, each in enumerate(rows) if each.num_elements and not each.has_whole_groups(itemsize)]
+        self._passes = [_of_groups(rows, groups, itemsize, device)] if groups else []
+        if elements:
+            factors = torch.from_numpy(FACTORS.view(np.int64)).to(device)
+            self._passes.append(
+                Pass(_elements, INTEGERS[itemsize], [factors], *_tables(rows, elements, 1, device), {"num_warps": WARPS_BY_ELEMENT})
+            )
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """i64 [rows]: the shares; `buffer` is u8."""
         out = torch.zeros(self._num, dtype=torch.int64, device=buffer.device)
-        whole = buffer[: buffer.numel() // self._integers.itemsize * self._integers.itemsize].view(self._integers)
-        for run, begins_at, slice_of, first_of, columns in self._passes:
-            _shares[(len(slice_of),)](
-                whole, self._factors, slice_of, first_of, *columns, out,
-                RUN=run, BEGINS_AT=begins_at, GROUP=GROUP, BLOCK=BLOCK, GOLDEN=GOLDEN, FIRST=FIRST, SECOND=SECOND,
+        for each in self._passes:
+            size = each.integers.itemsize
+            each.kernel[(len(each.slice_of),)](
+                buffer[: buffer.numel() // size * size].view(each.integers), *each.factors, each.slice_of, each.first_of, *each.rows, out,
+                **each.constants, GROUP=GROUP, BLOCK=BLOCK, GOLDEN=GOLDEN, FIRST=FIRST, SECOND=SECOND,
             )  # fmt: skip
         return out
+
+
+def _of_groups(rows: Sequence[Rows], chosen: list[int], itemsize: int, device: torch.device) -> Pass:
+    bits, parts = 8 * itemsize, WORD_BYTES // itemsize
+    slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, device)
+    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # those of every word's lowest part first
+    halves = [(factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32) for shift in (0, 32)]
+    constants = {
+        "BITS": bits,
+        "SIGNS": sum(1 << (bits * part + bits - 1) for part in range(parts)),
+        "CORRECTION": -((1 << (bits - 1)) - 1) * sum(FACTORS.tolist()) & MASK,
+        "LOAD": LOAD_BYTES // WORD_BYTES,
+        "num_warps": WARPS,
+    }
+    return Pass(
+        _groups, torch.int32, [torch.from_numpy(half).to(device) for half in halves], slice_of, first_of,
+        [begin * itemsize // WORD_BYTES, *others], constants,
+    )  # fmt: skip
 
 
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """What `_shares` looks up: of every program its slice and the first run; of every slice its rows."""
+    """What a kernel looks up: of every program its slice and the first run; of every slice its numbers, in runs but for `begin`."""
     blocks = [(which, first) for which in chosen for first in range(0, rows[which].num_elements // run, BLOCK // run)]
     slice_of = torch.tensor([which for which, _ in blocks], dtype=torch.int32, device=device)
     first_of = torch.tensor([first for _, first in blocks], dtype=torch.int32, device=device)
