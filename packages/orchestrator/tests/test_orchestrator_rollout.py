@@ -1,6 +1,7 @@
 """One episode: what a rollout's arrays say, and what is a failure."""
 
 import asyncio
+import threading
 
 import msgspec
 import numpy as np
@@ -147,6 +148,23 @@ def test_a_task_that_exits_ends_its_rollout_and_not_the_run(where, is_async, rea
 def test_the_end_of_the_process_or_the_rollout_passes_through_a_task(where, is_async, reason, error):
     with pytest.raises(type(error)):
         asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(error, where, is_async)))
+
+
+def test_the_event_loop_goes_on_while_a_problem_is_made():
+    class Slow(fakes.FakeTask):
+        def problem(self, index):
+            assert made.wait(timeout=60.0)
+            return super().problem(index)
+
+    async def run():
+        playing = asyncio.create_task(episode(fakes.FakeFleet(version=0), Slow()))
+        await asyncio.sleep(0.01)
+        assert not playing.done()
+        made.set()
+        return await playing
+
+    made = threading.Event()
+    assert asyncio.run(run()).num_tokens > 0
 
 
 def test_tokens_of_no_published_version_are_refused():

@@ -6,6 +6,7 @@
   whatever the model wrote, a judge answers.
 - The caller's event loop stands still while one that is no coroutine runs. What may take long, or runs what a model wrote, is a coroutine
   that waits for another process (`scorers.py`).
+- The orchestrator makes problems in a thread beside its event loop, one at a time.
 """
 
 from collections.abc import Awaitable, Sequence
