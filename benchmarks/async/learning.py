@@ -6,8 +6,9 @@
   that the weights being trained sampled: engine against trainer, staleness apart); the figure
   is the lowest of the tasks. `learning.png`: the curves over steps.
 - `staleness.json`, `staleness.png`, where the runs of that file are there too: reward against wall time, a row a bound.
-- Runs are those of the checked-in manifests; tasks and bounds without a finished run are left out, and named. Where they ran elsewhere,
-  ORRERY_HARDWARE says on what, and ORRERY_COMMIT from which commit the last; of each run its receipt says when it ran and from which code.
+- Runs are those of the checked-in manifests. A task without a finished run keeps the row that it has in `learning.json`; a bound without
+  one is left out, and named. Where they ran elsewhere, ORRERY_HARDWARE says on what, and ORRERY_COMMIT from which commit the last; of each
+  run its receipt says when it ran and from which code.
 """
 
 import argparse
@@ -73,19 +74,22 @@ def said(run: RunData) -> dict[str, Any]:
     }
 
 
+def task_row(task: str, seeds: dict[int, RunData]) -> dict[str, Any]:
+    each = {str(seed): said(run) for seed, run in seeds.items()}
+    rise = sum(one["rise"] for one in each.values()) / len(each)
+    worst = max((one["mismatch_kl_max"] for one in each.values() if one["mismatch_kl_max"] is not None), default=None)
+    return {"variant": task, "value": rise, "unit": "reward", "better": "higher", "goal": GOAL, "mismatch_kl_max": worst, "seeds": each}
+
+
 def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
-    missing = [f"{task} seed {seed}" for task in TASKS for seed in SEEDS if seed not in runs.get(task, {})]
-    rows = []
-    for task, seeds in runs.items():
-        each = {seed: said(run) for seed, run in seeds.items()}
-        rise = sum(one["rise"] for one in each.values()) / len(each)
-        worst = max((one["mismatch_kl_max"] for one in each.values() if one["mismatch_kl_max"] is not None), default=None)
-        rows.append(
-            {"variant": task, "value": rise, "unit": "reward", "better": "higher", "goal": GOAL, "mismatch_kl_max": worst, "seeds": each}
-        )
-    whole = [task for task, seeds in runs.items() if len(seeds) == len(SEEDS)]
+    path = out / "learning.json"
+    before = {row["variant"]: row for row in json.loads(path.read_bytes())["rows"]} if path.exists() else {}
+    by_name = before | {task: task_row(task, seeds) for task, seeds in runs.items()}
+    rows = [by_name[task] for task in TASKS if task in by_name]
+    missing = [f"{task} seed {seed}" for task in TASKS for seed in SEEDS if str(seed) not in by_name.get(task, {"seeds": {}})["seeds"]]
+    whole = [row for row in rows if len(row["seeds"]) == len(SEEDS)]
     record(
-        out / "learning.json",
+        path,
         figure="SmolLM2-135M-Instruct: rise of held-out reward by RL, mean of the seeds, lowest of the tasks",
         value=min(row["value"] for row in rows),
         unit="reward",
@@ -98,12 +102,12 @@ def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
         },
         rows=rows,
     )
-    figure, panels = pyplot.subplots(1, len(runs), figsize=(4.5 * len(runs), 4), sharey=True, squeeze=False, layout="constrained")
-    for (task, seeds), axes in zip(runs.items(), panels[0], strict=True):
-        for seed, run in seeds.items():
-            versions, _, rewards = zip(*curve(run), strict=True)
+    figure, panels = pyplot.subplots(1, len(rows), figsize=(4.5 * len(rows), 4), sharey=True, squeeze=False, layout="constrained")
+    for row, axes in zip(rows, panels[0], strict=True):
+        for seed, run in row["seeds"].items():
+            versions, _, rewards = zip(*run["curve"], strict=True)
             axes.plot(versions, rewards, linewidth=2, label=f"seed {seed}")
-        axes.set(title=task, xlabel="RL step (policy version)", ylim=(0, 1.02))
+        axes.set(title=row["variant"], xlabel="RL step (policy version)", ylim=(0, 1.02))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
     panels[0][0].set_ylabel("held-out reward")
