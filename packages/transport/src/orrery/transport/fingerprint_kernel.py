@@ -1,7 +1,8 @@
 """Fingerprints of many slices of a buffer in one pass on a GPU (Triton). `fingerprint.array_fingerprint` is the referee.
 
 A slice is rows of a tensor's row-major order: `num_columns` elements that follow one another, then `row_stride` positions further the next.
-Each program takes BLOCK elements of one slice and adds its sum to the slice's share; sums are mod 2^64, so their order does not matter.
+Each program takes a few blocks of BLOCK elements of one slice and adds their sum to the slice's share; sums are mod 2^64, so their order
+does not matter.
 
 Where a slice's rows are whole groups of the formula (all but odd shapes), the buffer is read as 32-bit words, 16 bytes at a time, and a
 group's position and its m are worked out once. With W an element's width and u = b + 2^(W−1), which is b with its sign bit turned:
@@ -10,6 +11,7 @@ group's position and its m are worked out once. With W an element's width and u 
 
 and u · k is a 32-by-32-bit product with the lower half of k, and one of which 32 bits count with the upper: 11 instructions a bfloat16
 element, by the disassembly for compute capability 9.0, where products of 64 bits take 18. Element by element they are 80.
+Programs of several blocks look up their slice once, and keep fewer registers than one large block would.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ import triton.language as tl
 
 from orrery.transport.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
-BLOCK = 4096
-WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest of those measured on an H200
+BLOCK, STEPS = 4096, 8  # elements, and how many blocks of whole groups a program takes
+WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest of those measured on an H200, with 8 steps of 4096
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,8 +65,8 @@ def _position(run, columns, stride, origin):
 @triton.jit
 def _groups(
     words, low_factors, high_factors, slice_of, first_of, begin, num_groups, num_columns, row_stride, origin, out,
-    BITS: tl.constexpr, SIGNS: tl.constexpr, CORRECTION: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    BITS: tl.constexpr, SIGNS: tl.constexpr, CORRECTION: tl.constexpr, LOAD: tl.constexpr, STEPS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Whole groups of elements of BITS. `begin` is in words, a multiple of LOAD; a slice's other numbers are in groups."""
     PARTS: tl.constexpr = 32 // BITS
@@ -72,25 +74,30 @@ def _groups(
     GROUPS: tl.constexpr = BLOCK // GROUP
     program = tl.program_id(0)
     which = tl.load(slice_of + program)
-    group = tl.load(first_of + program) + tl.arange(0, GROUPS)
-    here = group < tl.load(num_groups + which)
+    first, num = tl.load(first_of + program), tl.load(num_groups + which)
+    start = tl.multiple_of(tl.load(begin + which), LOAD)
+    columns, stride, place = tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which)
     of_load = tl.arange(0, LOAD)[None, :]
-    at = tl.multiple_of(tl.load(begin + which), LOAD) + (group * WORDS)[:, None] + of_load
-    low = tl.zeros((GROUPS, LOAD), tl.uint64)
-    high = tl.zeros((GROUPS, LOAD), tl.uint32)
-    for load in tl.static_range(WORDS // LOAD):
-        word = tl.load(words + at + load * LOAD, mask=here[:, None], other=0).to(tl.uint32, bitcast=True) ^ SIGNS
-        for part in tl.static_range(PARTS):
-            bits = word >> (part * BITS)
-            if part < PARTS - 1:
-                bits = bits & ((1 << BITS) - 1)
-            factor = part * WORDS + load * LOAD + of_load
-            low += bits.to(tl.uint64) * tl.load(low_factors + factor).to(tl.uint32, bitcast=True).to(tl.uint64)
-            high += bits * tl.load(high_factors + factor).to(tl.uint32, bitcast=True)
-    sums = tl.sum(low, axis=1) + (tl.sum(high, axis=1).to(tl.uint64) << 32) + CORRECTION
-    index = _position(group, tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which))
-    term = (sums * _mix(index, GOLDEN, FIRST, SECOND)).to(tl.int64)
-    tl.atomic_add(out + which, tl.sum(tl.where(here, term, 0)))
+    total = tl.zeros((GROUPS,), tl.int64)
+    for block in tl.range(first, min(first + STEPS * GROUPS, num), GROUPS):
+        group = block + tl.arange(0, GROUPS)
+        here = group < num
+        at = start + (group * WORDS)[:, None] + of_load
+        low = tl.zeros((GROUPS, LOAD), tl.uint64)
+        high = tl.zeros((GROUPS, LOAD), tl.uint32)
+        for load in tl.static_range(WORDS // LOAD):
+            word = tl.load(words + at + load * LOAD, mask=here[:, None], other=0).to(tl.uint32, bitcast=True) ^ SIGNS
+            for part in tl.static_range(PARTS):
+                bits = word >> (part * BITS)
+                if part < PARTS - 1:
+                    bits = bits & ((1 << BITS) - 1)
+                factor = part * WORDS + load * LOAD + of_load
+                low += bits.to(tl.uint64) * tl.load(low_factors + factor).to(tl.uint32, bitcast=True).to(tl.uint64)
+                high += bits * tl.load(high_factors + factor).to(tl.uint32, bitcast=True)
+        sums = tl.sum(low, axis=1) + (tl.sum(high, axis=1).to(tl.uint64) << 32) + CORRECTION
+        term = (sums * _mix(_position(group, columns, stride, place), GOLDEN, FIRST, SECOND)).to(tl.int64)
+        total += tl.where(here, term, 0)
+    tl.atomic_add(out + which, tl.sum(total))
 
 
 @triton.jit
@@ -133,7 +140,7 @@ class RowFingerprints:
         if elements:
             factors = torch.from_numpy(FACTORS.view(np.int64)).to(device)
             self._passes.append(
-                Pass(_elements, INTEGERS[itemsize], [factors], *_tables(rows, elements, 1, device), {"num_warps": WARPS_BY_ELEMENT})
+                Pass(_elements, INTEGERS[itemsize], [factors], *_tables(rows, elements, 1, BLOCK, device), {"num_warps": WARPS_BY_ELEMENT})
             )
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -150,7 +157,7 @@ class RowFingerprints:
 
 def _of_groups(rows: Sequence[Rows], chosen: list[int], itemsize: int, device: torch.device) -> Pass:
     bits, parts = 8 * itemsize, WORD_BYTES // itemsize
-    slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, device)
+    slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, STEPS * BLOCK, device)
     factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # those of every word's lowest part first
     halves = [(factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32) for shift in (0, 32)]
     constants = {
@@ -158,6 +165,7 @@ def _of_groups(rows: Sequence[Rows], chosen: list[int], itemsize: int, device: t
         "SIGNS": sum(1 << (bits * part + bits - 1) for part in range(parts)),
         "CORRECTION": -((1 << (bits - 1)) - 1) * sum(FACTORS.tolist()) & MASK,
         "LOAD": LOAD_BYTES // WORD_BYTES,
+        "STEPS": STEPS,
         "num_warps": WARPS,
     }
     return Pass(
@@ -167,10 +175,13 @@ def _of_groups(rows: Sequence[Rows], chosen: list[int], itemsize: int, device: t
 
 
 def _tables(
-    rows: Sequence[Rows], chosen: list[int], run: int, device: torch.device
+    rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """What a kernel looks up: of every program its slice and the first run; of every slice its numbers, in runs but for `begin`."""
-    blocks = [(which, first) for which in chosen for first in range(0, rows[which].num_elements // run, BLOCK // run)]
+    """What a kernel looks up: of every program, which takes `taken` elements, its slice and the first run; of every slice its numbers.
+
+    They are in runs but for `begin`.
+    """
+    blocks = [(which, first) for which in chosen for first in range(0, rows[which].num_elements // run, taken // run)]
     slice_of = torch.tensor([which for which, _ in blocks], dtype=torch.int32, device=device)
     first_of = torch.tensor([first for _, first in blocks], dtype=torch.int32, device=device)
     dtypes = (torch.int64, torch.int32, torch.int32, torch.int64, torch.int64)
