@@ -196,7 +196,7 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
     ):  # fmt: skip
         axes.plot(at, [values[variant] for variant in fixed], "o-", color="#8a8f98", label="fixed limit")
         axes.axhline(values["adaptive"], color="#1f9d6b", label="adaptive")
-        axes.set(xlabel="rollouts in flight", ylabel=label, ylim=(0, None))
+        axes.set(xlabel="rollouts in flight", ylabel=label, ylim=(0, 1.1 * max(values.values())))
         axes.legend(frameon=False)
     looks = next(row for row in rows if row["variant"] == "adaptive")["looks"]
     time_s = [each["time_s"] for each in looks]
