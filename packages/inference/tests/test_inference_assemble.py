@@ -212,6 +212,16 @@ def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypat
             offload(SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0))
 
 
+def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    manifest = make_manifest()
+    with_nixl = manifest.model_copy(update={"transport": manifest.transport.model_copy(update={"weights": "nixl"})})
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
+    engine_environment(manifest, "127.0.0.1")
+    with pytest.raises(OrreryError, match=r"^transport\.weights 'nixl': NIXL is not installed here; "):
+        engine_environment(with_nixl, "127.0.0.1")
+
+
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     project = tomllib.loads((REPOSITORY / "packages/inference/pyproject.toml").read_text())
     module, _, function = project["project"]["entry-points"]["vllm.general_plugins"][PLUGIN].partition(":")

@@ -20,8 +20,10 @@ from orrery.transport.weight_wire import (
     KINDS,
     WeightPublisher,
     WeightWatch,
+    check_library,
     check_room,
     make_publisher,
+    make_source,
     make_watch,
     read_weights,
     remove_weight_dir,
@@ -305,3 +307,16 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
         check_room(tmp_path / "run", num_nodes, 3, 10**9 + 1)
     words = f"transport.weights: 'files' holds 4 versions of 1.00 GB in {folder} at a time, 4.00 GB, of which 4.00 GB are free"
     assert words in str(refused.value) and enlarge in str(refused.value)
+
+
+@pytest.mark.parametrize("end", ["trainer", "engine"])
+def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, monkeypatch, end):
+    for module in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it is an ImportError
+    with pytest.raises(OrreryError, match=r"^transport\.weights 'nixl': .*; install nixl as locks/ has it, or set it to 'nccl'$"):
+        if end == "trainer":
+            make_source("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))
+        else:
+            check_library("nixl")
+    assert list(tmp_path.iterdir()) == []
+    check_library("nccl")

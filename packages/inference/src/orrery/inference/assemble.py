@@ -15,6 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.network import free_ports, name_interface
+from orrery.transport.weight_wire import check_library
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
@@ -143,6 +144,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
+    check_library(manifest.transport.weights)
     if manifest.inference.kv_transfer.kind == "mooncake":
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)

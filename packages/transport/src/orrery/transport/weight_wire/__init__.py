@@ -39,6 +39,7 @@ Engines that are lost, and come back:
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,7 @@ __all__ = [
     "WeightPublisher",
     "WeightWatch",
     "WireFailed",
+    "check_library",
     "check_room",
     "claim",
     "claim_again",
@@ -96,14 +98,29 @@ def make_publisher(kind: str, run_dir: Path, attempt: int, num_nodes: int, keep:
 def make_source(
     kind: str, run_dir: Path, attempt: int, num_nodes: int, host: str, rank: int, num_ranks: int, device: "torch.device"
 ) -> "Source":
-    """The trainer's end of a direct wire, one on each rank; `host` is where rank 0 may listen."""
+    """The trainer's end of a direct wire, one on each rank; `host` is where rank 0 may listen.
+
+    Raises OrreryError where what the wire needs cannot be loaded here.
+    """
+    from orrery.transport.weight_wire import nixl
     from orrery.transport.weight_wire.source import Source
 
     _check(kind, DIRECT_KINDS)
+    if kind == "nixl":
+        nixl.load()
     folder = weight_dir(run_dir, attempt, num_nodes)
     if rank == 0:
         own(folder)
     return Source(kind, folder, host, rank, num_ranks, device)
+
+
+def check_library(kind: str) -> None:
+    """For an engine, as it starts: raises OrreryError where the package that this kind needs is not installed here.
+
+    Nothing is loaded: vLLM sets what NIXL reads before it loads it.
+    """
+    if kind == "nixl" and find_spec("nixl") is None:
+        raise OrreryError("transport.weights 'nixl': NIXL is not installed here; install nixl as locks/ has it, or set it to 'nccl'")
 
 
 def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:

@@ -33,14 +33,22 @@ class Agent(msgspec.Struct):
     addresses: tuple[int, ...]  # of its buckets
 
 
+def load() -> Any:
+    """NIXL's Python API. Raises OrreryError where the package, or its build for this CUDA, is missing."""
+    try:
+        import nixl._api
+    except ImportError as error:
+        raise OrreryError(
+            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); install nixl as locks/ has it, or set it to 'nccl'"
+        ) from error
+    return nixl._api
+
+
 class Registered:
     """One process's agent with its buckets."""
 
     def __init__(self, name: str, buckets: Sequence[torch.Tensor]) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise OrreryError("transport.weights 'nixl': the package nixl is not installed here; set it to 'nccl'") from error
+        api = load()
         if buckets[0].device.type == "cpu":
             os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
             wait_for_progress()
@@ -48,7 +56,7 @@ class Registered:
             name_ucx_devices()
         self.buckets = list(buckets)
         self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
-        self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
         self._registration = self.agent.register_memory([(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory)
 
     def described(self) -> Agent:
