@@ -16,6 +16,7 @@ from inference_servers import REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from orrery.inference import kv_store
 from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
 from orrery.inference.kv_offload import offload, store_environment
 from orrery.inference.kv_transfer import lease_s, refuse_missing_rdma, refuse_open_interfaces
@@ -210,6 +211,25 @@ def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypat
             (tmp_path / "manifest.json").touch()
             manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 24})
             offload(SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0))
+
+
+@pytest.mark.parametrize("missing", sorted(kv_store.LIBRARIES))
+def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(monkeypatch, tmp_path, missing):
+    program = tmp_path / "mooncake" / "mooncake_master"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(kv_store, "_loads", lambda library: True)
+    assert kv_store.master_program() == program
+    monkeypatch.setattr(kv_store, "_loads", lambda library: library != missing)
+    with pytest.raises(OrreryError, match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; in an image, "):
+        kv_store.master_program()
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+def test_images_hold_what_mooncake_leaves_to_the_system(hardware):
+    lines = (REPOSITORY / f"containers/debian.{hardware}.lock").read_text().splitlines()
+    assert set(kv_store.LIBRARIES.values()) <= {line.split()[0] for line in lines}
 
 
 def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest, monkeypatch):

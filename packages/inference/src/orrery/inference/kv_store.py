@@ -20,17 +20,20 @@ from orrery.observe.network import free_ports
 from orrery.observe.process import role_process
 from orrery.transport import rendezvous
 
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}  # what Mooncake leaves to the system → its Debian package
+
 
 def master_program() -> Path:
     """Mooncake's master, a program inside its package. Raises OrreryError where it cannot run here."""
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
         raise OrreryError("inference.kv_offload.kind 'mooncake': Mooncake is not installed here; type `make setup`, or choose 'tiers'")
-    if not _loads("libibverbs.so.1"):
-        raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': libibverbs.so.1 is missing, and Mooncake needs it also for TCP; "
-            "run: apt-get install -y libibverbs1"
-        )
+    for library, package in LIBRARIES.items():
+        if not _loads(library):
+            raise OrreryError(
+                f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs it also for TCP; on a host run: "
+                f"apt-get install -y {package}; in an image, build that anew from containers/"
+            )
     return program
 
 
