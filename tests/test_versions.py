@@ -104,6 +104,14 @@ def test_trainer_and_engines_have_the_same_transformers_on_all_hardware():
     assert set(held.values()) == {pins("cpu")["transformers"]}, held
 
 
+def test_what_the_locks_for_gpus_hold_compiled_for_one_cuda_is_for_that_of_torch():
+    """Another build lacks its libcudart as it is imported."""
+    for lock, packages in {"trainer.cuda": ("nixl-cu",), "inference.cuda": ("nixl-cu", "mooncake-transfer-engine-cuda")}.items():
+        held = pins(lock)
+        cuda = held["nvidia-cuda-runtime"].split(".")[0]
+        assert [package for package in packages if f"{package}{cuda}" not in held] == [], lock
+
+
 def test_the_images_are_built_with_it():
     recipes = [path for path in sorted((ROOT / "containers").iterdir()) if path.suffix in {".def", ".in", ".sh"}]
     named = {recipe.name: versions_named(recipe.read_text()) for recipe in recipes}
