@@ -44,7 +44,7 @@ def serve(way: str) -> None:
     if way.startswith(THEIRS):
         from orrery.inference.patches import vllm_0_26_routes, vllm_answers, vllm_whole_answers
 
-        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = vllm_0_26_routes.list_blocks_of_prompts = lambda: None
+        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = vllm_0_26_routes.list_blocks_of_prompts = lambda *_: None
     throughput.serve_dummies()
 
 

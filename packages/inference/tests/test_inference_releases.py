@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from inference_servers import REPOSITORY
@@ -313,6 +314,17 @@ def test_restarts_beside_mooncake_are_refused_by_the_release_whose_readers_would
 def test_the_law_about_releases_says_of_each_what_its_source_has(tree):
     locked = LOCKED["cpu" if is_new(tree) else "h200"]
     assert [feature for feature, place in releases.FEATURES.items() if releases._has(*place)] == list(locked.features)
+
+
+def test_outputs_name_their_weights_where_the_engine_core_knows_them(tree):
+    assert releases.outputs_name_weights() == ("_weight_version" in (tree / "v1/engine/core.py").read_text()) == is_new(tree)
+
+
+def test_what_the_disk_tier_says_is_read_in_the_form_of_either_release():
+    for task in (partial(print, "a", b""), partial(print, ["a"], b"")):
+        assert releases.paths_stored(task) == ["a"]
+    told = [SimpleNamespace(success=False, **more) for more in ({}, {"successful_keys": None}, {"successful_keys": ["k"]})]
+    assert [list(releases.keys_loaded(one)) for one in told] == [[], [], ["k"]]
 
 
 def test_a_run_that_every_release_can_serve_is_rendered_where_none_is_installed(monkeypatch):

@@ -46,7 +46,7 @@ class BoundedFiles(FileSystemTierManager):
         for result in results:
             keys = self._loading.pop(result.job_id, ())
             if not result.success:
-                self._miss(set(keys) - set(getattr(result, "successful_keys", None) or ()))
+                self._miss(set(keys) - set(releases.keys_loaded(result)))
         return results
 
     def _miss(self, keys: Iterable[Any]) -> None:
@@ -60,9 +60,8 @@ class BoundedFiles(FileSystemTierManager):
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """In a thread of the pool; a task begins with its path (0.26) or its paths (0.32)."""
-        paths = task.args[0]
-        with self._files.writing([paths] if isinstance(paths, str) else paths, self._block_size):
+        """In a thread of the pool."""
+        with self._files.writing(releases.paths_stored(task), self._block_size):
             task()
 
 

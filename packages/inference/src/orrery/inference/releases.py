@@ -5,7 +5,8 @@
 | the API server's pieces | in `vllm.entrypoints.openai` | in `vllm.entrypoints.launchers` |
 | SIGTERM | uvicorn replaces vLLM's handler: `patches.vllm_0_26` | vLLM keeps uvicorn from it |
 | an engine of one rank | listens on every interface: `patches.vllm_0_26` | meets itself by a file |
-| versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer |
+| versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer, `weight_version` in every core's output |
+| an answer's class | `GenerateResponse` | `GenerateResponseBase` |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
 | routed experts | by place; beside a KV connector by `vllm_0_26_routes` | in a store; the same by `vllm_routes_elsewhere` |
 | routed experts on GPU | Model Runner V1 | Model Runner V2 |
@@ -13,8 +14,12 @@
 | routed experts on CPU | `patches.vllm_0_26_routes` | `patches.vllm_routes` |
 | a cache that Mooncake cannot read | its request hangs: not beside restarts | fails its request |
 | tiers, of a request that was aborted | end the engine: `patches.vllm_0_26` | store what was computed |
+| a task of the disk tier | begins with its path | begins with its paths |
+| the disk tier, of a load that failed | all of it | but for `successful_keys` |
 | adapters, after an update | stay | are removed: `patches.vllm_adapters`, which both have for empty steps of data-parallel ranks |
 
+- `patches/` named for one release are part of this file: they are called from here alone. Where one release has a field more and nothing
+  but its default follows from that, who reads it says the default, and `transport.engine`, which knows no vLLM, sends both spellings.
 - A release is known by what it has, not by its number: a release between the two, or somebody's build of one, is read right too.
 - What a manifest cannot ask of one of them is the law of `orrery.manifest.release`, which `orrery check` asks of the locked ones.
 - `test_inference_releases.py` holds the names and flags of this package against the installed release, and against the source of
@@ -22,7 +27,7 @@
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +39,7 @@ from orrery.manifest.release import Feature, check_release
 from orrery.manifest.schema import Manifest
 
 LAUNCHERS = "entrypoints/launchers/api_server/entry.py"
+ENGINE_OUTPUTS = "v1/engine/__init__.py"
 AUX_OUTPUT = "distributed/aux_output_connector/worker.py"
 MOONCAKE = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 FEATURES: dict[Feature, tuple[str, ...]] = {"routes_in_store": (AUX_OUTPUT,), "lost_caches_fail": (MOONCAKE, "_handle_failed_recv")}
@@ -109,11 +115,25 @@ def correct(manifest: Manifest) -> None:
         vllm_0_26.keep_account()
     from orrery.inference.patches import vllm_answers
 
-    vllm_answers.write_answers()
+    vllm_answers.write_answers(_class_of_answers())
     if manifest.inference.data_parallel > 1:
         from orrery.inference.patches import vllm_data_parallel
 
         vllm_data_parallel.answer_for_every_rank()
+
+
+def _class_of_answers() -> Any:
+    """What the endpoint of `patches.vllm_answers` knows an answer by."""
+    if _has(LAUNCHERS):
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponseBase as Answer
+    else:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse as Answer
+    return Answer
+
+
+def outputs_name_weights() -> bool:
+    """Whether what an engine core sends says which weights it was sampled by."""
+    return _has(ENGINE_OUTPUTS, "weight_version")
 
 
 def correct_engine() -> None:
@@ -146,6 +166,17 @@ def correct_tiers() -> None:
         from orrery.inference.patches import vllm_0_26
 
         vllm_0_26.store_nothing_of_the_ended()
+
+
+def paths_stored(task: Any) -> Sequence[str]:
+    """The files that a task of the disk tier writes; a task is a `functools.partial`."""
+    paths = task.args[0]
+    return [paths] if isinstance(paths, str) else paths
+
+
+def keys_loaded(result: Any) -> Collection[Any]:
+    """The blocks that a load of the disk tier has brought although it failed, where the release tells."""
+    return getattr(result, "successful_keys", None) or ()
 
 
 def _has(file: str, name: str = "") -> bool:

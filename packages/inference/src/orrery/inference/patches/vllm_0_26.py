@@ -21,6 +21,7 @@ import contextlib
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 UNNAMED = "default"  # as 0.32 calls the weights that an engine was started with
@@ -49,6 +50,15 @@ def meet_by_file() -> None:
     uniproc_executor.get_distributed_init_method = address
 
 
+@dataclass(frozen=True)
+class Span:
+    """Output tokens from `start` to before `end` are the work of `version`: 0.32's `WeightVersionSpan`."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Account:
     """Which version sampled which token of the requests in flight. One an API server, as there is one engine client."""
 
@@ -74,14 +84,14 @@ class Account:
 
         return met
 
-    def spans(self, state: Any) -> list[dict[str, Any]]:
-        """As 0.32 has them: [{"version", "start", "end"}] over a request's output tokens, none empty."""
+    def spans(self, state: Any) -> list["Span"]:
+        """Over a request's output tokens, none empty."""
         ends = [*getattr(state, "cuts", ()), (self.version, state.detokenizer.num_output_tokens())]
-        spans: list[dict[str, Any]] = []
+        spans: list[Span] = []
         start = 0
         for version, end in ends:
             if end > start:
-                spans.append({"version": version, "start": start, "end": end})
+                spans.append(Span(version, start, end))
             start = end
         return spans
 
@@ -125,8 +135,7 @@ def _attach_spans(request_state: Any, account: Account) -> None:
 
     def with_spans(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = new_completion_output(self, *args, **kwargs)
-        if output.finish_reason is not None:
-            output.weight_versions = account.spans(self)
+        output.weight_versions = None if output.finish_reason is None else account.spans(self)
         return output
 
     request_state._new_completion_output = with_spans

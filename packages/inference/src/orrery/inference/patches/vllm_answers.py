@@ -19,13 +19,12 @@ import numpy as np
 LEAST = -9999.0  # as vLLM writes a log-prob that JSON cannot
 
 
-def write_answers() -> None:
-    """In the process of the API server, before it is made."""
+def write_answers(known: Any) -> None:
+    """In the process of the API server, before it is made; `known` is the class of answers that the endpoint looks for."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
 
-    known: Any = getattr(api_router, "GenerateResponseBase", None) or api_router.GenerateResponse
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(known):  # type: ignore[misc]
@@ -91,10 +90,9 @@ def _choice(output: Any) -> dict[str, Any]:
         choice["logprobs"] = {"content": content}
     if output.routed_experts is not None:
         choice["routed_experts"] = msgspec.Raw(b'"%b"' % _file_in_base64(output.routed_experts))
-    if (versions := getattr(output, "weight_versions", None)) is not None:
-        choice["weight_versions"] = [
-            span if isinstance(span, dict) else {"version": span.version, "start": span.start, "end": span.end} for span in versions
-        ]
+    if output.weight_versions is not None:
+        spans = output.weight_versions
+        choice["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
     return choice
 
 

@@ -29,14 +29,14 @@ LAST = ("request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_
         "spec_decode_metrics")  # fmt: skip
 
 
-def hold_outputs() -> None:
-    """In the process of an engine core, before it is made."""
+def hold_outputs(name_weights: bool) -> None:
+    """In the process of an engine core, before it is made; outputs of a release that does `name_weights` say which sampled them."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
     # A data-parallel core's own method calls this one.
-    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
+    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request, name_weights)  # type: ignore[method-assign]
 
 
 def _holding(step: Any) -> Any:
@@ -51,7 +51,7 @@ def _holding(step: Any) -> Any:
     return step_and_hold
 
 
-def _telling(handle: Any) -> Any:
+def _telling(handle: Any, name_weights: bool) -> Any:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 
     requests = (EngineCoreRequestType.ADD, EngineCoreRequestType.WAKEUP)
@@ -61,7 +61,7 @@ def _telling(handle: Any) -> Any:
         if held is not None and request_type not in requests:
             for client, outputs in held.all().items():
                 found = EngineCoreOutputs(outputs=outputs)
-                if hasattr(found, "weight_version"):
+                if name_weights:
                     found.weight_version = self._weight_version
                 self.output_queue.put_nowait((client, found))
         handle(self, request_type, request)
