@@ -216,6 +216,12 @@ def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
+def listening(process: "subprocess.Popen[bytes]") -> set[str]:
+    """The addresses at which a server and its children take connections."""
+    every = (connection for member in family(process) for connection in member.net_connections("inet"))
+    return {connection.laddr.ip for connection in every if connection.status == psutil.CONN_LISTEN}
+
+
 def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
     """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as soon as they are made."""
     paths = {Path(each.path) for member in members for each in member.memory_maps() if each.path.startswith("/dev/shm/")}

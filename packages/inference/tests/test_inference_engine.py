@@ -23,6 +23,7 @@ from inference_servers import (
     free_port,
     in_flight,
     in_shared_memory,
+    listening,
     make_module,
     make_run,
     start_role,
@@ -391,12 +392,6 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
                 process.kill()
                 process.wait()
         scratch_disk.remove(scratch_disk.of_start(run_dir), Path(tempfile.gettempdir()))  # of the killed one, which nobody starts again
-
-
-def listening(process) -> set[str]:
-    """The addresses at which a server and its children take connections."""
-    every = (connection for member in family(process) for connection in member.net_connections("inet"))
-    return {connection.laddr.ip for connection in every if connection.status == psutil.CONN_LISTEN}
 
 
 def another_interface() -> tuple[str, str]:

@@ -44,6 +44,7 @@ CORRECTED = {
     ],
     "vllm_0_26.py": [
         ("v1/executor/uniproc_executor.py", "get_distributed_init_method"),
+        ("v1/executor/multiproc_executor.py", "get_distributed_init_method"),
         ("v1/engine/async_llm.py", "AsyncLLM.update_weights"),
         ("v1/engine/async_llm.py", "AsyncLLM.finish_weight_update"),
         ("v1/engine/core_client.py", "AsyncMPClient.get_output_async"),
@@ -102,6 +103,8 @@ CORRECTED = {
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
         ("v1/engine/core_client.py", "DPLBAsyncMPClient.call_utility_async"),
+        ("distributed/utils.py", "TCPStore"),
+        ("distributed/utils.py", "rendezvous"),
     ],
     "vllm_adapters.py": [
         ("lora/model_manager.py", "LoRAModelManager.remove_all_adapters"),

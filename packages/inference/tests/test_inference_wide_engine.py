@@ -14,6 +14,7 @@ from inference_servers import (
     family,
     in_flight,
     in_shared_memory,
+    listening,
     make_module,
     make_run,
     start_role,
@@ -89,6 +90,11 @@ async def takes_it_again(fleet, claimed, module):
     for after in await asyncio.gather(*(sample(fleet, f"after-{claimed.version}-{i}") for i in range(2))):
         assert (after.versions == claimed.version).all()
         assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
+
+
+def test_all_its_processes_listen_on_loopback_only(server):
+    assert len(family(server[0])) > NUM_WORKERS
+    assert listening(server[0]) == {"127.0.0.1"}
 
 
 def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_again_with_requests_in_flight(server, module, tmp_path):

@@ -4,7 +4,8 @@
 |---|---|---|
 | the API server's pieces | in `vllm.entrypoints.openai` | in `vllm.entrypoints.launchers` |
 | SIGTERM | uvicorn replaces vLLM's handler: `patches.vllm_0_26` | vLLM keeps uvicorn from it |
-| an engine of one rank | listens on every interface: `patches.vllm_0_26` | meets itself by a file |
+| workers of an engine | meet on every interface: `patches.vllm_0_26` | meet by a file |
+| data-parallel ranks, where they meet | on every interface: `patches.vllm_data_parallel` | the same |
 | versions of tokens | none: `patches.vllm_0_26` | `weight_versions` in every answer, `weight_version` in every core's output |
 | an answer's class | `GenerateResponse` | `GenerateResponseBase` |
 | data-parallel ranks | sample alike: `vllm_0_26_worker`; rank 0 alone answers: `vllm_data_parallel` | rank 0 alone answers: the same |
@@ -142,6 +143,9 @@ def correct_engine() -> None:
         from orrery.inference.patches import vllm_0_26
 
         vllm_0_26.meet_by_file()
+    from orrery.inference.patches import vllm_data_parallel
+
+    vllm_data_parallel.meet_at_one_address()
     if not _has(AUX_OUTPUT):
         from orrery.inference.patches import vllm_0_26_routes
 

@@ -9,8 +9,9 @@ the third in every process of an engine, the last where tiers are made.
    paused, and before any call of an update every output of the old weights is put on its way (`vllm_whole_answers`), in order, on the
    socket that the end of the update also comes by. So a mark put among the outputs when the update has finished parts the tokens exactly.
    Versions: 0.26 (read; held against 0.32's own account in `test_inference_routes.py`). Remove with 0.26.
-3. `meet_by_file`. Upstream: ranks of an engine meet by torch's TCPStore, which listens on every interface and has no token, an engine of
-   one rank too. Versions: 0.26 (seen: `test_servers_listen_on_loopback_only`). Remove with 0.26: in 0.32 one rank has a file.
+3. `meet_by_file`. Upstream: workers of an engine meet by torch's TCPStore, which listens on every interface and has no token, an engine of
+   one worker too. Versions: 0.26 (seen: `test_servers_listen_on_loopback_only`, `test_inference_wide_engine.py`). Remove with 0.26: in 0.32
+   they have a file.
 4. `store_nothing_of_the_ended`. Upstream: when a request has ended, tiers are given what of its prompt they have not got. Of one that was
    aborted before it was computed there are no blocks, and the engine ends over an assertion (vllm-project/vllm#49118); of one that a full
    tier has refused before, the account is closed, and it ends over a KeyError (vllm-project/vllm#49635). What can be stored has been by
@@ -41,13 +42,14 @@ def keep_signal_handlers() -> None:
 
 
 def meet_by_file() -> None:
-    """Have an engine of one rank meet itself by a file, as 0.32 does."""
-    from vllm.v1.executor import uniproc_executor
+    """Have the workers of an engine meet by a file, as in 0.32: they are on one node."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     def address(_host: str, _port: int) -> str:
-        return f"file://{tempfile.gettempdir()}/orrery-rank-{secrets.token_hex(16)}"
+        # On CPU what stands behind the last colon names shared memory, where it must have no slash.
+        return f"file://{tempfile.gettempdir()}/orrery-workers:{secrets.token_hex(16)}"
 
-    uniproc_executor.get_distributed_init_method = address
+    uniproc_executor.get_distributed_init_method = multiproc_executor.get_distributed_init_method = address
 
 
 @dataclass(frozen=True)
