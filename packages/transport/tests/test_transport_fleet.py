@@ -23,7 +23,7 @@ from orrery.transport.fleet import EngineFleet
 from orrery.transport.roster import Phase
 from orrery.transport.update import compare
 from orrery.transport.weight_wire import Published
-from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.claims import claims, read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 
 FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
@@ -446,6 +446,30 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
         assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
         assert fleet.roster.at(Phase.HEALTHY) == [0]
         assert "engine 1 hung in a take that was over for another 0.2 s before" in fleet.roster[1].why
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer_until_its_call_ends_and_no_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.5)
+    stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
+    folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        await fleet.metrics()
+        assert (await fleet.update(direct(folder))).version == 3
+        engines.start_again()
+        await until(lambda: "/update_weights" in stand_ins[3].paths())
+        (folder / "version_3.json").rename(folder / "closed_3.json")  # as a trainer that wants to step; it waits for claims
+        served = 0
+        while claims(folder, 3):
+            await fleet.generate([1], request_id=f"r{served}", **request)
+            served += 1
+        assert served and fleet.roster.at(Phase.HEALTHY) == [0]
+        await until(lambda: fleet.roster.at(Phase.FENCED) == [1])
+        assert "did not finish /update_weights within 0.5 s" in fleet.roster[1].why
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(Phase.HEALTHY) == [0]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
