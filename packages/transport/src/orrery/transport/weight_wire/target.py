@@ -82,7 +82,8 @@ class Target:
         self._meeting: Meeting = meeting.join(address)
         self.tensors = {tensor.name: tensor for tensor in self._meeting.tensors()}
         self._needs = needs(list(self.tensors.values()))
-        self._pieces = [(name, box) for name, boxes in self._needs.items() for box in boxes]
+        own = ((name, box) for name, boxes in self._needs.items() for box in boxes)
+        self._pieces = {piece: position for position, piece in enumerate(own)}
         self._member = secrets.token_hex(8)
         self._meeting.put(
             f"member/{self._member}", Member(self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs)
@@ -176,8 +177,7 @@ class Target:
             Where(offset, shape_of(box), self.tensors[name].shape, starts_of(box), dtype_of(self.tensors[name]).itemsize)
             for name, box, offset in slices
         ]
-        index = {piece: position for position, piece in enumerate(self._pieces)}
-        owner = [next(index[name, need] for need in self._needs[name] if intersection(need, box) == box) for name, box, _ in slices]
+        owner = [next(self._pieces[name, need] for need in self._needs[name] if intersection(need, box) == box) for name, box, _ in slices]
         return Round(number, messages, slices, SliceFingerprints(where, self.device), torch.tensor(owner, device=self.device))
 
     def _receive(self, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
