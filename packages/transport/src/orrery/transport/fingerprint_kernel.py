@@ -181,10 +181,12 @@ def _tables(
 
     They are in runs but for `begin`.
     """
-    blocks = [(which, first) for which in chosen for first in range(0, rows[which].num_elements // run, taken // run)]
-    slice_of = torch.tensor([which for which, _ in blocks], dtype=torch.int32, device=device)
-    first_of = torch.tensor([first for _, first in blocks], dtype=torch.int32, device=device)
+    step = taken // run
+    num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)
+    slice_of = np.repeat(chosen, num_programs)
+    first_of = (np.arange(len(slice_of)) - np.repeat(num_programs.cumsum() - num_programs, num_programs)) * step
     dtypes = (torch.int64, torch.int32, torch.int32, torch.int64, torch.int64)
     begin, *others = zip(*rows, strict=True)
     counts = [begin, *(tuple(value // run for value in values) for values in others)]
-    return slice_of, first_of, [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(counts, dtypes, strict=True)]
+    of_slices = [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(counts, dtypes, strict=True)]
+    return torch.tensor(slice_of, dtype=torch.int32, device=device), torch.tensor(first_of, dtype=torch.int32, device=device), of_slices
