@@ -103,6 +103,30 @@ def test_the_mask_drops_only_what_moves_further_away_and_the_penalty_stays(p, q,
     assert logprob.grad.item() == pytest.approx(penalty_slope - (advantage * p / q if kept else 0.0), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "reference", "rl_weight", "kl_weight"),
+    [(1.0, -0.5, 0.5, 0.0), (0.0, -0.5, 0.5, 0.0), (-1.0, 0.5, 0.0, 0.5), (-1.0, -0.01, 0.0, 0.5)],
+    ids=["masked", "advantage of 0", "masked in reference_kl", "reference that agrees"],
+)
+def test_a_ratio_that_overflows_adds_nothing_where_nothing_pulls(advantage, reference, rl_weight, kl_weight):
+    logprob, entropy, targets = tokens()
+    logprob[0], targets.engine_logprob[0] = -0.01, -95.0  # exp(94.99) is more than float32 holds
+    targets.advantage[0], targets.reference_logprob[0] = advantage, reference
+    targets.rl_weight[0], targets.reference_kl_weight[0], targets.same_weights[0] = rl_weight, kl_weight, False
+    logprob.requires_grad_()
+    totals = dict.fromkeys(COMPONENTS, 100)
+    value, tally = loss(logprob, entropy, targets, totals, SPEC)
+    value.backward()
+    total, gradient, sums, masked, kl = slow_loss(logprob.detach(), targets, totals, SPEC)
+    assert value.item() == pytest.approx(total, rel=2e-5, abs=1e-5)
+    torch.testing.assert_close(logprob.grad, torch.tensor(gradient), rtol=1e-5, atol=1e-7)
+    values = tally.values()
+    assert [values[f"loss_{name}"] for name in COMPONENTS] == pytest.approx([sums[name] for name in COMPONENTS], rel=2e-5, abs=1e-4)
+    assert values["masked"] == masked
+    assert values["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
+    assert math.isfinite(values["mismatch_kl_same_weights"])
+
+
 def test_what_stands_in_columns_of_non_members_cannot_reach_the_loss():
     logprob, entropy, targets = tokens()
     none = targets.rl_weight == 0

@@ -13,7 +13,7 @@
 - `reference_kl` is the same expression with A = log π_ref − log π (detached): the policy gradient of the reverse KL to a reference policy.
 - `cross_entropy` is ℓ = −log π.
 
-Everything here is float32; shapes are `[M]`, one entry a scored token.
+Everything here but a tally's sums is float32; shapes are `[M]`, one entry a scored token.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,10 @@ def policy_gradient(
     with torch.no_grad():
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
-    return -(keep * advantage) * log_ratio.exp() + spec.penalty * log_ratio.square(), keep
+        pull = keep * advantage
+    # Where nothing pulls, r may overflow: 0 · inf is NaN.
+    ratio = torch.where(pull != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
+    return -pull * ratio + spec.penalty * log_ratio.square(), keep
 
 
 def loss(
@@ -91,10 +94,10 @@ def loss(
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    engine = torch.where(in_rl | in_kl, targets.engine_logprob, constant)
+    engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     pull = torch.where(in_kl, targets.reference_logprob - constant, torch.zeros_like(constant))
-    reference_kl, _ = policy_gradient(logprob, engine, pull, spec)
+    reference_kl, _ = policy_gradient(logprob, torch.where(in_kl, targets.engine_logprob, constant), pull, spec)
     parts = {
         "rl": (targets.rl_weight * rl).sum(),
         "cross_entropy": (targets.cross_entropy_weight * -logprob).sum(),
@@ -104,16 +107,17 @@ def loss(
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine
-        kl = log_ratio.exp() - 1 - log_ratio  # of one sample; its mean over samples of the engine is KL(engine || trainer)
+        log_ratio = constant - engine  # 0 but in rl
+        # Of one sample; its mean over samples of the engine is KL(engine || trainer). In float64, where the ratio of a masked token fits.
+        kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [
             *(parts[name].detach() for name in COMPONENTS),
             *(member.sum() for member in members),
             (entropy.detach() * scored).sum(),
             scored.sum(),
-            (kl * in_rl).sum(),
-            (kl * same).sum(),
+            kl.sum(),
+            torch.where(same, kl, torch.zeros_like(kl)).sum(),
             same.sum(),
             (~keep & in_rl).sum(),
             *logprob.new_zeros(5),
