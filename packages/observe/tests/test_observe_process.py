@@ -137,10 +137,11 @@ def gone(pids: list[int], within_s: float) -> bool:
 def test_health_names_the_wait_that_runs_out_first_and_forgets_closed_ones(tmp_path):
     health = HealthFile(tmp_path, "rl", "orchestrator", 0, 1)
     health.doing("dispatching", step=2)
-    with health.waiting("rollouts from inference"), health.waiting("version 3 from trainer", deadline_s=30):
+    with health.waiting("rollouts from inference", behind_s=40.0), health.waiting("version 3 from trainer", deadline_s=30):
         row = json.loads(health.path.read_text())
         assert row["waiting_for"] == "version 3 from trainer" and row["deadline_s"] == pytest.approx(row["since_s"] + 30)
-        assert len(read_health(tmp_path, "rl")["orchestrator.0"].waits) == 2
+        waits = {wait.what: wait for wait in read_health(tmp_path, "rl")["orchestrator.0"].waits}
+        assert {what: wait.behind_s for what, wait in waits.items()} == {"rollouts from inference": 40.0, "version 3 from trainer": None}
     after = read_health(tmp_path, "rl")["orchestrator.0"]
     assert after.wait is None and (after.doing, after.step) == ("dispatching", 2)
 

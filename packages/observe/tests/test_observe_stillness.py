@@ -11,8 +11,8 @@ from orrery.observe.stillness import AWAY_S, STILL_S, Stillness
 LOOK_S = 1.0
 
 
-def rank(index, begun=50, completed=50, doing="training", still_s=STILL_S, waits=()):
-    open_waits = tuple(Wait(what, 0.0, 600.0) for what in waits)
+def rank(index, begun=50, completed=50, doing="training", still_s=STILL_S, waits=(), behind_s=None):
+    open_waits = tuple(Wait(what, 0.0, 600.0, behind_s) for what in waits)
     return Health("trainer", index, 0.0, 1, 1, doing, 0.0, 7, waits=open_waits, still_s=still_s, pulse=Pulse(1, begun, completed, 8))
 
 
@@ -49,6 +49,52 @@ def test_a_rank_that_is_not_even_heard_is_to_blame_also_while_it_says_that_it_wa
         "trainer.0 waits in a collective"
     )
     assert watched(rank(0, 53, 50), waiting) is None, "it is heard: its wait has a deadline of its own"
+
+
+def late(index, begun=50):
+    """Waits for what comes to all ranks at once."""
+    return rank(index, begun, waits=["batch 8 from orchestrator"], behind_s=STILL_S)
+
+
+def test_a_rank_that_still_waits_for_what_all_others_have_is_to_blame():
+    stall = watched(rank(0, 53, 50), late(1), rank(2, 53, 50))
+    assert stall.blamed == ("trainer.1",)
+    assert stall.sentence == (
+        "stall: trainer.1 made no progress for 41 s while waiting for batch 8 from orchestrator (step 7); "
+        "trainer.0, trainer.2 wait in a collective"
+    )
+    assert watched(rank(0, 53, 50), late(1), late(2)).blamed == ("trainer.1", "trainer.2")
+    assert watched(rank(0, 53, 50), late(1), rank(2)).blamed == ("trainer.2",), "it does not even say that it waits"
+    assert watched(rank(0, 53, 50), late(1), rank(2), silent=["trainer.2"]).blamed == ("trainer.2",)
+
+
+def test_how_long_the_others_have_been_gone_counts_and_not_how_long_it_has_waited():
+    def leave(name, health, now_s):
+        return health if name == "trainer.1" or now_s > 300 else beating(late(0), now_s)
+
+    assert watched(rank(0, 53, 50), late(1), for_s=300 + STILL_S, change=leave) is None
+    assert "for 41 s while waiting" in watched(rank(0, 53, 50), late(1), for_s=303 + STILL_S, change=leave).sentence
+    through_files = rank(1, waits=["batch 8 from orchestrator"], behind_s=300.0)
+    assert watched(rank(0, 53, 50), through_files, for_s=300) is None
+    assert watched(rank(0, 53, 50), through_files, for_s=303).blamed == ("trainer.1",)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [late(0)],
+        [rank(0, 53, 50), rank(2, doing="copying a checkpoint", still_s=None)],
+        [rank(0, 53, 50), replace(late(2), waits=(Wait("the compiler", 0.0, 600.0), *late(2).waits))],
+        [rank(0)],
+    ],
+    ids=["all wait", "one is at something else", "one has another wait besides", "no collective holds anybody"],
+)
+def test_a_rank_may_wait_as_long_as_others_do_not_wait_for_it(others):
+    assert watched(*others, late(1), for_s=300) is None
+
+
+def test_ranks_that_a_collective_holds_before_a_wait_are_not_held_up_by_who_has_got_there():
+    assert watched(rank(0, 49, 48), late(1, begun=50)).blamed == ("trainer.0",)
 
 
 def test_where_a_collective_holds_all_those_behind_are_to_blame_and_all_where_nobody_is():

@@ -19,7 +19,7 @@ from trainer_cases import HOSTED, MOE, OFFLOADED, make_learner, manifest, run_ra
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.errors import RunFailed
-from orrery.trainer import checkpoint, host_copy, replicas, safetensors_file
+from orrery.trainer import checkpoint, host_copy, pulse, replicas, safetensors_file
 from orrery.transport import checkpoints
 
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(sta
     gate, waits, completed = Gate(monkeypatch), [], []
 
     @contextmanager
-    def waiting(what, seconds):
+    def waiting(what, deadline_s, behind_s):
         waits.append(what)
         if "step_2" in what:
             gate.opened.set()
@@ -342,7 +342,7 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
 def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(start, tmp_path, monkeypatch):
     learner, _ = make_learner(manifest(), start), Gate(monkeypatch)
 
-    def ended(what, seconds):
+    def ended(what, deadline_s, behind_s):
         if "step_1" in what:
             raise SystemExit(143)  # as SIGTERM does
         return nullcontext()
@@ -425,15 +425,15 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
     _, world, saver = second
 
     @contextmanager
-    def waiting(what, seconds):
-        world.said.append((what, seconds))
+    def waiting(what, deadline_s, behind_s):
+        world.said.append((what, deadline_s, behind_s))
         (tmp_path / "step_0" / "COMPLETE").touch()
         yield
 
     saver._waiting = waiting
     saver.finish()
     saver.finish()
-    assert world.said == [("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S), "barrier", "barrier"]
+    assert world.said == [("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, pulse.PARTS_S), "barrier", "barrier"]
 
 
 @pytest.mark.parametrize("call", ["finish", "copy"])

@@ -569,7 +569,7 @@ def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     saving = SimpleNamespace(copy=lambda *_: pytest.fail("the last step has its checkpoint"), finish=lambda: ended.append("finished"))
     batch = SimpleNamespace(info={"wind_down": True})
     receiver = SimpleNamespace(receive=lambda step, _: batch if step == 4 else pytest.fail(f"asked for batch {step}"))
-    rig = SimpleNamespace(learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0)
+    rig = SimpleNamespace(learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0, batch_behind_s=1.0)
     me = SimpleNamespace(manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext()))
     me.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
     for first_step in (3, 1):  # begun after its last step, or before it

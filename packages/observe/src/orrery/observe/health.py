@@ -29,6 +29,7 @@ class Wait:
     what: str
     since_s: float
     deadline_s: float | None
+    behind_s: float | None = None  # it comes to all of the role at once: who waits for this long while collectives hold all others is stuck
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,15 @@ class HealthFile:
             self._write(changed=False)
 
     @contextmanager
-    def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
-        """Around every wait for another process; name the thing and the role it comes from."""
+    def waiting(self, what: str, deadline_s: float | None = None, behind_s: float | None = None) -> Iterator[None]:
+        """Around every wait for another process; name the thing and the role it comes from.
+
+        `behind_s`, where it comes to all processes of this role at once: for how long one may still wait while the others go on.
+        """
         with self._lock:
             self._tickets += 1
             ticket, now_s = self._tickets, time.time()
-            self._waits[ticket] = Wait(what, now_s, None if deadline_s is None else now_s + deadline_s)
+            self._waits[ticket] = Wait(what, now_s, None if deadline_s is None else now_s + deadline_s, behind_s)
             self._write()
         try:
             yield
@@ -205,7 +209,7 @@ def as_row(health: Health) -> dict[str, Any]:
         "was": health.was,
         "still_s": health.still_s,
         "pulse": None if health.pulse is None else asdict(health.pulse),
-        "waits": [[w.what, w.since_s, w.deadline_s] for w in health.waits],
+        "waits": [[w.what, w.since_s, w.deadline_s, w.behind_s] for w in health.waits],
     }
 
 

@@ -3,7 +3,8 @@
 Ranks in lock-step stop together when one of them does, so stopping alone names nobody. What each one's pulse says does:
 - silent: in a wait, or at what was to move within `still_s`, not even its pulse is heard: it is stopped, gone deaf, or its machine is;
 - in a collective: it has begun another than it has completed, so it waits for other ranks, whatever it says that it does;
-- still: it does what was to move within `still_s`, and no collective holds it.
+- still: it does what was to move within `still_s`, and no collective holds it;
+- late: it waits for what comes to all at once (`behind_s`), while collectives hold others.
 Anybody else has a reason to take its time: progress, an open wait, or a deed of no known length (those have deadlines: `watchdog.py`).
 A stall is a role in which nobody has. To blame are the silent, else the still, else those that have begun the fewest collectives.
 
@@ -53,12 +54,14 @@ class Stillness:
         ranks = {name: seen for name, seen in self._seen.items() if seen.health.role == role}
         silent = [name for name, seen in ranks.items() if self._is_silent(seen, now_s)]
         stopped = {name: seen.health for name, seen in ranks.items() if name not in silent and self._has_stopped(seen, now_s)}
-        somebody_is_held_up = stopped or any(ranks[name].health.still_s for name in silent)
-        if not somebody_is_held_up or len(silent) + len(stopped) < len(ranks):
-            return None
         held = [name for name, health in stopped.items() if _in_collective(health)]
-        blamed = silent or [name for name in stopped if name not in held] or _behind(stopped)
-        return Stall(tuple(blamed), self._sentence(blamed, [name for name in held if name not in blamed], now_s))
+        last_s = max((seen.moved_s for seen in ranks.values()), default=now_s)
+        late = {name: seen.health for name, seen in ranks.items() if held and name not in silent and _is_late(seen.health, now_s - last_s)}
+        somebody_is_held_up = stopped or any(ranks[name].health.still_s for name in silent)
+        if not somebody_is_held_up or len(silent) + len(stopped) + len(late) < len(ranks):
+            return None
+        blamed = silent or [name for name in stopped if name not in held] or _fewest({**stopped, **late})
+        return Stall(tuple(blamed), self._sentence(blamed, [name for name in held if name not in blamed], now_s, last_s))
 
     def _is_silent(self, seen: _Seen, now_s: float) -> bool:
         health = seen.health
@@ -70,10 +73,11 @@ class Stillness:
             return False
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
-    def _sentence(self, blamed: list[str], held: list[str], now_s: float) -> str:
+    def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
+        """`last_s`: when anybody of the role has moved last, so what is late was there."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
-        for_s = now_s - max(one.heard_s if silent else one.moved_s for one in seen)
+        for_s = now_s - max(one.heard_s if silent else last_s if one.health.waits else one.moved_s for one in seen)
         deeds = " or ".join(dict.fromkeys(one.health.last for one in seen))
         text = f"stall: {listed(blamed)} {'gave no sign of life' if silent else 'made no progress'} for {for_s:.0f} s while {deeds}"
         if held:
@@ -98,7 +102,12 @@ def _in_collective(health: Health) -> bool:
     return health.pulse is not None and health.pulse.begun != health.pulse.completed
 
 
-def _behind(stopped: Mapping[str, Health]) -> list[str]:
-    """All are in a collective: those that have begun the fewest."""
-    fewest = min(health.pulse.begun if health.pulse else 0 for health in stopped.values())
-    return [name for name, health in stopped.items() if (health.pulse.begun if health.pulse else 0) == fewest]
+def _is_late(health: Health, quiet_s: float) -> bool:
+    """Whether it still waits for what the others have, who have not moved for `quiet_s`."""
+    return bool(health.waits) and all(wait.behind_s is not None and quiet_s > wait.behind_s for wait in health.waits)
+
+
+def _fewest(held: Mapping[str, Health]) -> list[str]:
+    """Those that have begun the fewest collectives: the others are in one that they have not come to."""
+    fewest = min(health.pulse.begun if health.pulse else 0 for health in held.values())
+    return [name for name, health in held.items() if (health.pulse.begun if health.pulse else 0) == fewest]

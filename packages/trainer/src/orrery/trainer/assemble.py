@@ -39,6 +39,7 @@ class Rig:
     receiver: RolloutReceiver
     start_weights: Path  # the folder that the stage started from; its tokenizer files go along with the policy
     batch_deadline_s: float
+    batch_behind_s: float  # for which one rank may still wait for a batch that the others have
     publish_still_s: float  # for which publishing, but for the first time, may show no progress
 
 
@@ -102,10 +103,16 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
     try:
         deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
-        yield Rig(world, learner, publisher, receiver, start, deadline_s, _publish_still_s(manifest, world, num_nodes))
+        publish_still_s = _publish_still_s(manifest, world, num_nodes)
+        yield Rig(world, learner, publisher, receiver, start, deadline_s, _batch_behind_s(manifest, world), publish_still_s)
     finally:
         receiver.close()
         publisher.close()
+
+
+def _batch_behind_s(manifest: Manifest, world: World) -> float:
+    """A batch is sent to all ranks at once; files may be seen on one node later than on another."""
+    return parts_s(world.size) if manifest.transport.rollouts == "files" else still_s(False, world.size)
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:

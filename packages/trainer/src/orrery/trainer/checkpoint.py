@@ -49,7 +49,7 @@ from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import last_not_finite, named_state
 from orrery.trainer.parallel.world import World
-from orrery.trainer.pulse import moved
+from orrery.trainer.pulse import moved, parts_s
 from orrery.trainer.safetensors_file import Stopped, write
 from orrery.trainer.stored import FORMAT, Stored
 from orrery.transport import checkpoints, visible
@@ -59,7 +59,7 @@ ABANDON_S = 20.0  # for the thread to notice that its process ends
 POLL_S = 0.1
 
 Stop = Callable[[], bool]
-Waiting = Callable[[str, float], AbstractContextManager[object]]
+Waiting = Callable[[str, float, float | None], AbstractContextManager[object]]
 log = logging.getLogger(__name__)
 
 
@@ -157,13 +157,13 @@ def _restore_rng(file: Any, device: torch.device) -> None:
 
 
 class Saver:
-    """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, seconds)` is told of every wait.
+    """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, deadline_s, behind_s)` is told of every wait.
 
     `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context finishes what is on its way, or after an exception
     gives it up.
     """
 
-    def __init__(self, world: World, waiting: Waiting = lambda what, seconds: nullcontext()):
+    def __init__(self, world: World, waiting: Waiting = lambda what, deadline_s, behind_s: nullcontext()):
         self._world, self._waiting = world, waiting
         self._host = HostCopy(world.device)
         self._copied: _Copied | None = None
@@ -207,7 +207,7 @@ class Saver:
         pieces = {name: held.local for name, held in mine.items()} | _rng_state(self._world.device)
         num_bytes = sum(piece.nbytes for piece in pieces.values())
         if not self._host.has_room(num_bytes):
-            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S)):
+            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S), None):
                 self._host.reserve(num_bytes)
         self._host.fill(pieces)
         index = {
@@ -242,7 +242,7 @@ class Saver:
     def wait(self) -> None:
         """Until this rank has no more to do for the last checkpoint: on the first rank, until it is whole. Raises what failed."""
         if (work := self._work) is not None:
-            with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S)):
+            with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S), None):
                 work.join(scaled(WRITE_DEADLINE_S))
             self._work = None  # only now: whoever is interrupted while it waits gives it up
             if work.error is not None:
@@ -260,7 +260,7 @@ class Saver:
         if expected is not None and not self._world.is_first:
             what, whole = expected
             deadline_s = scaled(WRITE_DEADLINE_S)
-            with self._waiting(what, deadline_s):
+            with self._waiting(what, deadline_s, parts_s(self._world.size)):
                 if not visible.appears(whole, deadline_s):
                     raise _too_slow(what, deadline_s)
 

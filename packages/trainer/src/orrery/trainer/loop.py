@@ -68,7 +68,8 @@ def _still_s(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
 
 def _await_batch(rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int, first_step: int) -> ReceivedBatch:
     """Raises WoundDown where there is none any more; `first_step` is the one that this attempt began at."""
-    with me.metrics.span("wait", step=step), me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s):
+    waiting = me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s, behind_s=rig.batch_behind_s)
+    with me.metrics.span("wait", step=step), waiting:
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
     if batch.info.get("wind_down"):
         done = rig.learner.step

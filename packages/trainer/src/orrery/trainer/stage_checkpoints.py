@@ -28,7 +28,7 @@ class StageCheckpoints:
 
     def __init__(self, me: RoleProcess, learner: Learner, stage: str, beside: str | None = None):
         self._me, self._learner, self._stage, self._beside = me, learner, stage, beside
-        self._saver = Saver(learner.world, lambda what, seconds: me.health.waiting(what, deadline_s=seconds))
+        self._saver = Saver(learner.world, me.health.waiting)
 
     def __enter__(self) -> Self:
         self._saver.__enter__()
