@@ -121,6 +121,7 @@ def test_the_same_seed_twice_gives_the_same_bits(start):
 SHARDS, REPLICAS, UNTIED = {"dp_shard": 2}, {"dp_replicate": 2}, {"tie_embeddings": False}
 # Three samples on two ranks, at most one a micro-batch: somebody gets an empty micro-batch.
 FEW = {"num_samples": 3, "max_tokens": 20}
+ADAPTERS = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}
 RECOMPUTE = {**MEMORY, "activation_checkpointing": {"kind": "full"}}
 ON_TWO_RANKS = {
     "shards": {"manifest": {"mesh": SHARDS}, "steps": [1, 2, 3], "batch": FEW},
@@ -134,6 +135,13 @@ BAD_ON_TWO_RANKS = {
     "poisoned": {"manifest": {"mesh": SHARDS}, "steps": [1], "batch": {"poison": 1}},
     "broken_shards": {"manifest": {"mesh": SHARDS}, "steps": [1], "broken_on": 1},
     "broken_replicas": {"manifest": {"mesh": REPLICAS}, "steps": [1], "broken_on": 1},
+    "broken_adapters": {"manifest": {"mesh": SHARDS, "trainer": {"lora": ADAPTERS}}, "steps": [1], "broken_on": 1},
+    "broken_ring": {"manifest": {"mesh": {"cp": 2, "cp_style": "ring"}}, "steps": [1], "broken_on": 1},
+    "broken_ulysses": {
+        "manifest": {"mesh": {"cp": 2, "cp_style": "ulysses"}, "trainer": {"memory": RECOMPUTE}},
+        "steps": [1],
+        "broken_on": 0,
+    },
 }
 
 
@@ -289,23 +297,26 @@ def test_not_finite_data_ends_the_run_by_step_component_and_rank_and_leaves_the_
         assert torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize("name", ["broken_shards", "broken_replicas"])
+@pytest.mark.parametrize("name", [name for name, job in BAD_ON_TWO_RANKS.items() if "broken_on" in job])
 def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_sums_over_ranks(two_ranks, name):
+    """Also where the embedding is frozen, and where ranks that share a context hand one another what is broken."""
     folder, answers = two_ranks
+    job = BAD_ON_TWO_RANKS[name]
     assert answers[0][name] == answers[1][name]
     # Of what stands before the break, the last: in the order of the network, the norms of attention's heads or its projections.
-    said = r"step 1: the gradient of network.layers.0.self_attn.\w+.weight is not finite on rank 1; weights stay as before the step"
+    weight, rank = r"network.layers.0.self_attn.\w+.(weight|lora.b)", job["broken_on"]
+    said = rf"step 1: the gradient of {weight} is not finite on rank {rank}; weights stay as before the step"
     assert re.fullmatch(said, answers[0][name]["error"])
-    before = whole_weights(make_learner(manifest(), folder / f"start_{name}"))
+    before = whole_weights(make_learner(manifest(trainer=job["manifest"].get("trainer")), folder / f"start_{name}"))
     assert all(torch.equal(weight, before[other]) for other, weight in load_file(folder / f"{name}.safetensors").items())
 
 
 def test_where_nobody_could_watch_the_shards_rank_is_told(start):
-    """As with a frozen embedding: the other rank holds what is not finite, and no backward pass is known to have broken."""
+    """The other rank holds what is not finite, and no backward pass is known to have broken."""
     learner = make_learner(manifest(), start)
     position = list(learner.weights).index("network.layers.0.self_attn.q_proj.weight")
-    answers = iter([[-1, position], [0, 0]])
-    learner.world = SimpleNamespace(size=2, each=lambda value: next(answers))
+    answers = iter([[-1, position], [-1, -1], [0, 1]])
+    learner.world = SimpleNamespace(size=2, data_rank=0, each=lambda value: next(answers))
     with pytest.raises(RunFailed, match=r"q_proj.weight is not finite in the shard of rank 1; weights stay"):
         learner._name_gradient(1)
 

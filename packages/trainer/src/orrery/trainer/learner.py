@@ -51,10 +51,12 @@ class Learner:
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
         self.step = 0
-        self._reached: list[torch.Tensor] = []  # of this step's micro-batches, this rank's largest gradient at the embedding's output
+        # This rank's largest gradient, at the embedding's output and where cp ranks exchange theirs, in the order of its backward passes.
+        self._reached: list[torch.Tensor] = []
         embedding = next((module for module in policy.modules() if isinstance(module, nn.Embedding)), None)
         if embedding is not None:
-            embedding.register_forward_hook(self._watch)
+            embedding.register_forward_hook(self._watch_embedding)
+        context_parallel.watch(policy, self._watch)
         self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
@@ -156,23 +158,33 @@ class Learner:
         worst = max(self.world.each(last_not_finite(self.weights.values())))
         return list(self.weights)[worst] if worst >= 0 else ""
 
-    def _watch(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
+    def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._watch(hidden.requires_grad_())  # also where it is frozen: the gradient then ends here
+
+    def _watch(self, hidden: torch.Tensor) -> None:
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self._reached.append(torch.linalg.vector_norm(gradient, math.inf)))
 
     def _name_gradient(self, step: int) -> None:
         """A gradient flows from the loss to the embedding, so what is not finite spoils all that stands before it: the last one is named.
 
-        Its ranks are those whose own backward passes broke. When gradients are looked at they are sums over ranks, so where none of the
-        passes did (or nobody could watch, the embedding being frozen) it is only known who holds the shard.
+        Its ranks are those whose own backward passes broke: of a cp group, whose ranks hand on what is broken, those that had it first.
+        When gradients are looked at they are sums over ranks, so where none of the passes did it is only known who holds the shard.
         """
         found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
-        broke = self.world.each(int(any(not math.isfinite(float(one)) for one in self._reached)))
+        broke = self.world.each(next((place for place, one in enumerate(self._reached) if not math.isfinite(float(one))), -1))
+        groups = self.world.each(self.world.data_rank)  # ranks of a cp group train the same data
         if max(found) < 0:
             raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower the optimizer's lr")
-        name, ranks = list(self.weights)[max(found)], [rank for rank, bad in enumerate(broke) if bad]
+        first: dict[int, int] = {}
+        for group, place in zip(groups, broke, strict=True):
+            if place >= 0:
+                first[group] = min(place, first.get(group, place))
+        ranks = [rank for rank, place in enumerate(broke) if place >= 0 and place == first[groups[rank]]]
         if self.world.size == 1:
             ranks = [0]
+        name = list(self.weights)[max(found)]
         where = f"on rank {', '.join(map(str, ranks))}" if ranks else f"in the shard of rank {found.index(max(found))}"
         raise RunFailed(f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step")
 

@@ -12,7 +12,7 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Trainer
@@ -39,6 +39,13 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         raise OrreryError(f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; set trainer.mesh.cp to 1")
     for attention in attentions:
         attention.core = KINDS[trainer.mesh.cp_style][0](world.group("cp"))
+
+
+def watch(policy: Policy, see: Callable[[Tensor], object]) -> None:
+    """`see` is given what leaves each core: its gradient is this rank's own, and what the core makes of it is every rank's of the group."""
+    for module in policy.modules():
+        if isinstance(module, UlyssesCore | RingCore):
+            module.watch = see
 
 
 def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:

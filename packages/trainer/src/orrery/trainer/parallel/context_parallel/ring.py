@@ -15,6 +15,7 @@ Rank r has of every document pieces r and 2·cp − 1 − r of 2·cp equal ones,
 - Every rank adds in the order of its own ring, always the same: the same bits every time.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -55,12 +56,15 @@ class RingCore(nn.Module):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
+        self.watch: Callable[[Tensor], object] = lambda out: None
 
     @torch.compiler.disable
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         if (halves := _halves.get(documents)) is None:
             halves = _halves[documents] = Halves.of(documents, q_THK.shape[0])
-        return _Ring.apply(q_THK, k_TGK, v_TGK, halves, self.group)
+        out_THK = _Ring.apply(q_THK, k_TGK, v_TGK, halves, self.group)
+        self.watch(out_THK)
+        return out_THK
 
 
 _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()  # layers share their forward's `Documents`

@@ -5,7 +5,7 @@ t tokens here · T = cp·t tokens of the group · H query heads · G key and val
 Where there are fewer key heads than ranks, each is repeated for the ranks that share it; their gradients are summed here again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class UlyssesCore(nn.Module):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
+        self.watch: Callable[[Tensor], object] = lambda out: None
 
     @torch.compiler.disable
     def forward(self, q_tHK: Tensor, k_tGK: Tensor, v_tGK: Tensor, documents: Documents) -> Tensor:
@@ -29,7 +30,9 @@ class UlyssesCore(nn.Module):
             k_tGK, v_tGK = (x.repeat_interleave(repeats, dim=1) for x in (k_tGK, v_tGK))
         q_ThK, k_TgK, v_TgK = _ToHeads.apply(self.group, q_tHK, k_tGK, v_tGK)
         out_ThK = varlen_attention(q_ThK, k_TgK, v_TgK, documents)
-        return _ToTokens.apply(self.group, out_ThK)[0]
+        out_tHK = _ToTokens.apply(self.group, out_ThK)[0]
+        self.watch(out_tHK)
+        return out_tHK
 
 
 def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
