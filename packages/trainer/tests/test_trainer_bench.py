@@ -19,6 +19,7 @@ from orrery.manifest.identity import pretty_json
 from orrery.models.flops import true_work
 from orrery.trainer import host_copy
 from orrery.trainer.bench import clocks, phases, report, start
+from orrery.trainer.bench import rank as bench_rank
 from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes, measure, parser
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import expected
@@ -275,6 +276,22 @@ def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, mo
     with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # those ranks left none
         measure(arguments)
     assert json.loads(record.read_text()) == {"name": "tiny"} and capsys.readouterr().out == "the table\n"
+
+
+def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monkeypatch):
+    asked = request(manifest(), Options(device="cpu"))
+    for text in ("Cuda failure 2 'out of memory'", "else"):
+
+        def fails(*_, text=text):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(bench_rank, "make_learner", fails)
+        if text == "else":
+            with pytest.raises(RuntimeError, match="else"):
+                bench_rank.measure(asked, 0, tmp_path)
+        else:
+            said = bench_rank.measure(asked, 0, tmp_path)["out_of_memory"]
+            assert said.startswith("rank 0 ran out of device memory while it was being built; ")
 
 
 def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):

@@ -362,6 +362,36 @@ def test_levers_are_pulled_together_where_none_suffices_alone():
     assert "no lever alone frees the" in said and all(str(lever) in said for lever in found.levers)
 
 
+def test_what_waits_in_host_memory_is_what_the_device_has_no_more():
+    model, trainer, load = case("qwen3_8b_8k", devices=8)
+    counted = sizes(model, None)
+    before = plan(model, trainer, load, H200_BYTES, counted)
+    after = {lever.field: plan(model, lever.trainer, lever.load, H200_BYTES, counted) for lever in levers(model, trainer, load, before)}
+    head, optimizer = before.moments["LM head"], before.moments["optimizer"]
+    assert before.host_bytes == 0
+    assert after["trainer.memory.optimizer_offload"].host_bytes == optimizer["optimizer state"]
+    assert after["trainer.memory.activation_offload"].host_bytes == head["activations"] * 35 // 36
+    all_of_it = sum(optimizer[part] for part in ("weights", "gradients", "optimizer state"))
+    assert after["trainer.fsdp.cpu_offload"].host_bytes == pytest.approx(all_of_it, abs=256)  # rounded down, a unit at a time
+
+
+def test_no_lever_takes_host_memory_that_the_ranks_of_a_node_do_not_have():
+    model, trainer, load = case("qwen3_8b_8k", devices=8)
+    counted = sizes(model, None)
+    needed = int(71.2 * GIB)  # of whole blocks, or all that they keep away
+
+    def pulled(host_bytes, now=trainer):
+        return [lever.field for lever in choose(model, now, load, H200_BYTES, needed, counted, host_bytes).levers]
+
+    assert pulled(74 * GIB) == ["trainer.memory.activation_offload"]
+    for host_bytes in (73 * GIB, 0, -GIB):
+        found = pulled(host_bytes)
+        assert len(found) > 1 and not {field for field in found if field.endswith("activation_offload")}, host_bytes
+    assert not {field for field in pulled(5 * GIB) if field.endswith("offload")}
+    offloaded = trainer.model_copy(update={"memory": trainer.memory.model_copy(update={"optimizer_offload": True})})
+    assert pulled(74 * GIB, offloaded) == ["trainer.memory.activation_offload"], "what it has taken already is taken"
+
+
 def test_what_nothing_frees_is_said_too():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=1)
     counted = sizes(model, None)
@@ -385,6 +415,44 @@ def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_sa
     said = foreseen(spec, "rl", peak * 9 // 10)
     assert said is not None and said.startswith("a step is planned to take ") and "of each device" in said
     assert "frees about" in said and "set it in the manifest's memory axis" in said
+
+
+def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_lever(monkeypatch):
+    spec = manifest(trainer={"memory": {**MEMORY, "optimizer_offload": True}})
+    before = plan(spec.model, *of_stage(spec, "rl"), 0)
+    left = []
+    monkeypatch.setattr(out_of_memory, "choose", lambda *given: left.append(given[-1]) or choose(*given))
+    assert foreseen(spec, "rl", before.peak_bytes // 2, GIB) is not None
+    assert left == [GIB - before.host_bytes] and before.host_bytes > 0
+
+
+PINNED = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call."
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+
+
+@pytest.mark.parametrize(
+    ("text", "offload", "free_bytes", "said"),
+    [
+        (PINNED, True, GIB, r"could not have host memory pinned in step 5, .*; set trainer.memory.activation_offload to false in the mani"),
+        (PINNED, False, GIB, r"could not have host memory pinned in step 5, .* 2 ranks of this node together; free some, or raise the"),
+        (
+            PINNED,
+            True,
+            0,
+            r"ran out of device memory in step 5; .*\(it was not torch's allocator that ran out: CUDA error: out of memory\)$",
+        ),
+        (NCCL, True, GIB, r"ran out of device memory in step 5; .*\(.*: Cuda failure 2 'out of memory'\)$"),
+    ],
+    ids=["pinned", "pinned by nobody", "beside the allocator", "NCCL"],
+)
+def test_memory_that_is_not_from_torchs_allocator_is_told_too(monkeypatch, text, offload, free_bytes, said):
+    spec = manifest(trainer={"memory": {**MEMORY, "activation_offload": offload}}, mesh={"dp_shard": 2})
+    monkeypatch.setattr(out_of_memory, "_end_soon", lambda *_: None)
+    monkeypatch.setattr(out_of_memory, "device_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(out_of_memory, "free_bytes", lambda: free_bytes)
+    with pytest.raises(RunFailed, match=f"^rank 1 {said}"), explained(SimpleNamespace(manifest=spec, stage="rl", index=1)) as where:
+        where.learner = SimpleNamespace(step=4)
+        raise torch.AcceleratorError(text) if text == PINNED else torch.distributed.DistBackendError(text)
 
 
 def test_a_stage_that_runs_out_fails_with_the_sentence():

@@ -28,7 +28,7 @@ from orrery.trainer.bench.clocks import read_clocks
 from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.memory_plan.out_of_memory import device_bytes, sentence
+from orrery.trainer.memory_plan.out_of_memory import device_bytes, explain, is_out_of_memory
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, device_for, dissolve, form
 
@@ -47,10 +47,6 @@ def main() -> None:
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
         os._exit(1)  # collectives of the other ranks may be in flight: an orderly end would wait for them
-
-
-def out_of_memory(request: Request, rank: int, step: int | None, error: BaseException) -> dict[str, Any]:
-    return {"out_of_memory": sentence(str(error), rank, step, request.model, request.trainer, request.load, device_bytes())}
 
 
 def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
@@ -82,8 +78,11 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
         answer |= profiled_step(learner, request, folder, world)
-    except torch.OutOfMemoryError as error:
-        return out_of_memory(request, rank, None if learner is None else learner.step + 1, error)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        step = None if learner is None else learner.step + 1
+        return {"out_of_memory": explain(error, rank, step, request.model, request.trainer, request.load, request.num_devices)}
     dissolve(world)  # here alone: ranks that failed leave collectives in flight, and end without order
     return answer
 

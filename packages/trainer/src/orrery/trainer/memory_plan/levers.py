@@ -3,8 +3,10 @@
 - What a lever frees is the difference of two plans: a lever that acts on another moment than the fullest frees nothing.
 - First those that the same devices can pull, one alone if one suffices, else the most effective ones together; then host memory for
   everything, then more devices.
+- Those that take more host memory than the ranks of a node have are not offered.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -110,12 +112,19 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
     yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))  # of the same step, on twice as many data ranks
 
 
-def choose(model: Model, trainer: Trainer, load: Load, device_bytes: int, needed_bytes: int, counted: Sizes) -> Choice:
-    """The cheapest lever that frees `needed_bytes`, or else the most effective together, up to what there is."""
+def choose(
+    model: Model, trainer: Trainer, load: Load, device_bytes: int, needed_bytes: int, counted: Sizes, host_bytes: int = sys.maxsize
+) -> Choice:
+    """The cheapest lever that frees `needed_bytes`, or else the most effective together, up to what there is.
+
+    `host_bytes`: what a rank may take of host memory beside what it takes now.
+    """
     base = plan(model, trainer, load, device_bytes, counted)
 
     def freed(lever: Lever) -> int:
-        return base.peak_bytes - plan(model, lever.trainer, lever.load, device_bytes, counted).peak_bytes
+        after = plan(model, lever.trainer, lever.load, device_bytes, counted)
+        fits = after.host_bytes - base.host_bytes <= max(0, host_bytes)
+        return base.peak_bytes - after.peak_bytes if fits else -sys.maxsize
 
     best = Choice((), 0, False)
     for rank in (0, 1, 2):

@@ -1,7 +1,9 @@
-"""Out of device memory: torch's error as one sentence that says which field of the manifest to change, and what that frees and costs.
+"""Out of memory: an error as one sentence that says which field of the manifest to change, and what that frees and costs.
 
 - Needed is what the failed allocation asked for, or by how much the plan exceeds what torch could have, if that is more; and a margin for
   what the allocator cannot use.
+- CUDA and NCCL say that they are out of memory in other errors than torch's allocator does, without numbers. Where the device has room, and
+  it was not NCCL that asked, it is host memory that could not be pinned.
 - A rank that ran out leaves collectives of others behind, for which an orderly end may wait: it gets END_S for that.
 """
 
@@ -15,8 +17,10 @@ from contextlib import contextmanager
 import torch
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.plan import stage as stage_of
 from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.observe.process import RoleProcess
+from orrery.trainer.host_copy import available_bytes
 from orrery.trainer.learner import Learner
 from orrery.trainer.memory_plan.kept import width
 from orrery.trainer.memory_plan.levers import Choice, choose
@@ -37,33 +41,60 @@ class Where:
 
 @contextmanager
 def explained(me: RoleProcess) -> Iterator[Where]:
-    """Around a stage's work: torch.OutOfMemoryError becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
-    where = Where()
-    if me.index == 0 and (text := foreseen(me.manifest, me.stage, device_bytes())) is not None:
+    """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
+    where, world_size = Where(), me.manifest.trainer.mesh.world_size
+    ranks_here = -(-world_size // stage_of(me.manifest, me.stage).num_nodes)
+    if me.index == 0 and (text := foreseen(me.manifest, me.stage, device_bytes(), available_bytes() // ranks_here)) is not None:
         me.log.warning(text)
     try:
         yield where
-    except torch.OutOfMemoryError as error:
-        manifest, step = me.manifest, None if where.learner is None else where.learner.step + 1
-        trainer, load = of_stage(manifest, me.stage)
-        text = sentence(str(error), me.index, step, manifest.model, trainer, load, device_bytes())
-        if trainer.mesh.world_size > 1:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        step = None if where.learner is None else where.learner.step + 1
+        text = explain(error, me.index, step, me.manifest.model, *of_stage(me.manifest, me.stage), ranks_here)
+        if world_size > 1:
             _end_soon(me, text)
         raise RunFailed(text) from None
 
 
-def foreseen(manifest: Manifest, stage: str, capacity: int) -> str | None:
-    """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell."""
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def explain(error: RuntimeError, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, ranks_here: int) -> str:
+    """The sentence for one that `is_out_of_memory`; `ranks_here` share this host's memory. `step` None: no step had begun."""
+    capacity, available = device_bytes(), available_bytes()
+    if isinstance(error, torch.OutOfMemoryError) or "NCCL" in str(error) or free_bytes() <= MARGIN * capacity:
+        text = sentence(str(error), rank, step, model, trainer, load, capacity, available // ranks_here)
+        return text if isinstance(error, torch.OutOfMemoryError) else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
+    fields = {
+        "trainer.memory.activation_offload": trainer.memory.activation_offload,
+        "trainer.memory.optimizer_offload": trainer.memory.optimizer_offload,
+        "trainer.fsdp.cpu_offload": trainer.fsdp.cpu_offload,
+    }
+    pulled = " or ".join(field for field, value in fields.items() if value)
+    remedy = f"set {pulled} to false in the manifest's memory axis" if pulled else "free some, or raise the job's limit if it has one"
+    left = f"{_shown(available)} of it are left to the {ranks_here} ranks of this node together"
+    return f"rank {rank} could not have host memory pinned {_when(step)}, though its device has room; {left}; {remedy}"
+
+
+def foreseen(manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize) -> str | None:
+    """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell.
+
+    `host_bytes`: what a rank may take of host memory.
+    """
     if not capacity:
         return None
     trainer, load = of_stage(manifest, stage)
     try:
         counted = sizes(manifest.model, trainer.lora)
-        peak = plan(manifest.model, trainer, load, capacity, counted).peak_bytes
+        found = plan(manifest.model, trainer, load, capacity, counted)
+        peak = found.peak_bytes
         missing = peak + int(MARGIN * capacity) - capacity
         if missing <= 0:
             return None
-        choice = choose(manifest.model, trainer, load, capacity, missing, counted)
+        choice = choose(manifest.model, trainer, load, capacity, missing, counted, host_bytes - found.host_bytes)
     except OrreryError:
         return None
     head = f"a step is planned to take {_shown(peak)} of the {_shown(capacity)} of each device, which may run out in the middle of the run"
@@ -72,6 +103,11 @@ def foreseen(manifest: Manifest, stage: str, capacity: int) -> str | None:
 
 def device_bytes() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+
+
+def free_bytes() -> int:
+    """Of the device, for who asks the driver and not torch."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
@@ -92,12 +128,16 @@ def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
     return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)), merged_width)
 
 
-def sentence(error: str, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, capacity: int = 0) -> str:
-    """`error` is torch's text; `step` None: no step had begun; `capacity` of the device counts where the text does not say."""
+def sentence(
+    error: str, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, capacity: int = 0, host_bytes: int = sys.maxsize
+) -> str:
+    """`error` is torch's text; `step` None: no step had begun; `capacity` of the device counts where the text does not say.
+
+    `host_bytes`: what this rank may take of host memory beside what it has.
+    """
     asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity
-    when = "while it was being built" if step is None else f"in step {step}"
-    head = f"rank {rank} ran out of device memory {when}"
+    head = f"rank {rank} ran out of device memory {_when(step)}"
     if asked is not None:
         head += f": {_shown(asked)} were asked for"
         head += f", {_shown(free)} of {_shown(capacity)} were free" if free is not None and capacity else ""
@@ -108,9 +148,17 @@ def sentence(error: str, rank: int, step: int | None, model: Model, trainer: Tra
         if mine[0] is not None:
             over = plan(model, trainer, load, capacity, counted).peak_bytes - sum(part or 0 for part in mine)
             needed = max(needed, over + int(MARGIN * capacity))
-        return f"{head}; {advice(choose(model, trainer, load, capacity, needed, counted), needed)}"
+        return f"{head}; {advice(choose(model, trainer, load, capacity, needed, counted, host_bytes), needed)}"
     except OrreryError as unknown:
         return f"{head}; there is no plan of its memory: {unknown}"
+
+
+def _line(error: RuntimeError) -> str:
+    return next(line.strip() for line in str(error).splitlines() if "out of memory" in line)
+
+
+def _when(step: int | None) -> str:
+    return "while it was being built" if step is None else f"in step {step}"
 
 
 def advice(choice: Choice, needed_bytes: int) -> str:

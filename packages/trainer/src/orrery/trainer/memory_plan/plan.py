@@ -24,6 +24,9 @@ Moments, each beside the above:
     optimizer  all gradients, reduced; Muon's matrices besides
 
 With `activation_offload` the activations of two blocks are on the device, whatever the number of blocks.
+
+In host memory: with `activation_offload` the activations of all blocks but the last (buffers are powers of two, so up to twice as large),
+with `optimizer_offload` the states, with `cpu_offload` weights, gradients and states.
 """
 
 from collections.abc import Iterator
@@ -60,9 +63,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by category, for every moment of a step; a name says where in it."""
+    """Bytes by category, for every moment of a step; a name says where in it. `host_bytes`: what waits in host memory."""
 
     moments: dict[str, Bytes]
+    host_bytes: int
 
     @property
     def fullest(self) -> str:
@@ -75,7 +79,8 @@ class Plan:
 
 def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
     """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
-    return Plan(dict(_Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora)).moments()))
+    step = _Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora))
+    return Plan(dict(step.moments()), step.host_bytes())
 
 
 def num_states(optimizer: Optimizer, counted: Sizes) -> int:
@@ -178,6 +183,14 @@ class _Step:
             return num_bytes
         whole = max(WHOLE_BYTES, self.p * self.sizes.largest_in_a_layer // self.shards)
         return min(num_bytes, NUM_SLOTS * (whole if self.trainer.optimizer.kind == "muon" else OFFLOADED_BYTES))
+
+    def host_bytes(self) -> int:
+        total = self.tokens * sum(one.kept for one in self.blocks[:-1]) if self.trainer.memory.activation_offload else 0
+        if self.on_host or self.trainer.memory.optimizer_offload:
+            total += self.p * num_states(self.trainer.optimizer, self.sizes) // self.shards
+        if self.on_host:
+            total += sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in self.sizes.units) // self.shards
+        return total
 
     def gathered(self, unit: Unit) -> int:
         return self.c * unit.whole(self.ep) if self.is_sharded else 0
