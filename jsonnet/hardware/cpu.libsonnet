@@ -2,7 +2,7 @@
 {
   layout:: { trainer_ranks: 1, engines: 1, prefill_engines: 0, devices_per_engine: 1 },
   hardware+: { accelerator: 'cpu', num_nodes: 1, devices_per_node: 2 },
-  trainer+: { param_dtype: 'float32', compute_dtype: 'float32', reduce_dtype: 'float32', compile: false },
+  trainer+: { param_dtype: 'float32', compute_dtype: 'float32', reduce_dtype: 'float32' },
   inference+: {
     dtype: 'float32',
     kv_block_tokens: 32,

@@ -8,7 +8,7 @@
     num_nodes: std.ceil((axis.layout.trainer_ranks + axis.layout.engines * axis.layout.devices_per_engine) / self.devices_per_node),
     devices_per_node: 8,
   },
-  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32', compile: true },
+  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32' },
   inference+: {
     dtype: 'bfloat16',
     kv_block_tokens: 64,

@@ -2,7 +2,7 @@
 {
   layout:: { trainer_ranks: 8, engines: 8, prefill_engines: 0, devices_per_engine: 1 },
   hardware+: { accelerator: 'h200', num_nodes: 2, devices_per_node: 8 },
-  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32', compile: true },
+  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32' },
   inference+: {
     dtype: 'bfloat16',
     kv_block_tokens: 64,

@@ -52,6 +52,8 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     inference+: { data_parallel: 4 },
   },
   qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
+  // the least of a device's memory that full fine-tuning takes on eight
+  qwen3_30b_a3b_16k_kitchen_sink: run + (import 'memory/kitchen_sink.libsonnet') + { context_tokens:: 16384 },
   // neither gradients nor optimizer state of whole weights: there is room for the logits, which then are not made twice
   qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora + { trainer+: { memory+: { lm_head_keeps_logits: true } } },
   qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,

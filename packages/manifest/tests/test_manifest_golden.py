@@ -10,6 +10,7 @@ import pytest
 
 from orrery.manifest import fields
 from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import axes
 from orrery.manifest.identity import canonical_json, id12, load, pretty_json, run_dir, run_id
 from orrery.manifest.render import Evaluator, closure, import_of, quoted, render, render_all, run_files
@@ -132,6 +133,30 @@ def test_what_follows_from_a_setting_of_a_run_file_does_so_where_another_sets_it
     router = changed("{ inference+: { router+: { policy: 'round_robin' } } }").inference.router
     assert (router.balance_abs_threshold, router.balance_rel_threshold) == (None, None)
     assert changed("{ orchestrator+: { max_off_policy_steps: 0 } }").orchestrator.max_batches_ahead == 0
+
+
+def test_the_kitchen_sink_is_a_recipe_in_one_axis_and_the_laws_say_where_its_mesh_does_not_fit():
+    def made(run, how="{}"):
+        axis = f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + (import 'memory/kitchen_sink.libsonnet') + {how}"
+        return check(Evaluator(WORKSPACE)(axis), "test").trainer
+
+    mixture, dense, small = (render(WORKSPACE, name) for name in ("qwen3_30b_a3b_16k", "qwen3_4b_16k", "reverse_text"))
+    pulled = made(mixture)
+    assert pulled == render(WORKSPACE, "qwen3_30b_a3b_16k_kitchen_sink").manifest.trainer
+    assert (pulled.mesh.dp_shard, pulled.mesh.cp, pulled.mesh.ep, pulled.compile) == (4, 2, 8, True)
+    memory = pulled.memory
+    assert (memory.activation_checkpointing.kind, memory.activation_offload, memory.optimizer_offload) == ("full", True, True)
+    assert memory.lm_head_chunk_tokens == 1024
+    assert made(mixture, "{ layout+:: { trainer_ranks: 16 }, hardware+: { num_nodes: 3 } }").mesh.dp_shard == 8
+    with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8 does not divide dp_shard·cp = 4; choose ep from 1, 2, 4 "):
+        made(mixture, "{ layout+:: { trainer_ranks: 4 } }")
+    with pytest.raises(OrreryError, match=r"trainer\.mesh: dp_replicate·cp = 2 does not divide 1 trainer ranks"):
+        made(mixture, "{ layout+:: { trainer_ranks: 1 } }")
+    with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8, but family 'qwen3' has no experts to spread; set ep to 1 "):
+        made(dense)
+    assert made(dense, "{ trainer+: { mesh+: { ep: 1 } } }").mesh.cp == 2
+    assert not small.manifest.trainer.compile
+    assert made(small, "{ trainer+: { mesh+: { cp: 1, ep: 1 } } }").compile
 
 
 def test_seeds_change_training_and_keep_held_out_problems():

@@ -26,9 +26,7 @@ from orrery.kernels.expert_rows import rows
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
-from orrery.manifest.render import Evaluator
 from orrery.manifest.schema import Lora, Mesh, Trainer
-from orrery.manifest.workspace import find_workspace
 from orrery.models import lora
 from orrery.models.attention import rotary_angles
 from orrery.models.block import Block
@@ -529,16 +527,11 @@ def test_levers_come_in_the_order_of_the_docs():
 
 
 def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
-    axis = Evaluator(find_workspace(ROOT))("import 'memory/kitchen_sink.libsonnet'")
-    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4, micro_batches=4)
-    fields = trainer.model_dump(mode="json")
-    for section, values in axis["trainer"].items():
-        fields[section] |= values
-    pulled = Trainer.model_validate(fields)
-    assert pulled.memory.max_tokens_per_micro_batch == 16384
+    model, trainer, load = case("qwen3_30b_a3b_16k", micro_batches=4)
+    _, pulled, _ = case("qwen3_30b_a3b_16k_kitchen_sink")
     before, after = (plan(model, one, load, H200_BYTES) for one in (trainer, pulled))
     left = {lever.field: lever for lever in levers(model, pulled, load, after)}
     assert all(Trainer.model_validate(lever.trainer.model_dump(mode="json")) for lever in left.values())
     assert "trainer.memory.optimizer_offload has no more to move then" in left["trainer.fsdp.cpu_offload"].cost
     assert {field for field in left if "mesh" not in field} == {"trainer.memory.lm_head_chunk_tokens", "trainer.fsdp.cpu_offload"}
-    assert after.peak_bytes < before.peak_bytes / 2
+    assert [round(one.peak_bytes / GIB) for one in (before, after)] == [104, 33]  # as docs/trainer.md says
