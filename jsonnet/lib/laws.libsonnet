@@ -3,6 +3,8 @@
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
 local settings = ['layout', 'problems', 'context_tokens', 'answer_tokens', 'seeds'];
 local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
+local dividing(whole) = [n for n in std.range(1, whole) if whole % n == 0];
+local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
 // Rules of the pipeline, which share one namespace with runs.
 local targets = ['init', 'sft', 'rl', 'evaluate', 'report', 'all'];
 local bytes = { float32: 4, bfloat16: 2 };
@@ -19,6 +21,10 @@ local bytes = { float32: 4, bfloat16: 2 };
     for n in std.range(1, run.model.num_heads)
     if run.model.num_heads % n == 0 && (run.model.num_kv_heads % n == 0 || n % run.model.num_kv_heads == 0)
   ],
+  local ranks = run.layout.trainer_ranks,
+  local replica_ranks = ranks / mesh.dp_replicate,
+  local context_ranks = [n for n in dividing(replica_ranks) if mesh.cp_style != 'ulysses' || std.member(ulysses_ranks, n)],
+  local expert_ranks = [n for n in dividing(mesh.dp_shard * mesh.cp) if run.model.moe.num_experts % n == 0],
   // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of a device's heads
   local kv_layer_numbers =
     if mla == null then 2 * std.max(1, std.floor(run.model.num_kv_heads / run.inference.tensor_parallel)) * run.model.head_dim
@@ -52,36 +58,25 @@ local bytes = { float32: 4, bfloat16: 2 };
   assert !std.member(targets, run.name) :
          "name: no run is called '%s', for the pipeline has a rule of that name; try 'my_%s'" % [run.name, run.name],
 
-  assert run.layout.trainer_ranks % (mesh.dp_replicate * mesh.cp) == 0 :
-         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks; choose dp_replicate·cp from %s' % [
-    mesh.dp_replicate * mesh.cp,
-    run.layout.trainer_ranks,
-    std.join(', ', ['%d' % n for n in std.range(1, run.layout.trainer_ranks) if run.layout.trainer_ranks % n == 0]),
-  ],
-  assert (mesh.dp_shard * mesh.cp) % mesh.ep == 0 :
-         'trainer.mesh.ep: %d does not divide dp_shard·cp = %d; choose ep from %s' % [
-    mesh.ep,
-    mesh.dp_shard * mesh.cp,
-    std.join(', ', ['%d' % n for n in std.range(1, mesh.dp_shard * mesh.cp) if (mesh.dp_shard * mesh.cp) % n == 0]),
-  ],
-  assert run.model.moe != null || mesh.ep == 1 :
-         "trainer.mesh.ep: %d, but family '%s' has no experts to spread; set ep to 1" % [mesh.ep, run.model.family],
-  assert run.model.moe == null || run.model.moe.num_experts % mesh.ep == 0 :
-         'trainer.mesh.ep: %d does not divide model.moe.num_experts = %d; choose ep from %s' % [
-    mesh.ep,
-    run.model.moe.num_experts,
-    std.join(', ', [
-      '%d' % n
-      for n in std.range(1, mesh.dp_shard * mesh.cp)
-      if (mesh.dp_shard * mesh.cp) % n == 0 && run.model.moe.num_experts % n == 0
-    ]),
+  assert ranks % mesh.dp_replicate == 0 :
+         'trainer.mesh.dp_replicate: %d does not divide %d trainer ranks; choose dp_replicate from %s' % [
+    mesh.dp_replicate,
+    ranks,
+    listed(dividing(if ranks % mesh.cp == 0 then ranks / mesh.cp else ranks)),
   ],
   assert mesh.cp == 1 || mesh.cp_style != 'ulysses' || std.member(ulysses_ranks, mesh.cp) :
-         "trainer.mesh.cp: %d query heads and %d key heads do not divide among %d ranks; choose cp from %s, or cp_style 'ring'" % [
+         "trainer.mesh.cp: %d query heads and %d key heads do not divide among %d ranks; choose cp from %s%s" % [
     run.model.num_heads,
     run.model.num_kv_heads,
     mesh.cp,
-    std.join(', ', ['%d' % n for n in ulysses_ranks]),
+    listed(context_ranks),
+    if replica_ranks % mesh.cp == 0 then ", or cp_style 'ring'" else '',
+  ],
+  assert replica_ranks % mesh.cp == 0 :
+         'trainer.mesh: dp_replicate·cp = %d does not divide %d trainer ranks; choose cp from %s' % [
+    mesh.dp_replicate * mesh.cp,
+    ranks,
+    listed(context_ranks),
   ],
   assert run.model.num_heads % run.model.num_kv_heads == 0 :
          'model.num_kv_heads: %d does not divide num_heads = %d' % [run.model.num_kv_heads, run.model.num_heads],
@@ -100,6 +95,17 @@ local bytes = { float32: 4, bfloat16: 2 };
     std.join(' + ', ['%s %d' % [group[0], group[2]] for group in groups]),
     num_nodes,
     run.hardware.num_nodes,
+  ],
+
+  // after the laws of nodes: what experts are spread over is right
+  assert run.model.moe != null || mesh.ep == 1 :
+         "trainer.mesh.ep: %d, but family '%s' has no experts to spread; set ep to 1" % [mesh.ep, run.model.family],
+  assert run.model.moe == null || std.member(expert_ranks, mesh.ep) :
+         'trainer.mesh.ep: %d does not divide %s; choose ep from %s' % [
+    mesh.ep,
+    if (mesh.dp_shard * mesh.cp) % mesh.ep != 0 then 'dp_shard·cp = %d' % (mesh.dp_shard * mesh.cp)
+    else 'model.moe.num_experts = %d' % run.model.moe.num_experts,
+    listed(expert_ranks),
   ],
 
   assert batch % group == 0 :

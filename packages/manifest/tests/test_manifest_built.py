@@ -1,5 +1,6 @@
 """What is built: each form of a run that cannot start is one sentence, which says what to set."""
 
+import itertools
 import re
 
 import pytest
@@ -103,7 +104,7 @@ MESHES = [
     (
         "reverse_text",
         {"cp": 3},
-        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; choose from [1, 2, 4, 8], "
+        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; choose cp·dp_shard from 1·3, "
         "or set trainer.mesh.cp_style to 'ring'",
     ),
 ]
@@ -144,6 +145,60 @@ def test_devices_that_do_not_fit_a_node_are_refused_with_those_that_do(fields, s
     with pytest.raises(OrreryError) as caught:
         changed("reverse_text", hardware=H200 | {"devices_per_node": 4}, **fields)
     assert str(caught.value) == f"reverse_text: {sentence}"
+
+
+SHAPES = {
+    name: load(WORKSPACE.manifest_path(name))
+    for name in ("qwen3_4b_16k", "qwen3_30b_a3b_16k", "qwen3_0_6b_16k", "reverse_text_moe", "glm5_run")
+}
+CHOICES = re.compile(r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]|choose (cp·dp_shard) from ([\d·, ]*\d)")
+SET = re.compile(r"set trainer\.mesh\.(ep|cp) to (\d+)")
+
+
+def typed(sentence: str, which: int) -> dict[str, int]:
+    """The first, or the last (-1), of the meshes that a refusal names."""
+    found = {axis: int(size) for axis, size in SET.findall(sentence)}
+    for ep, eps, _, cps in CHOICES.findall(sentence):
+        if ep:
+            found["ep"] = int(eps.split(", ")[which])
+        else:
+            found["cp"], found["dp_shard"] = map(int, cps.split(", ")[which].split("·"))
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_first_and_the_last_mesh_that_a_refusal_names_are_taken_when_typed(name):
+    def made(mesh):
+        trainer = data["trainer"] | {"mesh": data["trainer"]["mesh"] | mesh}
+        return check(data | {"trainer": trainer}, name)
+
+    data = SHAPES[name].model_dump(mode="json")
+    devices = SHAPES[name].trainer.mesh.world_size
+    seen = 0
+    for copies, cp, ep, style in itertools.product((1, 2), (1, 2, 3, 8, 32, 96), (1, 2, 3, 5, 32), ("ulysses", "ring")):
+        if devices % copies == 0:
+            shards = max(1, devices // (copies * cp))  # as many devices as the run's trainer has, where cp divides them
+            mesh = {"dp_replicate": copies, "dp_shard": shards, "cp": cp, "ep": ep, "cp_style": style}
+            try:
+                made(mesh)
+            except OrreryError as refused:
+                if "hardware." in str(refused):  # it names numbers of devices, not meshes
+                    continue
+                seen += 1
+                for which in (0, -1):
+                    choice = typed(str(refused), which)
+                    assert choice, refused
+                    made(mesh | choice)
+                    if "cp_style to 'ring'" in str(refused):
+                        made(mesh | {"ep": choice.get("ep", ep), "cp_style": "ring"})
+    assert seen
+
+
+def test_a_mesh_of_too_many_devices_is_refused_with_the_number_that_there_are():
+    with pytest.raises(OrreryError, match=r"set hardware\.num_nodes to 4, or trainer\.mesh's dp_replicate·dp_shard·cp to 8$"):
+        changed("qwen3_4b_16k", trainer__mesh__cp=3)
+    with pytest.raises(OrreryError, match=r"trainer has 12 devices, which fill no whole number of nodes; try 8$"):
+        changed("qwen3_4b_16k", trainer__mesh__dp_shard=12)
 
 
 def test_keys_travel_where_heads_do_not_divide():

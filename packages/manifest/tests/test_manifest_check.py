@@ -88,7 +88,11 @@ SENTENCES = [
     (broken(("trainer", "schedule", "decay"), 3), "trainer.schedule.decay = 3: there is no such field"),
     (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
     (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),
-    (broken(("trainer", "mesh", "ep"), 3), "trainer.mesh.ep 3 does not divide dp_shard·cp = 1"),
+    (
+        broken(("trainer", "mesh", "ep"), 3),
+        "trainer.mesh.ep 3: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
+    ),
+    (broken(("trainer", "mesh", "ep"), 3, SPARSE), "trainer.mesh.ep 3 does not divide dp_shard·cp = 1; choose from [1]"),
     (
         broken(("inference", "prefill_replicas"), 1),
         "inference: prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
@@ -218,7 +222,7 @@ SENTENCES = [
     ),
     (
         broken(("trainer", "mesh", "dp_shard"), 7, NODES),
-        "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of nodes; try 6",
+        "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of nodes; try 4",
     ),
     (
         broken(("inference", "prefill_replicas"), 3, NODES),
@@ -231,7 +235,8 @@ SENTENCES = [
     ),
     (
         broken(("hardware", "num_nodes"), 4, NODES),
-        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
+        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set hardware.num_nodes to 5, or trainer.mesh's "
+        "dp_replicate·dp_shard·cp to 2",
     ),
     (
         broken(
@@ -448,13 +453,31 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { ep: 3 },",
-        "trainer.mesh.ep: 3 does not divide dp_shard·cp = 2",
+        "trainer.mesh.ep: 3, but family 'qwen3' has no experts to spread; set ep to 1",
+    ),
+    "experts that do not divide": (
+        "runs/words_sparse.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { ep: 3 },",
+        "trainer.mesh.ep: 3 does not divide dp_shard·cp = 1; choose ep from 1",
+    ),
+    "heads that do not divide": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { cp: 3 },",
+        "trainer.mesh.cp: 4 query heads and 2 key heads do not divide among 3 ranks; choose cp from 1, 2",
+    ),
+    "copies that do not divide": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh+: { dp_replicate: 3, cp: 2 },",
+        "trainer.mesh.dp_replicate: 3 does not divide 2 trainer ranks; choose dp_replicate from 1",
     ),
     "ranks that do not divide": (
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { cp: 4 },",
-        "dp_replicate·cp = 4 does not divide 2 trainer ranks; choose dp_replicate·cp from 1, 2",
+        "dp_replicate·cp = 4 does not divide 2 trainer ranks; choose cp from 1, 2",
     ),
     "a batch of broken groups": (
         "runs/words_wide.jsonnet",

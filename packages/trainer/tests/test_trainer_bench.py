@@ -365,8 +365,13 @@ def _step(m, n):
 
 
 def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
-    with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose from \[1, 2\]"):
+    with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·1$"):
         request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
+    for options in (Options(mesh='{"cp": 3}', devices=8), Options(mesh='{"cp": 3, "dp_shard": 2}', devices=8)):
+        with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·8, 2·4$"):
+            request(manifest(), options)
+    for cp, shards in ((1, 8), (2, 4)):
+        assert request(manifest(), Options(mesh=f'{{"cp": {cp}, "dp_shard": {shards}}}', devices=8)).num_devices == 8
 
 
 def test_mistakes_in_options_are_sentences():

@@ -8,6 +8,7 @@
 Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -462,31 +463,47 @@ def _fit_adapters(lora: Lora | None, model: Model) -> None:
         raise ValueError(f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; choose from {has}")
 
 
-def fit_model(trainer: Trainer, model: Model, accelerator: str) -> None:
-    """Raises `ValueError` where the network has not what is to be adapted, or cannot be divided as `trainer.mesh` says, naming what can."""
-    _fit_adapters(trainer.lora, model)
+def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
+    """Why one context cannot be divided as `mesh` says, with each cp, and its dp_shard, that can be had of the trainer's `devices`."""
+    sharded = mesh.dp_shard * mesh.cp if devices % mesh.dp_replicate else devices // mesh.dp_replicate
+    if mesh.cp > 1 and model.family == "hugging_face":
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
+            f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
+        )
+    elif mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (heads := _heads_divide_among(model)):
+        fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
+            f"ranks; choose cp·dp_shard from {fits}" + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
+        )
+
+
+def _experts_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
     mesh = trainer.mesh
-    sharded = mesh.dp_shard * mesh.cp
-    fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and (model.moe is None or model.moe.num_experts % n == 0)]
-    if sharded % mesh.ep:
-        raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide dp_shard·cp = {sharded}; choose from {fits}")
-    if model.moe is None and mesh.ep > 1:
-        raise ValueError(f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; set trainer.mesh.ep to 1")
-    if mesh.ep not in fits and model.moe is not None:
-        raise ValueError(f"trainer.mesh.ep {mesh.ep} does not divide {model.moe.num_experts} experts; choose from {fits}")
-    elsewhere = accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
-    if mesh.ep > 1 and mesh.ep_backend == "deepep" and elsewhere:
-        raise ValueError(
+    if mesh.ep == 1:
+        return
+    if model.moe is None:
+        yield f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; set trainer.mesh.ep to 1"
+        return
+    sharded, experts = mesh.dp_shard * mesh.cp, model.moe.num_experts
+    fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and experts % n == 0]
+    if mesh.ep not in fits:
+        whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
+        yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
+    if mesh.ep_backend == "deepep" and (accelerator == "cpu" or trainer.compute_dtype != "bfloat16"):
+        yield (
             "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
             "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
         )
-    if mesh.cp > 1 and model.family == "hugging_face":
-        raise ValueError(f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; set trainer.mesh.cp to 1")
-    if mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (fits := _heads_divide_among(model)):
-        raise ValueError(
-            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
-            f"ranks; choose from {fits}, or set trainer.mesh.cp_style to 'ring'"
-        )
+
+
+def fit_model(trainer: Trainer, model: Model, accelerator: str, devices: int) -> None:
+    """Raises `ValueError` where the network has not what is to be adapted, or cannot be divided as `trainer.mesh` says on the trainer's
+    `devices`, naming what can."""
+    _fit_adapters(trainer.lora, model)
+    if misfits := [*context_misfits(trainer.mesh, model, devices), *_experts_misfits(trainer, model, accelerator)]:
+        raise ValueError("; ".join(misfits))
 
 
 # Inference ----------------------------------------------------------------------------------------------------------
@@ -1123,11 +1140,6 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
-    def trainer_fits_model(self) -> "Manifest":
-        fit_model(self.trainer, self.model, self.hardware.accelerator)
-        return self
-
-    @model_validator(mode="after")
     def groups_fill_nodes(self) -> "Manifest":
         num_nodes, per_node = self.hardware.num_nodes, self.hardware.devices_per_node
         if num_nodes == 1:
@@ -1138,14 +1150,24 @@ class Manifest(Record):
                 f"inference.data_parallel·tensor_parallel = {devices} does not divide hardware.devices_per_node {per_node}, "
                 f"and no engine spans nodes; choose from {fits}"
             )
-        for name, devices in self.group_devices.items():
+        groups = self.group_devices
+        left = num_nodes * per_node - sum(devices for name, devices in groups.items() if name != "trainer")
+        for name, devices in groups.items():
             if devices % per_node:
+                whole = left if name == "trainer" and left > 0 else devices // per_node * per_node or per_node
                 raise ValueError(
-                    f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill no whole number of nodes; "
-                    f"try {devices // per_node * per_node or per_node}"
+                    f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill no whole number of nodes; try {whole}"
                 )
-        nodes = {name: devices // per_node for name, devices in self.group_devices.items()}
+        nodes = {name: devices // per_node for name, devices in groups.items()}
         if (needed := sum(nodes.values())) != num_nodes:
             shares = " + ".join(f"{name} {count}" for name, count in nodes.items())
-            raise ValueError(f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes to {needed}")
+            raise ValueError(
+                f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes to {needed}"
+                + (f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left > 0 else "")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def trainer_fits_model(self) -> "Manifest":
+        fit_model(self.trainer, self.model, self.hardware.accelerator, self.trainer.mesh.world_size)
         return self

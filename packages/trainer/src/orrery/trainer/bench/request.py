@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
-from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, fit_model
+from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, context_misfits, fit_model
 
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Load
@@ -101,13 +101,16 @@ def request(manifest: Manifest, options: Options) -> Request:
             asked_mesh |= {"mesh": new, "trainer": new.get("mesh", {})}.get(section, {})
     if options.compile is not None:
         trainer = trainer.model_copy(update={"compile": options.compile})
+    devices = options.devices or manifest.trainer.mesh.world_size
+    if misfits := list(context_misfits(trainer.mesh, model, devices)):
+        raise OrreryError(misfits[0])
     if options.devices is not None:
         trainer = trainer.model_copy(update={"mesh": fitted(trainer.mesh, options.devices, asked_mesh)})
     if options.device == "cpu":
         trainer = trainer.model_copy(update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"})
     accelerator = options.device or manifest.hardware.accelerator
     try:
-        fit_model(trainer, model, accelerator)
+        fit_model(trainer, model, accelerator, devices)
     except ValueError as error:
         raise OrreryError(str(error)) from None
     tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
