@@ -1,5 +1,6 @@
 """The trainer's speed in the shapes of Qwen3, a row a shape and job: `orrery bench trainer` on this machine, and torchtitan beside it.
 
+- A row is what `orrery bench trainer` measures of its run with no option (`orrery.trainer.bench.rows`); what it has of its own stands here.
 - A row's value is tokens/s a GPU with the experts that the router chooses; balanced routing is a second variant of a mixture's row.
 - With `--peer` torchtitan 0.2.2 runs first, on the same GPUs and as deep a model (`torchtitan_peer.py`); the ratio is a third variant.
 - With `--layers` the model is shallower on both sides, for hosts that the whole does not fit; then only the ratio has a goal.
@@ -32,12 +33,12 @@ class Row:
     """What is measured, and what is to be reached on eight H200 (`devices` of them in the whole)."""
 
     manifest: str
-    options: tuple[str, ...]
     goal: float
     ratio: float | None = None  # to torchtitan in the same run
     devices: int = 8
     routings: tuple[str, ...] = ("natural", "balanced")
     peer: torchtitan_peer.Job | None = None
+    options: tuple[str, ...] = ()  # over those of the run
 
 
 def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:
@@ -48,20 +49,20 @@ def _dense(flavor: str, seq_len: int, batch: int = 1) -> torchtitan_peer.Job:
     return torchtitan_peer.Job(flavor, seq_len, batch, "selective")
 
 
-SFT, RL, ONE = ("--loss", "sft"), ("--loss", "rl"), ("natural",)
+RL, ONE = ("--loss", "rl"), ("natural",)
 ROWS = {
-    "qwen3_30b_a3b_16k": Row("qwen3_30b_a3b_16k", SFT, 9000, 1.5, peer=_moe(16384, 1)),
-    "qwen3_30b_a3b_16k_rl": Row("qwen3_30b_a3b_16k", RL, 8500),
-    "qwen3_30b_a3b_16k_offload": Row("qwen3_30b_a3b_16k_offload", (*RL, "--micro-batches", "8", "--steps", "3", "--warmup", "2"), 7500),
-    "qwen3_30b_a3b_32k": Row("qwen3_30b_a3b_32k", SFT, 6500, 1.4, peer=_moe(32768, 8)),
-    "qwen3_30b_a3b_64k": Row("qwen3_30b_a3b_64k", SFT, 4500, 1.4, peer=_moe(65536, 8)),
-    "qwen3_30b_a3b_64k_rl": Row("qwen3_30b_a3b_64k", RL, 4500),
-    "qwen3_30b_a3b_131k": Row("qwen3_30b_a3b_131k", RL, 2200),
-    "qwen3_30b_a3b_lora_16k": Row("qwen3_30b_a3b_lora_16k", RL, 11000),
-    "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", RL, 5500),
-    "qwen3_8b_8k": Row("qwen3_8b_8k", SFT, 10500, 1.15, routings=ONE, peer=_dense("8B", 8192, 2)),
-    "qwen3_4b_16k": Row("qwen3_4b_16k", SFT, 13700, 1.15, routings=ONE, peer=_dense("4B", 16384)),
-    "qwen3_0_6b_16k": Row("qwen3_0_6b_16k", SFT, 52000, 1.15, devices=1, routings=ONE, peer=_dense("0.6B", 16384)),
+    "qwen3_30b_a3b_16k": Row("qwen3_30b_a3b_16k", 9000, 1.5, peer=_moe(16384, 1)),
+    "qwen3_30b_a3b_16k_rl": Row("qwen3_30b_a3b_16k", 8500, options=RL),
+    "qwen3_30b_a3b_16k_offload": Row("qwen3_30b_a3b_16k_offload", 7500),
+    "qwen3_30b_a3b_32k": Row("qwen3_30b_a3b_32k", 6500, 1.4, peer=_moe(32768, 8)),
+    "qwen3_30b_a3b_64k": Row("qwen3_30b_a3b_64k", 4500, 1.4, peer=_moe(65536, 8)),
+    "qwen3_30b_a3b_64k_rl": Row("qwen3_30b_a3b_64k", 4500, options=RL),
+    "qwen3_30b_a3b_131k": Row("qwen3_30b_a3b_131k", 2200),
+    "qwen3_30b_a3b_lora_16k": Row("qwen3_30b_a3b_lora_16k", 11000),
+    "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", 5500),
+    "qwen3_8b_8k": Row("qwen3_8b_8k", 10500, 1.15, routings=ONE, peer=_dense("8B", 8192, 2)),
+    "qwen3_4b_16k": Row("qwen3_4b_16k", 13700, 1.15, routings=ONE, peer=_dense("4B", 16384)),
+    "qwen3_0_6b_16k": Row("qwen3_0_6b_16k", 52000, 1.15, devices=1, routings=ONE, peer=_dense("0.6B", 16384)),
 }
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -20,14 +21,16 @@ from orrery.models.flops import true_work
 from orrery.trainer import host_copy
 from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench import rank as bench_rank
-from orrery.trainer.bench.__main__ import check_devices, find, float32_bytes, measure, parser
+from orrery.trainer.bench.__main__ import check_devices, chosen, find, float32_bytes, measure, parser, words
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import expected
 from orrery.trainer.bench.host_copies import host_copies
-from orrery.trainer.bench.request import Options, request
+from orrery.trainer.bench.request import Options, described, request
+from orrery.trainer.bench.rows import ROWS
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
 
+ROOT = Path(__file__).resolve().parents[3]
 MOE = {**trainer_cases.MOE, "num_experts": 8}
 
 
@@ -210,6 +213,25 @@ def test_host_operators_count_the_time_outside_of_others():
     assert micro == {"dense products": 30, "elementwise": 20, "idle": 50}
 
 
+def test_a_run_that_has_a_row_is_measured_as_the_row_is():
+    def taken(name, *words):
+        return chosen(name, parser().parse_args([name, *words]))
+
+    spec = importlib.util.spec_from_file_location("rows", ROOT / "benchmarks" / "trainer" / "rows.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert set(ROWS) <= set(benchmark.ROWS)
+    for name, row in benchmark.ROWS.items():
+        assert (name == row.manifest) == (not row.options)  # with no option the run measures the row of its name
+        options, _ = taken(row.manifest, *row.options)
+        assert options.loss == ("sft" if row.peer else "rl")  # torchtitan trains on the SFT loss
+    assert taken("qwen3_30b_a3b_16k_offload") == (Options(micro_batches=8, steps=3, warmup=2), ROWS["qwen3_30b_a3b_16k_offload"])
+    assert taken("qwen3_30b_a3b_16k", "--loss", "rl", "--steps", "4") == (Options(steps=4), {})
+    assert taken("reverse_text", "--no-compile") == (Options(compile=False), {})
+    every = Options(loss="sft", micro_batches=2, compile=True, mesh='{"ep": 2}', device="cpu")
+    assert chosen("other", parser().parse_args(["other", *shlex.split(words(described(every)))])) == (every, {})
+
+
 def bench(tmp_path, spec, *words):
     path = tmp_path / "manifest.json"
     path.write_text(pretty_json(spec))
@@ -219,9 +241,12 @@ def bench(tmp_path, spec, *words):
 
 def test_two_ranks_measure_and_say_everything(tmp_path):
     spec = manifest(mesh={"dp_shard": 4}, model={"family": "qwen3_moe", "moe": MOE})
-    words = ["--devices", "2", "--steps", "2", "--warmup", "1", "--routing", "balanced", "--profile", str(tmp_path / "traces")]
-    done = bench(tmp_path, spec, *words)
+    given = ["--devices", "2", "--steps", "2", "--warmup", "1", "--routing", "balanced", "--profile", str(tmp_path / "traces")]
+    done = bench(tmp_path, spec, *given)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "tiny: measured with --devices 2 --steps 2 --warmup 1 --lengths fixed --routing balanced --loss rl --micro-batches 1\n"
+    )
     result = json.loads((tmp_path / "result.json").read_text())
     assert (
         result["overrides"] == {"trainer.mesh.dp_shard": [4, 2]}
@@ -275,7 +300,7 @@ def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, mo
     arguments = parser().parse_args([str(path), "--device", "cpu", "--json", str(record), "--profile", str(tmp_path / "traces")])
     with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # those ranks left none
         measure(arguments)
-    assert json.loads(record.read_text()) == {"name": "tiny"} and capsys.readouterr().out == "the table\n"
+    assert json.loads(record.read_text()) == {"name": "tiny"} and capsys.readouterr().out.splitlines()[1:] == ["the table"]
 
 
 def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monkeypatch):

@@ -1,17 +1,20 @@
 """`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer on this machine's devices.
 
-MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working directory.
+MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working directory. What the command line
+does not say is as in the row of the run's name (`rows.py`), and else by default; the first line names all of it.
 """
 
 import argparse
 import gzip
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
@@ -19,6 +22,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 from orrery.trainer.bench.request import Options, Request, described, request
+from orrery.trainer.bench.rows import ROWS
 
 
 def main() -> None:
@@ -31,14 +35,16 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    options = Options(**{field: getattr(arguments, field) for field in Options.__dataclass_fields__})
-    asked = request(find(arguments.manifest), options)
+    manifest = find(arguments.manifest)
+    options, row = chosen(manifest.name, arguments)
+    asked = request(manifest, options)
     check_devices(asked)
     check_outputs(arguments.json, arguments.profile)
     # Imported here, so that a misspelt option does not wait for torch.
     from orrery.trainer.bench import report
     from orrery.trainer.bench.start import run_ranks
 
+    print(f"{manifest.name}: measured with {words(described(options))}" + (f" (its row: {words(row)})" if row else ""), flush=True)
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orrery-bench-") as folder:
         answers = run_ranks(asked, Path(folder), arguments.deadline_s)
@@ -48,6 +54,22 @@ def measure(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         if arguments.profile is not None:
             keep_trace(Path(folder) / "trace.json", arguments.profile, asked)
+
+
+def chosen(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
+    """The options of a measurement of the run `name`, and of these what only the run's row says."""
+    told = {field: getattr(arguments, field) for field in Options.__dataclass_fields__ if hasattr(arguments, field)}
+    row = {field: value for field, value in ROWS.get(name, {}).items() if field not in told}
+    return Options(**told, **row), row
+
+
+def words(options: dict[str, Any]) -> str:
+    """Options as the command line says them."""
+    return shlex.join(
+        word
+        for field, value in options.items()
+        for word in ([f"--{'' if value else 'no-'}{field}"] if isinstance(value, bool) else [f"--{field.replace('_', '-')}", str(value)])
+    )
 
 
 def check_outputs(file: Path | None, folder: Path | None) -> None:
@@ -73,16 +95,16 @@ def check_folder(option: str, folder: Path, instead: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     default = Options()
-    one = argparse.ArgumentParser(prog="orrery bench trainer", description=__doc__)
+    one = argparse.ArgumentParser(prog="orrery bench trainer", description=__doc__, argument_default=argparse.SUPPRESS)
     one.add_argument("manifest", metavar="MANIFEST")
     one.add_argument("--device", choices=["cpu"], help="measure on the CPU, in float32, whatever the manifest is for")
     one.add_argument("--devices", type=positive, metavar="N", help="so many devices instead of the mesh's; dp_shard follows")
-    one.add_argument("--steps", type=positive, default=default.steps, metavar="N", help=f"measured (default {default.steps})")
-    one.add_argument("--warmup", type=positive, default=default.warmup, metavar="N", help=f"before them (default {default.warmup})")
-    one.add_argument("--lengths", choices=["fixed", "variable"], default=default.lengths, help="of documents (default fixed: the longest)")
-    one.add_argument("--routing", choices=["natural", "balanced"], default=default.routing, help="experts by the router, or all evenly")
-    one.add_argument("--loss", choices=["sft", "rl"], default=default.loss, help=f"which one is trained (default {default.loss})")
-    one.add_argument("--micro-batches", type=positive, default=default.micro_batches, metavar="M", help="of a rank and step (default 1)")
+    one.add_argument("--steps", type=positive, metavar="N", help=f"measured (default {default.steps})")
+    one.add_argument("--warmup", type=positive, metavar="N", help=f"before them (default {default.warmup})")
+    one.add_argument("--lengths", choices=["fixed", "variable"], help="of documents (default fixed: the longest)")
+    one.add_argument("--routing", choices=["natural", "balanced"], help=f"experts by the router, or all evenly (default {default.routing})")
+    one.add_argument("--loss", choices=["sft", "rl"], help=f"which one is trained (default {default.loss})")
+    one.add_argument("--micro-batches", type=positive, metavar="M", help="of a rank and step (default 1)")
     one.add_argument("--tokens-per-micro-batch", type=positive, metavar="T", help="instead of trainer.memory.max_tokens_per_micro_batch")
     one.add_argument("--document-tokens", type=positive, metavar="T", help="the longest document; without it the engines' context")
     one.add_argument("--layers", type=positive, metavar="L", help="so many layers of the model's")
@@ -90,9 +112,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
     one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
     one.add_argument("--trainer", metavar="JSON", help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}')
-    one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="instead of trainer.compile")
-    one.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
-    one.add_argument("--profile", type=Path, metavar="FOLDER", help="keep the trace of the profiled step there")
+    one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile")
+    one.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all that was measured there")
+    one.add_argument("--profile", type=Path, default=None, metavar="FOLDER", help="keep the trace of the profiled step there")
     one.add_argument("--deadline-s", type=float, default=1800.0, metavar="S", help="after which it has failed (default 1800)")
     return one
 

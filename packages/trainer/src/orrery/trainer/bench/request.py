@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; None: as the manifest has it."""
+    """What the command line or the run's row says; None: as the manifest has it."""
 
     device: Literal["cpu"] | None = None
     devices: int | None = None
