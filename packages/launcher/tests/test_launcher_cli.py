@@ -1,5 +1,6 @@
 """The command line: what a person reads and what they type next."""
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import bench, cli, describe
+from orrery.launcher import bench, cli, describe, images
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.runs import find, job
@@ -27,6 +28,7 @@ from orrery.observe.health import HealthFile
 from orrery.observe.metrics import MetricsFile
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 HOST = socket.gethostname()
 pytestmark = pytest.mark.timeout(60)
 
@@ -111,6 +113,55 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
     code, out, err = orrery(capsys, *words)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+
+
+SITE = """
+[slurm]
+partition = "gpu"
+cpu_partition = "cpu"
+time_limit_min = 30
+cpus_per_node = 8
+memory_per_node_mb = 12000
+extra = ["--qos=long"]
+[containers]
+images = "images"
+scratch = "/tmp"
+"""
+
+
+@pytest.mark.parametrize("has_containers", [True, False])
+def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(checkout, capfd, monkeypatch, tmp_path, has_containers):
+    (checkout / "packages").symlink_to(ROOT / "packages")
+    (checkout / "site.toml").write_text(SITE if has_containers else SITE.partition("[containers]")[0])
+    monkeypatch.delenv("ORRERY_SITE", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")  # the shell of another job, whose step it is not
+    monkeypatch.setattr(images, "find", lambda *words: checkout / "trainer.sif")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    said = "import json, os, sys; json.dump([sys.argv, 'SLURM_JOB_ID' in os.environ], open(f'{sys.argv[0]}.json', 'w'))"
+    after = {
+        "srun": "next(i for i, word in enumerate(words) if not word.startswith('-'))",
+        "apptainer": f"words.index('{checkout}/trainer.sif') + 1",
+    }
+    for name, begin in after.items():
+        text = f"#!{sys.executable}\n{said}; words = sys.argv[1:]; words = words[{begin}:]; os.execvp(words[0], words)\n"
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    run_dir = job("reverse_text", "rl").run_dir
+    code, out, err = orrery(capfd, "export", "reverse_text", "--step", "3", "--to", "out/model")
+    assert (code, out) == (2, "") and err.startswith("error: ") and "its rl stage has no complete checkpoint yet" in err
+    line, inside = json.loads((tools / "srun.json").read_text())
+    assert line[1:12] == [
+        *("--job-name=orrery-export", "--partition=cpu", "--time=30", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mem=12000M"),
+        *("--export=ALL", "--input=none", "--qos=long", "apptainer" if has_containers else sys.executable),
+    ]
+    assert not inside
+    assert line[-7:] == [str(run_dir), "--stage", "rl", "--step", "3", "--to", str(checkout / "out/model")]
+    if has_containers:
+        binds = [word for before, word in itertools.pairwise(line) if before == "--bind"]
+        assert {str(run_dir), "/tmp:/tmp", str(checkout / "out")} <= set(binds) and (checkout / "out").is_dir()
+        assert any(bind.startswith(f"{run_dir}/code/") and bind.endswith(":/orrery/code:ro") for bind in binds)
 
 
 def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):

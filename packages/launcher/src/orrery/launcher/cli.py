@@ -204,18 +204,17 @@ def export(
     to: Annotated[Path | None, typer.Option("--to", help="The folder to write; weights/step_<n> of the run without it.")] = None,
     stage: Annotated[str, typer.Option("--stage", help="rl or sft: whose checkpoint.")] = "rl",
 ) -> None:
-    """Turn a checkpoint into a Hugging Face folder, of a run that goes on or has ended, and print its path."""
-    import subprocess
-
+    """Turn a checkpoint into a Hugging Face folder, of a run that goes on or has ended, and print its path; with Slurm in a small job."""
+    from orrery.launcher import export as exports
     from orrery.launcher.runs import find, resume_command
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
 
-    found = find(word)
+    workspace = find_workspace()
+    found = find(word, workspace)
     if not (found.path / "manifest.json").exists():
         raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
-    argv = [sys.executable, "-m", "orrery.trainer.export", str(found.path), "--stage", stage]
-    argv += [] if step is None else ["--step", str(step)]
-    argv += [] if to is None else ["--to", str(to)]
-    raise typer.Exit(subprocess.run(argv).returncode)
+    raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
 
 
 @app.command()
