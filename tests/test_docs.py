@@ -27,6 +27,7 @@ TYPED = {
     "snakemake --profile slurm reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'fresh("reverse_text")'),
     "orrery status": ("tests/cluster/test_cluster_pipeline.py", 'run.user("orrery", "status"'),
     "orrery logs reverse_text trainer -f": ("tests/cluster/test_cluster_pipeline.py", '"orrery", "logs", "reverse_text", "trainer", "-f"'),
+    "orrery export reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "export", "reverse_text"'),
     "orrery stop reverse_text --checkpoint": ("tests/cluster/test_cluster_pipeline.py", '"--checkpoint"'),
     "orrery stop reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'run.user("orrery", "stop"'),
 }

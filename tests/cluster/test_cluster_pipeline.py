@@ -111,6 +111,10 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     assert [attempt["state"] for attempt in receipt["attempts"]] == ["stopped", "done"]
     assert all(attempt["slurm_job_id"] == job and attempt["nodes"][0].startswith("node") for attempt in receipt["attempts"])
     assert set(receipt["attempts"][-1]["images"]) == {"inference", "orchestrator", "trainer"}
+    exported = cluster.run("orrery", "export", "reverse_text", timeout_s=120).stdout.strip()
+    assert exported.endswith(f"{run.path.name}/weights/step_100")
+    rl, newest = ((run.path / "weights" / name / "model.safetensors").read_bytes() for name in ("rl", "step_100"))
+    assert newest == rl
     for node in NODES:
         left = cluster.on(node, "ls", "/dev/shm", "/tmp").stdout
         assert "orrery" not in left, f"{node}: {left}"
