@@ -44,8 +44,8 @@ architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=A
 
 @pytest.fixture
 def make_network(make_model):
-    def make(content, dtype=torch.float32, device="cpu"):
-        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"], **SAME)
+    def make(content, dtype=torch.float32, device="cpu", **fields):
+        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"], **SAME | fields)
         return model, build(model, dtype, device)
 
     return make
@@ -194,6 +194,35 @@ def test_a_type_that_cannot_be_built_is_refused_in_a_sentence(kind, make_network
     with pytest.raises(OrreryError, match=REFUSED[kind]) as caught:
         make_network(content)
     assert "\n" not in str(caught.value)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 8.0]}
+ROTATIONS = {  # as of configs, the field that bounds them, and its value
+    "longrope": (
+        {"model_type": "phi3", **UNTIED, "original_max_position_embeddings": 16, "rope_parameters": LONG},
+        ("original_max_position_embeddings", 16),
+    ),
+    "dynamic": (
+        {"model_type": "llama", **UNTIED, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+        ("max_position_embeddings", 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_it_is_one(kind, make_network, make_pack):
+    content, (field, most) = ROTATIONS[kind]
+    told = rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, beyond which rope_type '{kind}' rotates"
+    with pytest.raises(OrreryError, match=told):
+        make_network(content, max_positions=most + 1)
+    model, module = make_network(content, max_positions=most)
+    filled(model, module)
+    (token_ids, positions, _), alone = make_pack([9]), torch.tensor([0, 9], dtype=torch.int32)
+    expected = module.logits(token_ids, positions, alone)
+    beside = torch.arange(most) % 61
+    pack = torch.cat([beside, token_ids]), torch.cat([torch.arange(most), positions]), torch.tensor([0, most, most + 9], dtype=torch.int32)
+    torch.testing.assert_close(module.logits(*pack)[most:], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.logits(token_ids, positions, alone), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}], ids=str)

@@ -10,6 +10,7 @@ T tokens · D hidden · n documents · L longest document
 - What looks ahead is refused, as far as it says so: networks with a module whose `is_decoder` is false, and the types of `LOOKS_AHEAD`.
   Values are not looked at, of which a network has none when it is built.
 - Fields of the manifest's model that the config has too must say the same, since work and memory are counted from the manifest's.
+- Rotations that transformers chooses by the longest row of a batch are refused beyond the length up to which they are one.
 - Buffers that no file holds, such as rotary frequencies, are computed by transformers' own initialisation (`compute_buffers`).
 """
 
@@ -60,6 +61,7 @@ class HuggingFaceLm(CausalLm):
         settings = _taken(AutoConfig.for_model, **content)
         _check_type(settings)
         _check_equal(config, settings)
+        _check_rotation(config, settings)
         network = _taken(AutoModelForCausalLM.from_config, settings)
         _check_causal(network)
         _check_head_dim(config, network)
@@ -184,12 +186,32 @@ def _check_equal(config: Model, settings: PreTrainedConfig) -> None:
         theirs = next((name for name in names if name in known and getattr(settings, name) is not None), None)
         if theirs is not None and (found := getattr(settings, theirs)) != said:
             raise OrreryError(f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}; write the same")
-    rope = getattr(settings, "rope_parameters", None) or {}
-    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]  # else one rotation for all layers
-    found = [one["rope_theta"] for one in by_layer_type or [rope] if "rope_theta" in one]
+    found = [one["rope_theta"] for one in _rotations(settings) if "rope_theta" in one]
     if found and config.rope_theta not in found:
         values = " and ".join(map(repr, found))
         raise OrreryError(f"model.rope_theta {config.rope_theta!r}: model.hf_config.rope_theta is {values}; write the same")
+
+
+def _rotations(settings: PreTrainedConfig) -> list[dict[str, Any]]:
+    rope = getattr(settings, "rope_parameters", None) or {}
+    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
+    return by_layer_type or [rope]  # else one rotation for all layers
+
+
+def _check_rotation(config: Model, settings: PreTrainedConfig) -> None:
+    for rope in _rotations(settings):
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            field, most = "original_max_position_embeddings", rope["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            field, most = "max_position_embeddings", settings.max_position_embeddings
+        else:
+            continue
+        if config.max_positions > most:
+            raise OrreryError(
+                f"model.max_positions {config.max_positions}: model.hf_config.{field} is {most}, beyond which rope_type {kind!r} "
+                f"rotates a whole pack by its longest document; write {most}, or less"
+            )
 
 
 def _check_head_dim(config: Model, network: PreTrainedModel) -> None:
