@@ -1,5 +1,7 @@
 """Networks of transformers behind our interface, against transformers itself."""
 
+import copy
+
 import pytest
 import torch
 
@@ -212,10 +214,12 @@ ROTATIONS = {  # as of configs, the field that bounds them, and its value
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_it_is_one(kind, make_network, make_pack):
     content, (field, most) = ROTATIONS[kind]
+    before = copy.deepcopy(content)
     told = rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, beyond which rope_type '{kind}' rotates"
     with pytest.raises(OrreryError, match=told):
         make_network(content, max_positions=most + 1)
     model, module = make_network(content, max_positions=most)
+    assert model.hf_config == before, "what transformers writes into it is not the manifest's"
     filled(model, module)
     (token_ids, positions, _), alone = make_pack([9]), torch.tensor([0, 9], dtype=torch.int32)
     expected = module.logits(token_ids, positions, alone)

@@ -53,7 +53,7 @@ _GLOBAL_GENERATOR = threading.Lock()  # transformers draws from torch's own gene
 class HuggingFaceLm(CausalLm):
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        content = dict(config.hf_config or {})
+        content = copy.deepcopy(config.hf_config or {})  # into which transformers writes
         for told in ("dtype", "torch_dtype"):
             content.pop(told, None)
         if "model_type" not in content:
