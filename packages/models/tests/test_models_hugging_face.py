@@ -27,7 +27,7 @@ SIZES = {
     "eos_token_id": None,
     **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"], 1e-6),
 }
-SAME = {"intermediate_size": 40, "head_dim": 8, "rope_theta": 10000.0}  # of the manifest, as above and as these types' own
+SAME = {"intermediate_size": 40, "head_dim": 8, "max_positions": 64, "rope_theta": 10000.0}  # the manifest's
 LAYERS = ["sliding_attention", "full_attention"]
 TIED, UNTIED = {**SIZES, "tie_word_embeddings": True}, {**SIZES, "tie_word_embeddings": False}
 ARCHITECTURES = {
@@ -126,7 +126,7 @@ def test_a_network_of_transformers_is_read_from_its_folder(content, make_network
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content), dtype=torch.float32).eval()
     theirs.save_pretrained(tmp_path)
-    check_config(model.model_copy(update={"max_positions": 64}), tmp_path)
+    check_config(model, tmp_path)
     weights.load(module, tmp_path)
     token_ids, positions, cu_seqlens = make_pack([30])
     with torch.no_grad():
@@ -196,6 +196,18 @@ def test_a_type_that_cannot_be_built_is_refused_in_a_sentence(kind, make_network
     with pytest.raises(OrreryError, match=REFUSED[kind]) as caught:
         make_network(content)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2: learned positions, dropout", "opt: a part of the body is asked"])
+def test_more_positions_than_a_network_without_rotation_has_are_refused(name, make_network):
+    field = "n_positions" if name.startswith("gpt2") else "max_position_embeddings"
+    with pytest.raises(OrreryError, match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*; write 64, or less"):
+        make_network(ARCHITECTURES[name], max_positions=65)
+
+
+@pytest.mark.parametrize("name", ["olmo2: norms behind", "mamba: the dtype of the head is asked"])
+def test_a_network_without_a_table_of_positions_may_have_more_than_its_config(name, make_network):
+    make_network(ARCHITECTURES[name], max_positions=65)
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 8.0]}

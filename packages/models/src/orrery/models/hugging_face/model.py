@@ -10,6 +10,7 @@ T tokens · D hidden · n documents · L longest document
 - What looks ahead is refused, as far as it says so: networks with a module whose `is_decoder` is false, and the types of `LOOKS_AHEAD`.
   Values are not looked at, of which a network has none when it is built.
 - Fields of the manifest's model that the config has too must say the same, since work and memory are counted from the manifest's.
+- Positions of a network without a rotation end where the config says: most such networks have a table of them.
 - Rotations that transformers chooses by the longest row of a batch are refused beyond the length up to which they are one.
 - Buffers that no file holds, such as rotary frequencies, are computed by transformers' own initialisation (`compute_buffers`).
 """
@@ -46,6 +47,7 @@ SAME_IN_CONFIG = {  # fields of the manifest's model, and what configs of transf
     "intermediate_size": ("intermediate_size", "ffn_dim"),
     "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
 }
+POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")  # what configs call the length of a table of positions
 
 _GLOBAL_GENERATOR = threading.Lock()  # transformers draws from torch's own generator, of which a process has one
 
@@ -61,7 +63,7 @@ class HuggingFaceLm(CausalLm):
         settings = _taken(AutoConfig.for_model, **content)
         _check_type(settings)
         _check_equal(config, settings)
-        _check_rotation(config, settings)
+        _check_positions(config, settings)
         network = _taken(AutoModelForCausalLM.from_config, settings)
         _check_causal(network)
         _check_head_dim(config, network)
@@ -179,11 +181,15 @@ def _check_causal(network: PreTrainedModel) -> None:
         raise OrreryError(f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead; set is_decoder to true in it")
 
 
+def _named(settings: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
+    """The first of `names` that this type of config has and that is set; not one that is there and nothing reads."""
+    known = {*dir(type(settings)), *settings.attribute_map, *(one.name for one in fields(settings))}
+    return next((name for name in names if name in known and getattr(settings, name) is not None), None)
+
+
 def _check_equal(config: Model, settings: PreTrainedConfig) -> None:
-    known = {*dir(type(settings)), *settings.attribute_map, *(one.name for one in fields(settings))}  # and not what nothing reads
     for ours, names in SAME_IN_CONFIG.items():
-        said = getattr(config, ours)
-        theirs = next((name for name in names if name in known and getattr(settings, name) is not None), None)
+        said, theirs = getattr(config, ours), _named(settings, names)
         if theirs is not None and (found := getattr(settings, theirs)) != said:
             raise OrreryError(f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}; write the same")
     found = [one["rope_theta"] for one in _rotations(settings) if "rope_theta" in one]
@@ -198,7 +204,13 @@ def _rotations(settings: PreTrainedConfig) -> list[dict[str, Any]]:
     return by_layer_type or [rope]  # else one rotation for all layers
 
 
-def _check_rotation(config: Model, settings: PreTrainedConfig) -> None:
+def _check_positions(config: Model, settings: PreTrainedConfig) -> None:
+    field = None if getattr(settings, "rope_parameters", None) else _named(settings, POSITIONS)
+    if field is not None and config.max_positions > (most := getattr(settings, field)) > 0:  # xlnet says -1
+        raise OrreryError(
+            f"model.max_positions {config.max_positions}: model.hf_config.{field} is {most}, and this network is for no more; "
+            f"write {most}, or less"
+        )
     for rope in _rotations(settings):
         kind = rope.get("rope_type", "default")
         if kind == "longrope":
