@@ -217,6 +217,26 @@ def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is()
     assert len(group.weights) == 4 and fused == {"gate_up_proj", "gate_up_lora.b"}
 
 
+def test_stacks_of_transformers_are_a_matrix_an_expert_and_their_biases_neither_matrices_nor_decayed():
+    shapes = {
+        "mlp.experts.gate_up_proj": (4, 32, 96),  # of gpt_oss: gate and up take turns
+        "mlp.experts.down_proj": (4, 48, 32),
+        "mlp.gate_up_proj.weight": (96, 32),  # of phi3: gate above up
+        "mlp.experts.gate_up_proj_bias": (4, 96),
+        "temporal_block.rg_lru.input_gate_bias": (4, 8),
+        "mixer.conv1d.weight": (48, 1, 4),
+        "conv.conv.weight": (32, 1, 3),
+        "mixer.A_log": (48, 16),
+    }
+    weights = {f"network.body.layers.0.{name}": torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    names = {weight: name.removeprefix("network.body.layers.0.") for name, weight in weights.items()}
+    matrices, decayed, plain = muon.groups(spec_of("muon"), weights)
+    assert [names[weight] for weight in matrices.weights] == list(shapes)[:3]
+    assert [names[weight] for weight in matrices.rule.fused] == ["mlp.gate_up_proj.weight"]
+    assert [names[weight] for weight in plain.weights] == list(shapes)[3:5] and plain.weight_decay == 0.0
+    assert [names[weight] for weight in decayed.weights] == list(shapes)[5:]
+
+
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 7, 7)])
 def test_orthogonalised_matrices_have_singular_values_near_one_and_the_singular_vectors_of_the_input(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))

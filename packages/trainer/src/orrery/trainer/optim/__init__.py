@@ -1,7 +1,7 @@
 """Optimizers: closed kinds of the manifest, one file each, behind one `Optimizer` (`optimizer.py`).
 
-- A kind turns named weights into groups with a rule. `weight_decay` acts on matrices; norms and biases (fewer than two dimensions) have
-  none, since decaying a gain towards zero fights the normalisation it belongs to.
+- A kind turns named weights into groups with a rule. `weight_decay` acts on matrices; norms and biases (fewer than two dimensions, or
+  named so) have none, since decaying a gain towards zero fights the normalisation it belongs to.
 - Gradients are summed over ranks before they get here (`parallel/fsdp.py`); `gradient.py` has their norm and `clip`.
 - For checkpoints: `named_state(optimizer, weights)` yields `(key, weight name, local tensor, box)` for all state of this rank, to be read
   or, for loading, filled in place. State exists from construction on, zeroed, so nothing needs to be made before loading. Tensors are plain

@@ -6,8 +6,9 @@
 - The factor gives updates the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, equation 4).
 - `orthogonal` wants whole matrices: `whole_matrices.py` brings shards together. Its input is in bfloat16 on CUDA, float32 on CPU.
 - A stack of experts is a matrix an expert, and a fused `gate_up_proj` is two: gate and up, one above the other. So is `b` of its adapter,
-  whose rows are those of the weight; its `a` is one.
-- Embedding, LM head, routers, norms and biases are `rest`'s, an AdamW. What is a matrix of a block is told by its name.
+  whose rows are those of the weight; its `a` is one. Stacks of transformers' networks (`body`) are a matrix an expert always: gate and up
+  are side by side there, or take turns.
+- Embedding, LM head, routers, norms, biases and convolutions are `rest`'s, an AdamW. What is a matrix of a block is told by its name.
 - Every rank that shares a weight must have a gradient of it, or none: they meet in collectives.
 """
 
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from orrery.manifest.schema import Muon
 from orrery.trainer.optim import adamw
-from orrery.trainer.optim.optimizer import Group, Piece
+from orrery.trainer.optim.optimizer import Group, Piece, is_bias
 from orrery.trainer.optim.whole_matrices import Matrices, orthogonalize
 
 RMS = 0.2
-FUSED = re.compile(r"\.gate_up_(proj(\.weight)?|lora\.b)$")  # stacked experts, and their adapter
+FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")  # the latter: stacked experts, their adapter
+NO_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")  # the last: a row of rates for each channel of Mamba
 
 
 class MuonRule:
@@ -58,9 +60,10 @@ class MuonRule:
 
 
 def is_block_matrix(name: str, weight: Tensor) -> bool:
-    """Whether `name` is a matrix (or a stack) inside one of a list of blocks, and no router's."""
+    """Whether `name` is a matrix (or a stack) inside one of a list of blocks, and none of `NO_MATRICES` or of stacked biases."""
     owner = name.removesuffix(".weight").rpartition(".")[2]
-    return weight.ndim in (2, 3) and re.search(r"\.\d+\.", name) is not None and owner not in ("gate", "router")
+    inside = re.search(r"\.\d+\.", name) is not None
+    return weight.ndim in (2, 3) and inside and owner not in NO_MATRICES and not is_bias(name)
 
 
 def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[Group]:

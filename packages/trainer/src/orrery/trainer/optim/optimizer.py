@@ -58,11 +58,17 @@ class Group:
 
 
 def decayed_apart(rule: Rule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]) -> list[Group]:
-    """Matrices, which decay, and what has fewer than two dimensions, which does not, both by one rule."""
+    """Matrices, which decay, and biases and what has fewer than two dimensions, which do not, both by one rule."""
+    decays = {name: weight.ndim >= 2 and not is_bias(name) for name, weight in weights.items()}
     return [
-        Group([weight for weight in weights.values() if weight.ndim >= 2], rule, lr, weight_decay),
-        Group([weight for weight in weights.values() if weight.ndim < 2], rule, lr, 0.0),
+        Group([weight for name, weight in weights.items() if decays[name]], rule, lr, weight_decay),
+        Group([weight for name, weight in weights.items() if not decays[name]], rule, lr, 0.0),
     ]
+
+
+def is_bias(name: str) -> bool:
+    """By its name, since those of stacked experts are stacked too: [E, width]."""
+    return name.endswith("bias")
 
 
 @dataclass(frozen=True)
