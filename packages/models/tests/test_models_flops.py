@@ -2,6 +2,7 @@
 
 import pytest
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.workspace import find_workspace
 from orrery.models.flops import active_parameters, executed_work, true_work
@@ -63,6 +64,11 @@ def test_what_compiled_parts_hide_between_exchanges_is_executed_again(mesh, agai
     assert found.attention / true.attention == pytest.approx((4.5 if "attention" in again else 3.5) / 3)
     eager = executed_work(manifest.model, _with(compiled, every, compile=False), [1024])
     assert eager.projections == true.projections and eager.experts == true.experts
+
+
+def test_operations_of_a_network_of_transformers_are_not_told_from_the_manifest(make_model):
+    with pytest.raises(OrreryError, match=r"model\.family 'hugging_face': its operations are not counted"):
+        true_work(make_model("hugging_face", hf_config={"model_type": "gpt2"}), [64])
 
 
 def test_frozen_weights_need_no_gradient():

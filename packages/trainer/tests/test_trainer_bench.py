@@ -23,7 +23,7 @@ from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench import rank as bench_rank
 from orrery.trainer.bench.__main__ import check_devices, chosen, find, float32_bytes, measure, parser, words
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
-from orrery.trainer.bench.expected import expected
+from orrery.trainer.bench.expected import RATES, expected
 from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Options, described, request
 from orrery.trainer.bench.rows import ROWS
@@ -90,26 +90,41 @@ def test_every_micro_batch_is_full_and_repeats(lengths):
     assert not (other[0].token["token_id"] == batches[0].token["token_id"]).all()
 
 
+GEMMA = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+
+
 def test_micro_batches_of_a_model_that_pads_are_full_with_their_padding():
-    gemma = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
-    asked = request(manifest(model=gemma), Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16))
+    asked = request(manifest(model=GEMMA), Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16))
     for batch in micro_batches(asked, 2, 1):
         assert 30 < len(batch.lengths) * batch.lengths.max() <= 60
 
 
-def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
-    gemma = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+def measured(model, lengths):
+    """The report of a step of 2 s that computed documents of these lengths."""
     options = Options(device="cpu", lengths="variable", steps=1, warmup=1, tokens_per_micro_batch=60, document_tokens=16)
-    asked = request(manifest(model=gemma), options)
-    lengths = [10, 3, 2]
     step = {"step_s": 2.0, "lengths": lengths, "metrics": {}}
     bytes_of = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "allocated_bytes", "num_allocation_retries"), 0)
     counted = {"num_parameters": 1, "num_trained_parameters": 1, "device": "cpu", "device_bytes": 1 << 30, "build_s": 1.0}
-    read = {"memory": bytes_of, "memory_before_steps": bytes_of, "clocks": {}, "phases": {}, "host_copies": {}}
+    phase = {"by_kind": dict.fromkeys(phases.KINDS, 0.0), "by_pass": {}, "step_s": 2.0, "communication_total_s": 0.0}
+    read = {"memory": bytes_of, "memory_before_steps": bytes_of, "clocks": {}, "phases": phase, "host_copies": {}}
     answer = {"steps": [step], "warmup": [step], **counted, **read}
-    found = report.result(asked, [answer], {}, 1.0)
-    assert (found["tokens_per_s_per_device"], found["tokens_per_step"]) == (7.5, 15)
-    assert found["true_flops_per_token"] == pytest.approx(true_work(asked.model, lengths, False).total / 15)
+    return report.result(request(manifest(model=model), options), [answer], {}, 1.0)
+
+
+def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
+    lengths = [10, 3, 2]
+    padded, packed = measured(GEMMA, lengths), measured({}, lengths)
+    assert (padded["tokens_per_s_per_device"], padded["tokens_per_step"]) == (7.5, 15)
+    assert packed["true_flops_per_token"] == pytest.approx(true_work(manifest().model, lengths, False).total / 15)
+
+
+def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(RATES, "cpu", RATES["NVIDIA H200"])
+    for model, counted in (({}, True), (GEMMA, False)):
+        found = measured(model, [10, 3, 2])
+        assert {found[key] is not None for key in (*report.WORK, "expected_s")} == {counted}
+        report.show(found)
+        assert ("operations of this family are not counted" in capsys.readouterr().out) == (not counted)
 
 
 @pytest.mark.parametrize(("loss", "trained"), [("sft", ("cross_entropy",)), ("rl", COMPONENTS)])

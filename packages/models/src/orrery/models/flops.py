@@ -8,6 +8,7 @@ L layers · H query heads · K head size · D hidden · V vocabulary
 - Of a frozen weight (LoRA) only forward and input gradient are needed: 4. Adapters are left out; they are a thousandth.
 - Executed operations add what is computed again: blocks under checkpointing, logits in the LM head's backward pass, and scores inside
   attention's backward pass (5 products instead of 4).
+- Networks of transformers are not counted (`is_counted`): the manifest has no windows, scans, experts or feed-forwards of other shapes.
 """
 
 from collections.abc import Sequence
@@ -31,10 +32,14 @@ class Work:
         return self.projections + self.experts + self.attention + self.lm_head
 
 
+def is_counted(model: Model) -> bool:
+    return model.mla is None and model.family != "hugging_face"
+
+
 def active_parameters(model: Model) -> Work:
-    """Parameters of the matrix products that one token passes; `attention` has none. Raises OrreryError for latent attention."""
-    if model.mla is not None:
-        raise OrreryError(f"model.family {model.family!r}: its operations are not counted yet")
+    """Parameters of the matrix products that one token passes; `attention` has none. Raises OrreryError where they are not counted."""
+    if not is_counted(model):
+        raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     projections = model.num_layers * model.hidden_size * heads
     experts = 0

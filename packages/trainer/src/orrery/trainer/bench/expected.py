@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from orrery.models import build
-from orrery.models.flops import executed_work
+from orrery.models.flops import executed_work, is_counted
 from orrery.trainer.bench.request import Request
 from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
@@ -38,12 +38,12 @@ RATES = {"NVIDIA H200": Rates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e
 
 def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str, float] | None:
     """Seconds of one step by kind, for documents of `lengths` tokens on a device of this name in all its micro-batches; None where its
-    rates are not known.
+    rates are not known, or the model's operations are not counted.
 
     Under context parallel `lengths` are the group's, of which this device does its share.
     """
     rates = RATES.get(device)
-    if rates is None:
+    if rates is None or not is_counted(request.model):
         return None
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     work = executed_work(model, trainer, lengths)

@@ -1,7 +1,8 @@
 """A measurement as JSON, and as a table on the screen.
 
 - A step's time is that of the slowest rank. Tokens a second are the median over measured steps, with the least and the most beside it.
-- Utilisation is true operations (`orrery.models.flops`) over what the devices could do at the data sheet's rate in that time.
+- Utilisation is true operations (`orrery.models.flops`) over what the devices could do at the data sheet's rate in that time. Operations
+  that are not counted there, and times expected of them, are null.
 """
 
 import os
@@ -16,10 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from orrery.models.flops import executed_work, true_work
+from orrery.models.flops import executed_work, is_counted, true_work
 from orrery.observe.provenance import commit, versions
 from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
-from orrery.trainer.bench.expected import RATES, expected
+from orrery.trainer.bench.expected import RATES, Rates, expected
 from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request
 from orrery.trainer.memory_plan.plan import plan
@@ -36,23 +37,21 @@ PACKAGES = (
     "nvidia-nccl-cu13",
 )
 
+WORK = ("true_flops_per_token", "true_tflops_per_device", "executed_tflops_per_device", "executed_over_true", "mfu")
+
 
 def result(request: Request, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float) -> dict[str, Any]:
     """Everything that was measured, and what it was measured on."""
     step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
     median_s = statistics.median(step_s)
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    frozen = trainer.lora is not None
     groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
     every = [[length for group in groups for length in group["steps"][n]["lengths"]] for n in range(request.steps)]
     tokens = [sum(lengths) for lengths in every]  # a model that pads leaves room in its micro-batches
     speeds = [count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)]
-    true = statistics.mean(true_work(model, lengths, frozen).total for lengths in every)
-    executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
+    rates = RATES.get(answers[0]["device"])
     # The profiled step has documents of its own; with fixed lengths they are the same.
     predicted = expected(request, answers[0]["steps"][-1]["lengths"], answers[0]["device"])
-    rates = RATES.get(answers[0]["device"])
-    mean_s = statistics.mean(step_s)
     planned = plan(model, trainer, request.load, answers[0]["device_bytes"])
     return {
         "name": request.name,
@@ -76,11 +75,7 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "warmup_s": [max(answer["warmup"][n]["step_s"] for answer in answers) for n in range(request.warmup)],
         "build_s": max(answer["build_s"] for answer in answers),
         "wall_s": wall_s,
-        "true_flops_per_token": true / statistics.mean(tokens),
-        "true_tflops_per_device": true / request.num_devices / mean_s / 1e12,
-        "executed_tflops_per_device": executed / request.num_devices / mean_s / 1e12,
-        "executed_over_true": executed / true,
-        "mfu": None if rates is None else true / request.num_devices / mean_s / rates.peak_flops,
+        **_work(request, every, request.num_devices * statistics.mean(step_s), rates),
         "peak_flops": None if rates is None else rates.peak_flops,
         "peak_allocated_bytes": max(answer["memory"]["peak_allocated_bytes"] for answer in answers),
         "peak_reserved_bytes": max(answer["memory"]["peak_reserved_bytes"] for answer in answers),
@@ -101,6 +96,18 @@ def result(request: Request, answers: list[dict[str, Any]], options: dict[str, A
         "versions": {**versions(PACKAGES), "cuda": str(torch.version.cuda)},
         "commit": commit(Path(__file__).parent, ":/packages"),
     }
+
+
+def _work(request: Request, every: list[list[int]], device_s: float, rates: Rates | None) -> dict[str, float | None]:
+    """Of steps with documents of `every` lengths, whose mean takes `device_s` of all devices together."""
+    model, trainer = request.model, request.trainer
+    if not is_counted(model):
+        return dict.fromkeys(WORK)
+    true = statistics.mean(true_work(model, lengths, trainer.lora is not None).total for lengths in every)
+    executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
+    per_token = true / statistics.mean(sum(lengths) for lengths in every)
+    mfu = None if rates is None else true / device_s / rates.peak_flops
+    return dict(zip(WORK, (per_token, true / device_s / 1e12, executed / device_s / 1e12, executed / true, mfu), strict=True))
 
 
 def hardware(answers: list[dict[str, Any]]) -> str:
@@ -130,8 +137,10 @@ def show(result: dict[str, Any]) -> None:
         "step", f"{result['step_s']:.3f} s", f"{result['tokens_per_step']:,} tokens in {result['micro_batches']} micro-batches a rank"
     )
     utilisation = "" if result["mfu"] is None else f"{100 * result['mfu']:.1f} % MFU"
-    tflops = f"{result['true_tflops_per_device']:.3g} true TFLOP/s a device"
-    facts.add_row("work", utilisation, f"{tflops}; executed {result['executed_tflops_per_device']:.3g}")
+    tflops = "operations of this family are not counted"
+    if result["true_tflops_per_device"] is not None:
+        tflops = f"{result['true_tflops_per_device']:.3g} true TFLOP/s a device; executed {result['executed_tflops_per_device']:.3g}"
+    facts.add_row("work", utilisation, tflops)
     reserved = (
         f"{result['peak_reserved_bytes'] / gib:.1f} GiB reserved, {result['allocated_before_steps_bytes'] / gib:.1f} GiB before steps"
     )

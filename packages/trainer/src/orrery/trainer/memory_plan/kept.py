@@ -22,6 +22,8 @@ E experts · K experts a token · I expert intermediate · r rank of adapters
   the queries': c·(3h + 2g) + 4·h.
 - The feed-forward's backward pass comes first. Where attention's output is kept and a block is one graph, what leads to it (queries, keys,
   values, and the input they are made of) is made again after that, in the room that the feed-forward's leaves.
+- A block of transformers is taken for a dense one of ours: grouped heads, SwiGLU of the manifest's intermediate size, no experts, no scan,
+  attention that keeps no scores. One of another shape keeps other bytes, and where its attention makes all scores, many more.
 - Experts with adapters that are made again make their down projection again too, for its narrow result: c·K·D pass through besides.
 """
 
