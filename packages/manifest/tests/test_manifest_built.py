@@ -344,3 +344,10 @@ def test_keeping_experts_alone_where_there_are_none_is_told():
         "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has none, and all is made again"
     )
     assert notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []
+
+
+def test_that_blocks_of_transformers_may_not_compile_is_told_where_a_run_is_planned():
+    compiled = {"model__family": "hugging_face", "model__hf_config": {"model_type": "gpt_oss"}, "trainer__compile": True}
+    (said,) = notes(changed("reverse_text", **compiled))
+    assert said.startswith("  note: trainer.compile with family 'hugging_face': ")
+    assert notes(changed("reverse_text", **compiled | {"trainer__compile": False})) == notes(changed("reverse_text")) == []

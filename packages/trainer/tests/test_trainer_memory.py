@@ -14,6 +14,7 @@ from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, mani
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.manifest.errors import OrreryError
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
@@ -72,6 +73,26 @@ def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp
     assert twice == 2 * once > 0 and as_often == once
     assert_same(again, plain)
     assert_same(kept, plain)
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(tmp_path, monkeypatch, kind):
+    compile = torch.compile  # without a compiler of C++
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"))
+    experts = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
+    model = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": {**GEMMA2, **experts}}
+    told = r"trainer\.compile true: torch does not compile blocks of model\.hf_config\.model_type 'granitemoe' whole \(.*\); set trainer\."
+    with pytest.raises(OrreryError, match=told) as caught:
+        steps_with(tmp_path, model, compile=True, activation_checkpointing={"kind": kind})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_block_of_transformers_is_one_graph(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
+    steps_with(tmp_path, GEMMA, compile=True, activation_checkpointing={"kind": "full"})
+    assert counter.frame_count == 4  # with a window and without, for the first length and for all
 
 
 def test_logits_that_stay_are_those_that_are_made_again(tmp_path):

@@ -67,7 +67,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Lines below a run that is listed or planned: one if it cannot start, one if it keeps less than it says."""
+    """Lines below a run that is listed or planned: if it cannot start, keeps less than it says, or may end when it compiles."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
@@ -81,6 +81,11 @@ def notes(manifest: Manifest) -> list[str]:
         said.append(
             f"  note: trainer.memory.activation_checkpointing.keep ['experts']: family {manifest.model.family!r} has none, and all is made "
             f"again; set it to ['attention'] or ['attention', 'projections'], or activation_checkpointing.kind to 'full'"
+        )
+    if trainer.compile and manifest.model.family == "hugging_face":
+        said.append(
+            "  note: trainer.compile with family 'hugging_face': the first step ends the run where torch does not compile such a block "
+            "whole (one with experts, or Mamba's); set trainer.compile to false there"
         )
     return said
 

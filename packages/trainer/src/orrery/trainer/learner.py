@@ -20,7 +20,7 @@ from orrery.manifest.schema import Optimizer, Trainer
 from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
-from orrery.trainer.parallel import context_parallel
+from orrery.trainer.parallel import compiled, context_parallel
 from orrery.trainer.parallel.fsdp import release, synchronize_gradients
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -60,10 +60,11 @@ class Learner:
         self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
-        """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed."""
+        """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed; OrreryError where blocks do not compile."""
         step = self.step + 1
         begin_s = time.time()
-        tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        with compiled.told(self.policy.network.config):
+            tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
         # While the device is still in the backward pass, so that it need not wait for the host after it.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
@@ -90,7 +91,8 @@ class Learner:
         tally = Tally.zero(self.world.device)
         for columns in micro_batches:
             batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
-            logprob, entropy = self.policy(batch)
+            with compiled.told(self.policy.network.config):
+                logprob, entropy = self.policy(batch)
             tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
         release(self.policy)
         sums = self._add_up(f"version {self.step}", tally)
