@@ -149,7 +149,7 @@ def test_the_kitchen_sink_is_a_recipe_in_one_axis_and_the_laws_say_where_its_mes
     assert memory.lm_head_chunk_tokens == 1024
     assert made(mixture, "{ layout+:: { trainer_ranks: 16 }, hardware+: { num_nodes: 3 } }").mesh.dp_shard == 8
     with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8 does not divide dp_shard·cp = 4; choose ep from 1, 2, 4 "):
-        made(mixture, "{ layout+:: { trainer_ranks: 4 } }")
+        made(mixture, "{ layout+:: { trainer_ranks: 4, engines: 4 }, hardware+: { num_nodes: 1 } }")
     with pytest.raises(OrreryError, match=r"trainer\.mesh: dp_replicate·cp = 2 does not divide 1 trainer ranks"):
         made(mixture, "{ layout+:: { trainer_ranks: 1 } }")
     with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8, but family 'qwen3' has no experts to spread; set ep to 1 "):

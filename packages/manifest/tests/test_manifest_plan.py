@@ -159,5 +159,7 @@ def test_a_shape_with_a_node_too_many_or_too_few_is_refused(change):
         data["hardware"]["num_nodes"] += change
         if data["hardware"]["num_nodes"] == 1:
             continue  # one node holds everything: what follows is the law of one machine
-        with pytest.raises(OrreryError, match=rf"nodes are {sum(nodes)}; set hardware.num_nodes to {sum(nodes)}$"):
+        left = (nodes[-1] + change) * per_node  # what engines leave for the trainer
+        instead = f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left else ""
+        with pytest.raises(OrreryError, match=rf"nodes are {sum(nodes)}; set hardware.num_nodes to {sum(nodes)}{instead}$"):
             check(data, "shape")
