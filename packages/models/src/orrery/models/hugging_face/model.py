@@ -239,9 +239,12 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> dict[
     if revert_weight_conversion is None:
         return {name: name for name in state}
     written = {id(tensor): name for name, tensor in revert_weight_conversion(network, dict(state)).items()}
-    if any(id(tensor) not in written for tensor in state.values()):
+    if parts := [name for name, tensor in state.items() if id(tensor) not in written]:
         kind = network.config.model_type
-        raise OrreryError(f"model.hf_config: the files of a {kind!r} are not its modules tensor by tensor; choose one of our families")
+        raise OrreryError(
+            f"model.hf_config.model_type {kind!r}: its files hold in parts (experts one by one, as a rule) what its network stacks in "
+            f"{parts[0]}, which is not supported; choose a model whose files are its network tensor by tensor"
+        )
     return {name: written[id(tensor)] for name, tensor in state.items()}
 
 
