@@ -45,7 +45,7 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
       ep_backend: 'torch',
     },
     fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },
-    compile: run.hardware.accelerator != 'cpu',
+    compile: run.hardware.accelerator != 'cpu' && run.model.family != 'hugging_face',
     lora: null,
     optimizer: { kind: error 'trainer.optimizer: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     memory: {

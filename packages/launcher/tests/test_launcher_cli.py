@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import bench, cli, describe, images
+from orrery.launcher import bench, cli, describe, export, images
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.runs import find, job
@@ -162,6 +162,15 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
         binds = [word for before, word in itertools.pairwise(line) if before == "--bind"]
         assert {str(run_dir), "/tmp:/tmp", str(checkout / "out")} <= set(binds) and (checkout / "out").is_dir()
         assert any(bind.startswith(f"{run_dir}/code/") and bind.endswith(":/orrery/code:ro") for bind in binds)
+
+
+def test_an_export_that_stayed_on_its_node_is_told(tmp_path):
+    (tmp_path / "here").mkdir()
+    assert export._arrived(0, tmp_path / "here") == 0 and export._arrived(0, None) == 0
+    assert export._arrived(3, tmp_path / "there") == 3, "the job has said why"
+    for there in ("there", "no/folder"):
+        with pytest.raises(OrreryError, match=rf"^--to {tmp_path}/{there}: .*choose a folder that all nodes share$"):
+            export._arrived(0, tmp_path / there)
 
 
 def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):

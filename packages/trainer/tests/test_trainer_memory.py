@@ -87,6 +87,20 @@ def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(tm
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [
+        (torch._dynamo.exc.FailOnRecompileLimitHit("the 65th graph"), OrreryError),
+        (torch._dynamo.exc.BackendCompilerFailed(len, RuntimeError("CUDA out of memory"), None), RuntimeError),  # which has levers
+        (RuntimeError("else"), RuntimeError),
+    ],
+)
+def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothing_else(error, becomes):
+    with pytest.raises(becomes) as caught, compiled.told(SimpleNamespace(hf_config={"model_type": "granitemoe"})):
+        raise error
+    assert type(caught.value) is OrreryError if becomes is OrreryError else caught.value is error
+
+
 def test_a_block_of_transformers_is_one_graph(tmp_path, monkeypatch):
     torch._dynamo.reset()
     counter, compile = CompileCounter(), torch.compile

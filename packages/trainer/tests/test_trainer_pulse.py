@@ -59,11 +59,12 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
     assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
 
 
-@pytest.mark.parametrize(("kind", "limit_s"), [("zmq", STILL_S), ("files", pulse.PARTS_S)])
-def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(kind, limit_s):
+@pytest.mark.parametrize(("kind", "devices", "limit_s"), [("zmq", 2, STILL_S), ("zmq", 1, pulse.PARTS_S), ("files", 2, pulse.PARTS_S)])
+def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(kind, devices, limit_s):
     me, said = deeds()
     me.health.waiting = lambda what, deadline_s, behind_s: nullcontext(said.update({what: (deadline_s, behind_s)}))
-    spec, world = SimpleNamespace(transport=SimpleNamespace(rollouts=kind)), SimpleNamespace(size=2, is_first=False)
+    transport, hardware = SimpleNamespace(rollouts=kind), SimpleNamespace(devices_per_node=devices)
+    spec, world = SimpleNamespace(transport=transport, hardware=hardware), SimpleNamespace(size=2, is_first=False)
     receiver = SimpleNamespace(receive=lambda step, deadline_s: SimpleNamespace(info={}))
     rig = SimpleNamespace(receiver=receiver, world=world, batch_deadline_s=9.0, batch_behind_s=assemble._batch_behind_s(spec, world))
     loop._await_batch(rig, None, me, 5, 0)

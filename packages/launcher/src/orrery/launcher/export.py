@@ -16,6 +16,7 @@ from orrery.launcher import containers
 from orrery.launcher.runs import Run
 from orrery.launcher.site import Site
 from orrery.launcher.slurm import clean_environment
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
 CPUS, MEMORY_MB = 2, 16_000  # one file of at most 5 GB is in memory at a time, and what of it is being merged or converted
@@ -30,7 +31,7 @@ def run(found: Run, stage: str, step: int | None, to: Path | None, workspace: Wo
         return subprocess.run([sys.executable, *argv]).returncode
     variables = {**containers.without_theirs(clean_environment(os.environ)), **site.environment}
     if site.containers is None:
-        return subprocess.run([*srun(site), sys.executable, *argv], env=variables).returncode
+        return _arrived(subprocess.run([*srun(site), sys.executable, *argv], env=variables).returncode, to)
     where = site.containers
     if to is not None:
         to.resolve().parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +41,18 @@ def run(found: Run, stage: str, step: int | None, to: Path | None, workspace: Wo
     if where.modules:
         inside = ["bash", "-lc", f'module load {shlex.join(where.modules)} && exec "$@"', "export", *inside]
     variables |= containers.passed_on(site.environment)
-    return subprocess.run([*srun(site), *inside], env=variables).returncode
+    return _arrived(subprocess.run([*srun(site), *inside], env=variables).returncode, to)
+
+
+def _arrived(code: int, to: Path | None) -> int:
+    """`code`; raises `OrreryError` where the job wrote into a folder that its node alone has."""
+    if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
+        raise OrreryError(f"--to {to}: the job wrote it on its node, and it is not to be seen here; choose a folder that all nodes share")
+    return code
+
+
+def _names(folder: Path) -> Sequence[str]:
+    return os.listdir(folder) if folder.is_dir() else ()  # read anew, where to ask for one name may be answered from before
 
 
 def srun(site: Site) -> Sequence[str]:

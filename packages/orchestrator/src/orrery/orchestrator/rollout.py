@@ -12,7 +12,6 @@
 
 import asyncio
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,12 +21,13 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.observe.process import Terminated
+from orrery.orchestrator.beside import Beside
 from orrery.tasks.task import Message
 from orrery.transport.engine import EngineGone
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
 
-PROBLEMS = ThreadPoolExecutor(1, "problems")  # a hard puzzle takes seconds to make, and tasks need not bear two threads
+PROBLEMS = Beside("problems")  # a hard puzzle takes seconds to make
 NO_POLICY = -1  # version of a token that no policy sampled
 ENGINE_GONE = "engine_gone"  # the reason of a rollout that was lost with its engine
 
@@ -130,7 +130,7 @@ async def play(
     `name` is unique among rollouts in flight; with `seed`, turn t samples with `seed + t`. With `routes`, which say
     what the model's look like, the rollout has its `routed_experts`; a turn asks for those of the tokens that no turn before has had.
     """
-    problem = await asyncio.get_running_loop().run_in_executor(PROBLEMS, _guard, "task", lambda: task.problem(problem_index))
+    problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     messages = list(problem.messages)
     tokens = _Tokens(_guard("task", lambda: renderer.prompt(messages, problem.tools)))
     if tokens.length >= max_model_len_tokens:

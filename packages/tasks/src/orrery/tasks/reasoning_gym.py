@@ -30,7 +30,7 @@ from orrery.tasks.split import Split, split_of
 from orrery.tasks.task import Judgement, Message, Problem
 
 MAX_DRAWS = 1000  # a question can take half a second to make; seven of eight are of the training side
-KEPT_DRAWS = 1024  # problems whose rollouts are in flight, so that a judge does not draw again
+KEPT_DRAWS = 8192  # more than have rollouts in flight, so that a judge, which runs in the event loop, does not draw again
 SCORERS = Scorers()
 
 

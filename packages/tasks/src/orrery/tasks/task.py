@@ -6,7 +6,7 @@
   whatever the model wrote, a judge answers.
 - The caller's event loop stands still while one that is no coroutine runs. What may take long, or runs what a model wrote, is a coroutine
   that waits for another process (`scorers.py`).
-- The orchestrator makes problems in a thread beside its event loop, one at a time.
+- The orchestrator calls `problem` in a thread of its own, one call at a time, beside `reply` and `judge`, which run in the event loop's.
 """
 
 from collections.abc import Awaitable, Sequence

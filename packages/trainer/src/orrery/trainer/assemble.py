@@ -111,8 +111,9 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
 
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
-    """A batch is sent to all ranks at once; files may be seen on one node later than on another."""
-    return parts_s(world.size) if manifest.transport.rollouts == "files" else still_s(False, world.size)
+    """A batch is sent to all ranks at once; files may be seen on one node later than on another, whose network may be gone for a while."""
+    is_here = world.size <= manifest.hardware.devices_per_node and manifest.transport.rollouts != "files"
+    return still_s(False, world.size) if is_here else parts_s(world.size)
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:

@@ -162,7 +162,9 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            self._watch(hidden.requires_grad_())  # also where it is frozen: the gradient then ends here
+            if not hidden.requires_grad:  # the embedding is frozen: the gradient ends here, and nobody wants it
+                hidden.requires_grad_().register_post_accumulate_grad_hook(_forget)
+            self._watch(hidden)
 
     def _watch(self, hidden: torch.Tensor) -> None:
         if hidden.requires_grad:
@@ -189,6 +191,10 @@ class Learner:
         name = list(self.weights)[max(found)]
         where = f"on rank {', '.join(map(str, ranks))}" if ranks else f"in the shard of rank {found.index(max(found))}"
         raise RunFailed(f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step")
+
+
+def _forget(hidden: torch.Tensor) -> None:
+    hidden.grad = None
 
 
 class Arrivals:

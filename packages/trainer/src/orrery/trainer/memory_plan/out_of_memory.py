@@ -2,8 +2,8 @@
 
 - Needed is what the failed allocation asked for, or by how much the plan exceeds what torch could have, if that is more; and a margin for
   what the allocator cannot use.
-- CUDA and NCCL say that they are out of memory in other errors than torch's allocator does, without numbers. Where the device has room, and
-  it was not NCCL that asked, it is host memory that could not be pinned.
+- CUDA and NCCL say that they are out of memory in other errors than torch's allocator does, without numbers. Where the device has room,
+  a field that pins host memory is on, and it was not NCCL that asked, it is host memory that could not be pinned.
 - A rank that ran out leaves collectives of others behind, for which an orderly end may wait: it gets END_S for that.
 """
 
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import torch
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.manifest.plan import stage as stage_of
 from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.observe.process import RoleProcess
 from orrery.trainer.host_copy import available_bytes
@@ -43,7 +42,7 @@ class Where:
 def explained(me: RoleProcess) -> Iterator[Where]:
     """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
     where, world_size = Where(), me.manifest.trainer.mesh.world_size
-    ranks_here = -(-world_size // stage_of(me.manifest, me.stage).num_nodes)
+    ranks_here = min(world_size, me.manifest.hardware.devices_per_node)
     if me.index == 0 and (text := foreseen(me.manifest, me.stage, device_bytes(), available_bytes() // ranks_here)) is not None:
         me.log.warning(text)
     try:
@@ -65,17 +64,17 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def explain(error: RuntimeError, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, ranks_here: int) -> str:
     """The sentence for one that `is_out_of_memory`; `ranks_here` share this host's memory. `step` None: no step had begun."""
     capacity, available = device_bytes(), available_bytes()
-    if isinstance(error, torch.OutOfMemoryError) or "NCCL" in str(error) or free_bytes() <= MARGIN * capacity:
-        text = sentence(str(error), rank, step, model, trainer, load, capacity, available // ranks_here)
-        return text if isinstance(error, torch.OutOfMemoryError) else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
     fields = {
         "trainer.memory.activation_offload": trainer.memory.activation_offload,
         "trainer.memory.optimizer_offload": trainer.memory.optimizer_offload,
         "trainer.fsdp.cpu_offload": trainer.fsdp.cpu_offload,
     }
-    pulled = " or ".join(field for field, value in fields.items() if value)
-    remedy = f"set {pulled} to false in the manifest's memory axis" if pulled else "free some, or raise the job's limit if it has one"
+    pinning = " or ".join(field for field, value in fields.items() if value)
+    if isinstance(error, torch.OutOfMemoryError) or "NCCL" in str(error) or not pinning or free_bytes() <= MARGIN * capacity:
+        text = sentence(str(error), rank, step, model, trainer, load, capacity, available // ranks_here)
+        return text if isinstance(error, torch.OutOfMemoryError) else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
     left = f"{_shown(available)} of it are left to the {ranks_here} ranks of this node together"
+    remedy = f"set {pinning} to false in the manifest's memory axis"
     return f"rank {rank} could not have host memory pinned {_when(step)}, though its device has room; {left}; {remedy}"
 
 

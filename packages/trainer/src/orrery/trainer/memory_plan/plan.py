@@ -25,8 +25,8 @@ Moments, each beside the above:
 
 With `activation_offload` the activations of two blocks are on the device, whatever the number of blocks.
 
-In host memory: with `activation_offload` the activations of all blocks but the last (buffers are powers of two, so up to twice as large),
-with `optimizer_offload` the states, with `cpu_offload` weights, gradients and states.
+In host memory: with `activation_offload` the activations of all blocks but the last, twice (buffers are powers of two, so up to twice as
+large), with `optimizer_offload` the states, with `cpu_offload` weights, gradients and states.
 """
 
 from collections.abc import Iterator
@@ -185,7 +185,7 @@ class _Step:
         return min(num_bytes, NUM_SLOTS * (whole if self.trainer.optimizer.kind == "muon" else OFFLOADED_BYTES))
 
     def host_bytes(self) -> int:
-        total = self.tokens * sum(one.kept for one in self.blocks[:-1]) if self.trainer.memory.activation_offload else 0
+        total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1]) if self.trainer.memory.activation_offload else 0
         if self.on_host or self.trainer.memory.optimizer_offload:
             total += self.p * num_states(self.trainer.optimizer, self.sizes) // self.shards
         if self.on_host:

@@ -46,10 +46,11 @@ def told(model: Model) -> Iterator[None]:
     """Around forward and backward passes: what torch's compiler raises of a network of transformers becomes OrreryError, a sentence."""
     try:
         yield
-    except RuntimeError as error:
-        from torch._dynamo.exc import TorchDynamoException  # here: as above
+    except Exception as error:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # here: as above
 
-        if model.hf_config is None or not isinstance(error, TorchDynamoException):
+        is_compilers = isinstance(error, TorchDynamoException | FailOnRecompileLimitHit) and "out of memory" not in str(error)
+        if model.hf_config is None or not is_compilers:
             raise
         raise OrreryError(
             f"trainer.compile true: torch does not compile blocks of model.hf_config.model_type {model.hf_config['model_type']!r} whole "

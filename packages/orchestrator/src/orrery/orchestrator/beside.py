@@ -1,0 +1,35 @@
+"""A thread beside the event loop that does one call after another, and keeps nobody from exiting, as threads of Python's own pools do."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+
+class Beside:
+    """The thread starts with the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._lock = threading.Lock()
+
+    async def __call__(self, call: Callable[[], Any]) -> Any:
+        """What `call()` returns or raises. A caller that is cancelled takes its call back, unless it has begun."""
+        with self._lock:
+            if not self._thread.ident:
+                self._thread.start()
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # the caller's
+                    future.set_exception(error)
