@@ -41,7 +41,8 @@ build() {
   for name in "${ours[@]}"; do
     grep -qE "^$name==" "$work/keep.txt" || locked "$name" >>"$work/keep.txt"
   done
-  uv pip install -q --no-deps "${platform[@]}" --target "$work/site" -r "$work/keep.txt"
+  # copied, not linked: what is stripped below would be stripped in uv's cache too, and images built from that are others than the lock's
+  uv pip install -q --no-deps --link-mode copy "${platform[@]}" --target "$work/site" -r "$work/keep.txt"
   rm -rf "$work"/site/vllm/third_party/fmha_sm100 "$work"/site/pycountry/locales
   rm -f "$work"/site/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so "$work"/site/vllm/{vllm-rs,_qutlass*,_flashkda*} \
     "$work"/site/vllm/third_party/deep_gemm/_C.cpython-3{9,10,11,13,14}*.so
