@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, fsdp_units, weights
+from orrery.models.hugging_face import model as model_module
 from orrery.models.pretrained import check_config
 
 transformers = pytest.importorskip("transformers")
@@ -40,6 +42,17 @@ ARCHITECTURES = {
     "phi: a head with a bias": {"model_type": "phi", **UNTIED},
     "opt: a part of the body is asked": {"model_type": "opt", **UNTIED, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
     "mamba: the dtype of the head is asked": {"model_type": "mamba", **UNTIED, "state_size": 4},
+    "mixtral: experts one by one in files": {
+        "model_type": "mixtral",
+        **UNTIED,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e4,
+    },
+    "qwen2_moe: an expert for all": {
+        **{"model_type": "qwen2_moe", **UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+    },
 }
 architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=ARCHITECTURES)
 
@@ -179,13 +192,46 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
 
 REFUSED = {
     "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
-    "mixtral": r"'mixtral': its files hold in parts .* stacks in model\.layers\.0\.mlp\.experts\.gate_up_proj, which is not supported",
     "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of it",
     "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of it",
     "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts; .* of its text model, of type 'gemma3_text'",
     "xlnet": "'xlnet': its tokens look ahead; choose a causal language model",
     "electra": "a 'electra' like this is no decoder, and its tokens look ahead; set is_decoder to true",
 }
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda stack: {f"{e}.up": one.T for e, one in enumerate(stack)},
+        lambda stack: {f"{e}.{half}": one[half::2] for e, one in enumerate(stack) for half in (0, 1)},
+        lambda stack: {"even": stack[::2], "odd": stack[1::2]},
+    ],
+    ids=["turned", "interleaved", "two groups of experts"],
+)
+def test_files_that_hold_experts_in_any_other_way_are_refused_in_a_sentence(parts, make_network, monkeypatch):
+    def revert(network, state):
+        return {
+            there: part for name, stack in state.items() for there, part in (parts(stack) if stack.ndim == 3 else {name: stack}).items()
+        }
+
+    monkeypatch.setattr(model_module, "revert_weight_conversion", revert)
+    told = r"'mixtral': its files hold in parts what its network has in model\.layers\.0\.mlp\.experts\.gate_up_proj, and not expert by"
+    with pytest.raises(OrreryError, match=told):
+        make_network(ARCHITECTURES["mixtral: experts one by one in files"])
+
+
+def test_an_experts_initial_weights_are_those_of_its_stack_however_it_is_wrapped(make_network):
+    model, module = make_network(ARCHITECTURES["mixtral: experts one by one in files"])
+    weights.initialize(module, model)
+    held = {name: tensor.clone() for name, tensor in weights.named_hf_tensors(module)}
+    experts = [tensor for name, tensor in held.items() if ".experts." in name and name.endswith("w1.weight")]
+    assert len(experts) == 6 and all(abs(one.std() - model.init.std) < 0.2 * model.init.std for one in experts)
+    assert not torch.equal(experts[0], experts[1])
+    for index, layer in enumerate(module.layers):
+        module.layers[index] = checkpoint_wrapper(layer)
+    weights.initialize(module, model)
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights.named_hf_tensors(module))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -32,7 +32,21 @@ MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
 GLM = {**HEADS, "family": "glm4_moe", "num_layers": 3, "rotary_fraction": 0.5, "attention_bias": True, "tie_embeddings": False}
 GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 2.5}
 GEMMA = {**HEADS, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
-NETWORKS = {"gemma": GEMMA, "dense": DENSE, "mixture": MIXTURE, "replayed": MIXTURE, "glm": GLM, "replayed-glm": GLM, "adapted": MIXTURE}
+EXPERTS = {
+    **{"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    **{"rope_theta": 1e4, "rms_norm_eps": 1e-6},
+}
+MIXTRAL = {**HEADS, "family": "hugging_face", "hf_config": {**trainer_cases.GEMMA2, **EXPERTS}}
+NETWORKS = {
+    "gemma": GEMMA,
+    "mixtral": MIXTRAL,
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "replayed": MIXTURE,
+    "glm": GLM,
+    "replayed-glm": GLM,
+    "adapted": MIXTURE,
+}
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
@@ -61,6 +75,7 @@ CASES = {
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
     **{f"replayed_{name}": {"mesh": MESHES[name], "model": MIXTURE} for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")},
     **{f"gemma_{name}": {"mesh": MESHES[name], "model": GEMMA} for name in ("fsdp2", "hsdp")},
+    "mixtral_fsdp2": {"mesh": MESHES["fsdp2"], "model": MIXTRAL},
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},

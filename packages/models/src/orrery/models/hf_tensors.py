@@ -44,14 +44,19 @@ class HfTensor:
         return part if self.expert is None else part[0]
 
 
+def plain_name(parameter_name: str) -> str:
+    """As it is in a network that nothing wraps."""
+    for wrapper in _WRAPPERS:
+        parameter_name = parameter_name.replace(wrapper, "")
+    return parameter_name
+
+
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
     """Every tensor of the module's checkpoint in writing order; sizes only, no data, no collective."""
     patterns = hf_names(module)
     tensors = []
     for name, tensor in _state(module).items():
-        plain = name
-        for wrapper in _WRAPPERS:
-            plain = plain.replace(wrapper, "")
+        plain = plain_name(name)
         layer = plain.split(".")[1] if plain.startswith("layers.") else ""
         hf_name = patterns[plain.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else plain]
         parts = (hf_name,) if isinstance(hf_name, str) else hf_name

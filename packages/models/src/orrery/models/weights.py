@@ -23,7 +23,7 @@ from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, ignored_hf_names
-from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors
+from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors, plain_name
 from orrery.models.placement import is_sharded, local_tensor, slices
 from orrery.models.pretrained import check_config
 
@@ -61,13 +61,16 @@ def initialize(module: CausalLm, model: Model) -> None:
 
 def _drawn(module: CausalLm, hf: HfTensor, init: RandomInit) -> Tensor:
     """The whole tensor in float32 on the CPU."""
-    seed = int.from_bytes(hashlib.sha256(f"{init.seed}:{hf.name}".encode()).digest()[:8], "big") >> 1
-    own = module.drawn(hf.parameter_name, seed, init.std)
+    own = module.drawn(hf.parameter_name, _seed(init, hf.name if hf.expert is None else plain_name(hf.parameter_name)), init.std)
     if own is not None:
-        return own
+        return own if hf.expert is None else hf.of(own)
     if len(hf.shape) == 1:
         return torch.full(hf.shape, 0.0 if hf.name.endswith("bias") else 1.0)
-    return torch.empty(hf.shape).normal_(std=init.std, generator=torch.Generator().manual_seed(seed))
+    return torch.empty(hf.shape).normal_(std=init.std, generator=torch.Generator().manual_seed(_seed(init, hf.name)))
+
+
+def _seed(init: RandomInit, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{init.seed}:{name}".encode()).digest()[:8], "big") >> 1
 
 
 @torch.no_grad()

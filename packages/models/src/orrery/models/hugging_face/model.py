@@ -6,7 +6,8 @@ T tokens · D hidden · n documents · L longest document
   stands behind its document. It costs n · L tokens of compute and activations for the T that are there; documents of like lengths, or one
   of our own families, cost less.
 - Attention is whatever transformers chooses; context and expert parallelism, router replay and our kernels but the LM head's are not here.
-- Names in files are transformers' own. Architectures whose modules are not their files tensor by tensor (stacked experts) are refused.
+- Names in files are transformers' own. Experts that a network stacks stand one by one in most files (`_names_of_parts`); architectures
+  whose files hold their tensors in any other parts are refused.
 - What looks ahead is refused, as far as it says so: networks with a module whose `is_decoder` is false, and the types of `LOOKS_AHEAD`.
   Values are not looked at, of which a network has none when it is built.
 - Fields of the manifest's model that the config has too must say the same, since work and memory are counted from the manifest's.
@@ -30,6 +31,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm
 from orrery.models.hugging_face.head import Head
+from orrery.models.names import Names
 
 try:  # what transformers does to names when it saves; not documented as an interface
     from transformers.core_model_loading import revert_weight_conversion
@@ -47,6 +49,7 @@ SAME_IN_CONFIG = {  # fields of the manifest's model, and what configs of transf
     "intermediate_size": ("intermediate_size", "ffn_dim"),
     "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
 }
+PROBED = (12, 2)  # rows and columns of an expert, where it is asked how files hold a stack of them: rows that 2, 3 and 4 divide
 POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")  # what configs call the length of a table of positions
 
 _GLOBAL_GENERATOR = threading.Lock()  # transformers draws from torch's own generator, of which a process has one
@@ -72,6 +75,7 @@ class HuggingFaceLm(CausalLm):
         self.body = getattr(network, body_name)
         self.lm_head = Head(network, body_name, head_name, self.body.get_input_embeddings() if config.tie_embeddings else None)
         self.body.eval()
+        self._drawn: tuple[tuple[str, int, float], Tensor] | None = None
         self._network = (network,)  # in a tuple, and so not a part: it initialises, and body and head are parts already
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
@@ -137,21 +141,26 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def drawn(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """As transformers initialises it, with the manifest's `std`."""
-        network = self._network[0]
+        """As transformers initialises it, with the manifest's `std`. The last one stays, for one expert after another is asked for."""
+        network, which = self._network[0], (parameter_name, seed, std)
         owner_name, _, key = parameter_name.rpartition(".")
-        double = _double(_linear(self.lm_head) if owner_name == "lm_head" else self.get_submodule(owner_name))
-        before = getattr(network.config, "initializer_range", None)
         with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+            if self._drawn is not None and self._drawn[0] == which:
+                return self._drawn[1]
+            double = _double(_linear(self.lm_head) if owner_name == "lm_head" else self.get_submodule(owner_name))
+            before = getattr(network.config, "initializer_range", None)
             torch.manual_seed(seed)
             network.config.initializer_range = std
             network._init_weights(double)
             network.config.initializer_range = before
-        value = double._parameters[key] if key in double._parameters else double._buffers[key]
-        assert value is not None
-        if value.isnan().any():
-            raise OrreryError(f"model.init: transformers does not say how to initialise {parameter_name}; start from a pretrained folder")
-        return value.detach().float()
+            value = double._parameters[key] if key in double._parameters else double._buffers[key]
+            assert value is not None
+            if value.isnan().any():
+                raise OrreryError(
+                    f"model.init: transformers does not say how to initialise {parameter_name}; start from a pretrained folder"
+                )
+            self._drawn = which, value.detach().float()
+            return self._drawn[1]
 
 
 def _taken(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
@@ -234,18 +243,38 @@ def _check_head_dim(config: Model, network: PreTrainedModel) -> None:
         raise OrreryError(f"model.head_dim {config.head_dim}: the heads that model.hf_config makes are of {values}; write the same")
 
 
-def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, str]:
+def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names:
     """The network's names to those that transformers writes; most are the same."""
     if revert_weight_conversion is None:
         return {name: name for name in state}
     written = {id(tensor): name for name, tensor in revert_weight_conversion(network, dict(state)).items()}
-    if parts := [name for name, tensor in state.items() if id(tensor) not in written]:
-        kind = network.config.model_type
+    return {name: written.get(id(tensor)) or _names_of_parts(network, name, tensor) for name, tensor in state.items()}
+
+
+def _names_of_parts(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
+    """What files hold of `stack`, which they do not hold as it is: experts one by one, each in parts of even size.
+
+    Found out with a small stack of as many experts, whose values say where in it they stand; raises OrreryError for any other taking apart.
+    """
+    num_experts = len(stack) if stack.ndim == 3 else 0
+    probe = torch.arange(num_experts * PROBED[0] * PROBED[1], device="cpu").reshape(num_experts, *PROBED)
+    found = revert_weight_conversion(network, {name: probe}) if num_experts else {}
+    by_first = {part.flatten()[0].item(): there for there, part in found.items()}
+    num_parts = len(found) // max(1, num_experts)
+    patterns: list[str] = []
+    for part_E in probe.chunk(num_parts, dim=1) if num_parts and PROBED[0] % num_parts == 0 else ():
+        names = [by_first.get(one[0, 0].item(), "") for one in part_E]
+        first, last = names[0].split("."), names[-1].split(".")
+        at = next((at for at, words in enumerate(zip(first, last, strict=False)) if words == ("0", str(num_experts - 1))), len(first))
+        pattern = ".".join((*first[:at], "{expert}", *first[at + 1 :]))
+        if all(name == pattern.replace("{expert}", str(e)) and torch.equal(found[name], part_E[e]) for e, name in enumerate(names)):
+            patterns.append(pattern)
+    if not patterns or len(patterns) < num_parts:
         raise OrreryError(
-            f"model.hf_config.model_type {kind!r}: its files hold in parts (experts one by one, as a rule) what its network stacks in "
-            f"{parts[0]}, which is not supported; choose a model whose files are its network tensor by tensor"
+            f"model.hf_config.model_type {network.config.model_type!r}: its files hold in parts what its network has in {name}, and not "
+            "expert by expert in even parts, which is not supported; choose a model whose files are its network tensor by tensor"
         )
-    return {name: written[id(tensor)] for name, tensor in state.items()}
+    return patterns[0] if num_parts == 1 else tuple(patterns)
 
 
 def _linear(head: Head) -> nn.Linear:

@@ -8,7 +8,7 @@ from orrery.models.names import Names
 
 
 def names(module: HuggingFaceLm) -> Names:
-    """Our parameter names to HF's, one to one."""
+    """Our parameter names to HF's."""
     return dict(module.names)
 
 
