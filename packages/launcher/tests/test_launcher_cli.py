@@ -154,13 +154,15 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
     line, inside = json.loads((tools / "srun.json").read_text())
     assert line[1:12] == [
         *("--job-name=orrery-export", "--partition=cpu", "--time=30", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mem=12000M"),
-        *("--export=ALL", "--input=none", "--qos=long", "apptainer" if has_containers else sys.executable),
+        *("--export=ALL", "--input=none", "--qos=long", "bash" if has_containers else sys.executable),
     ]
     assert not inside
     assert line[-7:] == [str(run_dir), "--stage", "rl", "--step", "3", "--to", str(checkout / "out/model")]
     if has_containers:
         binds = [word for before, word in itertools.pairwise(line) if before == "--bind"]
-        assert {str(run_dir), "/tmp:/tmp", str(checkout / "out")} <= set(binds) and (checkout / "out").is_dir()
+        scratch = line[15]
+        assert re.fullmatch(rf"/tmp/orrery-export-\d+-{run_dir.name}", scratch) and not Path(scratch).exists()
+        assert {str(run_dir), f"{scratch}:/tmp", str(checkout / "out")} <= set(binds) and (checkout / "out").is_dir()
         assert any(bind.startswith(f"{run_dir}/code/") and bind.endswith(":/orrery/code:ro") for bind in binds)
 
 

@@ -19,6 +19,8 @@ from orrery.launcher.slurm import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
+# The job's folder is its container's /tmp: torch leaves caches there.
+IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000  # one file of at most 5 GB is in memory at a time, and what of it is being merged or converted
 
 
@@ -37,11 +39,13 @@ def run(found: Run, stage: str, step: int | None, to: Path | None, workspace: Wo
         to.resolve().parent.mkdir(parents=True, exist_ok=True)
         where = where.model_copy(update={"mounts": (*where.mounts, str(to.resolve().parent))})
     image, code = containers.image_of(where, workspace, found.manifest.hardware, "trainer"), containers.snapshot(workspace, found.path)
-    inside = containers.apptainer(where, image, found.path, code, Path(where.scratch), False, ["python3", *argv])
+    scratch = containers.scratch_of(where, f"export-{os.getpid()}-{found.path.name}")
+    inside = containers.apptainer(where, image, found.path, code, scratch, False, ["python3", *argv])
     if where.modules:
         inside = ["bash", "-lc", f'module load {shlex.join(where.modules)} && exec "$@"', "export", *inside]
     variables |= containers.passed_on(site.environment)
-    return _arrived(subprocess.run([*srun(site), *inside], env=variables).returncode, to)
+    words = ["bash", "-c", IN_A_FOLDER, "export", str(scratch), *inside]
+    return _arrived(subprocess.run([*srun(site), *words], env=variables).returncode, to)
 
 
 def _arrived(code: int, to: Path | None) -> int:
