@@ -23,8 +23,15 @@ split() { # the lock's blocks of the packages of sdists.in (1), or all others (0
 split 0 >"$sdists/wheels.txt"
 split 1 >"$sdists/sources.txt"
 
-uv pip install --quiet --target "$packages" --python "$BUILD_PYTHON" --python-version "$version" --python-platform x86_64-manylinux_2_36 \
-    --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$sdists/wheels.txt"
+install() { # LOCK OPTIONS
+    uv pip install --quiet --target "$packages" --python "$BUILD_PYTHON" --python-version "$version" --python-platform x86_64-manylinux_2_36 \
+        --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$@"
+}
+install "$sdists/wheels.txt"
+for name in $("$python" containers/contested.py "$packages"); do # the last by name has its way, not whichever came last
+    awk -v wanted="$name" '/^[a-z]/ { split($1, name, "=="); take = name[1] == wanted } take' "$sdists/wheels.txt" >"$sdists/one.txt"
+    install "$sdists/one.txt" --reinstall
+done
 
 if grep -q '^[a-z]' "$sdists/sources.txt"; then
     kept() { # the archives of the lock that were fetched before

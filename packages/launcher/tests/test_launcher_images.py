@@ -212,6 +212,19 @@ def test_a_package_that_is_not_the_locks_is_refused(tmp_path, monkeypatch):
     assert debian.fetch(package, "20260101T000000Z", tmp_path).read_bytes() == b"right"
 
 
+def test_packages_that_write_one_file_each_its_own_are_found(tmp_path):
+    files = {
+        "Flash_Infer.py-1.0": ["build_backend.py,sha256=one,3", '"a,b.py",sha256=x,1', "shared.pc,sha256=same,1"],
+        "alone-2.0": ["shared.pc,sha256=same,1", "alone/__init__.py,,"],
+        "zlib_ext-0.1": ["build_backend.py,sha256=another,4", "zlib_ext-0.1.dist-info/RECORD,,"],
+    }
+    for name, lines in files.items():
+        record = tmp_path / f"{name}.dist-info" / "RECORD"
+        record.parent.mkdir()
+        record.write_text("\n".join(lines) + "\n")
+    assert script("contested").contested(tmp_path) == ["flash-infer-py", "zlib-ext"]
+
+
 def test_compiled_files_are_the_same_for_any_number_of_cores_and_hash_seed(tmp_path):
     digests = []
     for seed, cores in (("1", "0"), ("2", f"0-{os.cpu_count() - 1}")):

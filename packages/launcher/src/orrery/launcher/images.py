@@ -49,7 +49,8 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
     if image == "base":
         return tuple(f"containers/{name}" for name in base)
     lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
-    packages = [f"{image}.def", "debian.cuda.lock", "python.sh", "sdists.in", "make_wheels.py"]  # the GPU base has the compiler
+    compiler = "debian.cuda.lock"  # in the GPU base
+    packages = [f"{image}.def", compiler, "python.sh", "contested.py", "sdists.in", "make_wheels.py"]
     return (*dict.fromkeys(f"containers/{name}" for name in [*base, *packages]), f"locks/{lock}.txt", ".python-version")
 
 
