@@ -112,8 +112,8 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
         found[name] = {"ms": ms, "tbytes_per_s": num_bytes / ms / 1e9}
 
     flops = 2 * num_tokens * width * block.stop
-    product("logits", flops, lambda: chunked._matmul(hidden, weight[block].T))
-    logits = chunked._matmul(hidden, weight[block].T)
+    product("logits", flops, lambda: chunked.wide_matmul(hidden, weight[block].T))
+    logits = chunked.wide_matmul(hidden, weight[block].T)
     state, zeros = chunked.logits.nothing_seen(num_tokens, torch.float32, hidden.device), torch.zeros_like(temperature)
     one_pass("softmax", 4 * logits.numel(), lambda: passes.absorb(state, logits, target, temperature, 0))
     rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
