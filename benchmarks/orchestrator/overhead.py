@@ -146,13 +146,11 @@ async def orchestrated(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, se
 
 async def measure(me: RoleProcess, rounds: int, warm_up_s: float, seconds: float) -> list[dict[str, float]]:
     rows = []
-    async with await assemble.fleet(me) as fleet:
-        for number in range(rounds):
+    for number in range(rounds):
+        async with await assemble.fleet(me) as fleet:  # a stage's own each time: one that has the version already waits for the next
             row = {"direct": await direct(me, fleet, warm_up_s, seconds), "orchestrated": await orchestrated(me, fleet, warm_up_s, seconds)}
-            rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
-            print(
-                f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both", flush=True
-            )
+        rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
+        print(f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both", flush=True)
     return rows
 
 

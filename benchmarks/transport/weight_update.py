@@ -251,7 +251,7 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
     manifest["trainer"]["memory"] |= {"optimizer_offload": False}
     manifest["trainer"]["param_dtype"] = args.trainer_dtype
-    manifest["inference"] |= ALONE | {"kv_cache_bytes": 2**30}  # what is in flight here needs less
+    manifest["inference"] |= ALONE | {"kv_cache_bytes": 2**32}  # one whole rollout, and more than what is in flight here
     if adapters:
         manifest["transport"]["weights"] = "adapters"
         manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
