@@ -1,9 +1,10 @@
 """The fused LM head on one GPU: log-probs and entropies of 16,384 tokens over 151,936 words, forward and backward, against its bound.
 
 First the numbers: both forms against the float32 referee with all logits, on 2,048 tokens. Then the times, at hidden sizes 1,024, 2,048 and
-4,096, of the Triton and the plain form, with chunk "auto" and 4,096, and with a frozen weight; and of the parts of the first. The bound:
-    products: 2·T·D·V FLOPs forward, 6·T·D·V backward (4 with a frozen weight; the logits are made again), at 650 TFLOP/s
-    bytes:    a float32 logit written and read forward; written, read, and its bfloat16 gradient written backward, at 4.2 TB/s
+4,096, of the Triton and the plain form, with chunk "auto" and 4,096, with kept logits, and with a frozen weight; and of the parts of the
+first. The bound:
+    products: 2·T·D·V FLOPs forward, 6·T·D·V backward (4 with a frozen weight, 4 with kept logits; else they are made again), at 650 TFLOP/s
+    bytes:    a float32 logit written and read forward; written unless kept, read, and its bfloat16 gradient written backward, at 4.2 TB/s
 
     python benchmarks/kernels/lm_head.py
 """
@@ -47,9 +48,9 @@ def example(tokens: int, hidden: int, vocab: int, device: str) -> tuple[list[Ten
     return inputs, [normal(tokens), normal(tokens)]
 
 
-def outcome(op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any) -> list[Tensor]:
+def outcome(op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any, **form: Any) -> list[Tensor]:
     hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
-    outputs = op(hidden, weight, *inputs[2:], *args)
+    outputs = op(hidden, weight, *inputs[2:], *args, **form)
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), arriving)]
 
 
@@ -57,17 +58,20 @@ def referee(inputs: list[Tensor], arriving: list[Tensor]) -> list[Tensor]:
     return outcome(reference_token_logprob, [x.float() if x.is_floating_point() else x for x in inputs], arriving)
 
 
-def measure(inputs: list[Tensor], arriving: list[Tensor], chunk: Any, form: Any, trained: bool) -> dict[str, Any]:
+def measure(
+    inputs: list[Tensor], arriving: list[Tensor], chunk: Any, form: Any, *, trained: bool = True, keep_logits: bool = False
+) -> dict[str, Any]:
     """One row: times, bounds and peak memory above the inputs."""
     hidden, weight = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(trained)
     wanted = [x for x in (hidden, weight) if x.requires_grad]
 
     def forward() -> Any:
         with torch.no_grad():
-            return token_logprob(hidden, weight, *inputs[2:], chunk, form)
+            return token_logprob(hidden, weight, *inputs[2:], chunk, form=form)
 
     def both() -> Any:
-        return torch.autograd.grad(token_logprob(hidden, weight, *inputs[2:], chunk, form), wanted, arriving)
+        outputs = token_logprob(hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, form=form)
+        return torch.autograd.grad(outputs, wanted, arriving)
 
     peak_bytes = 0
     if torch.cuda.is_available():
@@ -79,9 +83,10 @@ def measure(inputs: list[Tensor], arriving: list[Tensor], chunk: Any, form: Any,
     num_tokens, width, vocab = *hidden.shape, weight.shape[0]
     product_ms = 2e3 * num_tokens * width * vocab / GEMM_FLOPS
     forward_bound_ms = product_ms + 8e3 * num_tokens * vocab / BYTES
-    both_bound_ms = product_ms * (4 if trained else 3) + 18e3 * num_tokens * vocab / BYTES
+    products, logit_bytes = 4 - (not trained) - keep_logits, 14 if keep_logits else 18
+    both_bound_ms = product_ms * products + logit_bytes * 1e3 * num_tokens * vocab / BYTES
     return {
-        "variant": f"hidden {width}, {form}, chunk {chunk}{'' if trained else ', frozen weight'}",
+        "variant": f"hidden {width}, {form}, chunk {chunk}{', kept logits' * keep_logits}{', frozen weight' * (not trained)}",
         "value": both_bound_ms / both_ms,
         "goal": None,  # the first row at hidden 2,048 has one
         "forward_ms": forward_ms,
@@ -143,16 +148,17 @@ def main() -> None:
         for form in forms:
             for chunk in (referee_tokens, referee_tokens // 4 + 8):  # one block, and several of uneven length
                 what = f"hidden {hidden}, {form}, chunk {chunk}"
-                errors = require(what, outcome(token_logprob, inputs, arriving, chunk, form), expected, TOLERANCES)
+                errors = require(what, outcome(token_logprob, inputs, arriving, chunk, form=form), expected, TOLERANCES)
                 details["errors_against_float32"][what] = errors
         del inputs, arriving, expected
         inputs, arriving = example(tokens, hidden, vocab, device)
         for form in forms:
-            rows.append(measure(inputs, arriving, "auto", form, True))
-        rows.append(measure(inputs, arriving, tokens // 4, forms[0], True))
-        rows.append(measure(inputs, arriving, "auto", forms[0], False))
+            rows.append(measure(inputs, arriving, "auto", form))
+        rows.append(measure(inputs, arriving, tokens // 4, forms[0]))
+        rows.append(measure(inputs, arriving, "auto", forms[0], keep_logits=True))
+        rows.append(measure(inputs, arriving, "auto", forms[0], trained=False))
         details["parts"][f"hidden {hidden}, {forms[0]}"] = parts(inputs, arriving, forms[0])
-        for row in rows[-len(forms) - 2 :]:
+        for row in rows[-len(forms) - 3 :]:
             print(f"{row['variant']}: {row['forward_ms']:.2f}, {row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound")
         print(details["parts"][f"hidden {hidden}, {forms[0]}"])
         del inputs, arriving

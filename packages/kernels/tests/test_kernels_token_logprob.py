@@ -31,9 +31,9 @@ def example(num_tokens=37, hidden=16, vocab=50, dtype=torch.float64, seed=0):
     )
 
 
-def outcome(op, hidden, weight, target, temperature, g, h, *chunk):
+def outcome(op, hidden, weight, target, temperature, g, h, *chunk, **form):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprob, entropy = op(hidden, weight, target, temperature, *chunk)
+    logprob, entropy = op(hidden, weight, target, temperature, *chunk, **form)
     (logprob * g + entropy * h).sum().backward()
     return logprob.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -104,7 +104,7 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
 
     hidden, weight, target, temperature, *_ = (x.to(DEVICE) for x in example(num_tokens, hidden=2, vocab=vocab, dtype=torch.float32))
     with Watch():
-        logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form)
+        logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form=form)
         (logprob.sum() + entropy.sum()).backward()
     largest = max(sizes)
     assert largest <= min(chunk, num_tokens) * vocab and largest >= 0.9 * min(chunk, num_tokens) * vocab
@@ -224,7 +224,7 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
 def test_the_whole_op_with_triton_equals_the_referee(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
     inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
-    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, "triton")], expected, 1e-6)
+    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, form="triton")], expected, 1e-6)
 
 
 @pytest.mark.parametrize("form", ["plain", "triton"])
@@ -276,7 +276,7 @@ def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_t
     found = []
     for keep in (False, True):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep)
+        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep_logits=keep)
         (logprob + 0.3 * entropy).sum().backward()
         found.append((logprob, entropy, *(leaf.grad for leaf in leaves)))
     assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))

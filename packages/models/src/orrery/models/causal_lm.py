@@ -33,7 +33,7 @@ class LmHead(nn.Module):
     def forward(
         self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits)
+        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD.float(), self.weight.float())
@@ -91,7 +91,7 @@ class CausalLm(nn.Module):
         sit on module calls.
         """
         if self.lm_head is None:
-            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens, keep_logits)
+            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
         return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens, keep_logits)
 
     @torch.no_grad()

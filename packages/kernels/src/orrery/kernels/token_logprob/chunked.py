@@ -43,6 +43,7 @@ def token_logprob(
     target_T: Tensor,
     temperature_T: Tensor,
     chunk_tokens: ChunkTokens,
+    *,
     keep_logits: bool = False,
     form: Form | None = None,
 ) -> tuple[Tensor, Tensor]:

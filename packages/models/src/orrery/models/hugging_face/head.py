@@ -71,7 +71,7 @@ class Head(nn.Module):
         self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor]:
         if self.plain:
-            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens, keep_logits)
+            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
         if keep_logits:
             return self._chunk(hidden_TD, target_T, temperature_T)
         if chunk_tokens == "auto":
