@@ -59,7 +59,7 @@ def record(
         "command": command(),
         "hardware": hardware(),
         "versions": {} if "ORRERY_HARDWARE" in os.environ else versions(PACKAGES),  # none where runs of another machine are read here
-        "commit": commit(ROOT, ".", ":!benchmarks/**/*.json"),
+        "commit": commit(ROOT, ".", ":!benchmarks/**/*.json", ":!benchmarks/**/*.png"),  # not what is measured, but what was
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "details": details or {},
     }
