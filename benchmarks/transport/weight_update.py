@@ -203,7 +203,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                     tokens += 48
                 return tokens
 
-            flight = [asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)]
+            flight: list[asyncio.Task[int]] = []
             for version in range(args.updates):
                 publish_s = max(await asyncio.to_thread(trainers.tell, "publish"))
                 published = WeightWatch(folder).latest()
@@ -215,6 +215,8 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 report = await update_engine(engine, claimed)
                 taken = version
                 release(claimed)
+                if not flight:  # from the first version on: what the engine had before may be of another wire
+                    flight = [asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)]
                 answers = await asyncio.to_thread(trainers.tell, "step")
                 sent = {part: value for part, value in answers[0][1].items() if part.endswith("_s")}
                 settle_s = max(answer[0] for answer in answers)
