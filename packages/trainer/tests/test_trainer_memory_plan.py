@@ -313,15 +313,27 @@ def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_ma
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
-    "Including non-PyTorch memory, this process has 138.76 GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "
+    "Including non-PyTorch memory, this process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "
     "PyTorch, and {kept} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF."
 )
 
 
+def torch_says(own="138.76", **numbers):
+    return TORCH_SAYS.format(own=own, **numbers)
+
+
+def test_memory_of_other_processes_on_the_device_is_told_apart():
+    model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
+    text = torch_says(asked="400.00 MiB", free="203.00 MiB", own="61.50", allocated="52.10", kept="5.10")
+    assert ": 0.4 GiB were asked for, 0.2 GiB of 139.8 GiB were free and 78.1 GiB other processes'; " in sentence(
+        text, 0, 3, model, trainer, load
+    )
+
+
 def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
-    text = TORCH_SAYS.format(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
+    text = torch_says(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
     said = sentence(text, 2, 7, model, trainer, load)
     assert said.startswith("rank 2 ran out of device memory in step 7: 1.2 GiB were asked for, 0.2 GiB of 139.8 GiB were free; ")
     found = re.search(
@@ -355,7 +367,7 @@ def test_levers_are_pulled_together_where_none_suffices_alone():
     assert found.is_enough and len(found.levers) > 1 and all(lever.rank == 0 for lever in found.levers)
     last = found.levers[-1]
     assert found.freed_bytes == base.peak_bytes - plan(model, last.trainer, last.load, H200_BYTES, counted).peak_bytes
-    text = TORCH_SAYS.format(asked=f"{alone / GIB + 4:.2f} GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
+    text = torch_says(asked=f"{alone / GIB + 4:.2f} GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
     said = sentence(text, 0, 1, model, trainer, load)
     assert "no lever alone frees the" in said and all(str(lever) in said for lever in found.levers)
 
@@ -395,7 +407,7 @@ def test_what_nothing_frees_is_said_too():
     counted = sizes(model, None)
     found = choose(model, trainer, load, H200_BYTES, 1000 * GIB, counted)
     assert not found.is_enough
-    text = TORCH_SAYS.format(asked="1000.00 GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
+    text = torch_says(asked="1000.00 GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
     assert sentence(text, 0, 1, model, trainer, load).endswith("that are missing: it takes more devices too")
 
 

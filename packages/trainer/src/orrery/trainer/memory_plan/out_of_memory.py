@@ -140,6 +140,9 @@ def sentence(
     if asked is not None:
         head += f": {_shown(asked)} were asked for"
         head += f", {_shown(free)} of {_shown(capacity)} were free" if free is not None and capacity else ""
+        own = _bytes(error, "this process has")
+        if free is not None and own is not None and (others := capacity - free - own) > MARGIN * capacity:
+            head += f" and {_shown(others)} other processes'"
     try:
         counted = sizes(model, trainer.lora)
         needed = (asked or 0) + int(MARGIN * capacity)
