@@ -170,12 +170,22 @@ def test_a_full_disk_is_named_in_health_with_the_file_and_what_to_do(tmp_path):
     assert process.returncode == 1 and error.startswith("/runs/x: No space left on device; free some")
 
 
+def test_on_a_full_disk_health_is_written_in_place(tmp_path):
+    health = HealthFile(tmp_path, "rl", "trainer", 0, 1)
+    health.path.with_name(f".{health.path.name}.tmp").symlink_to("/dev/full")
+    for what in ("training, in many words that leave nothing of themselves behind", "short"):
+        health.doing(what, step=2)
+        assert read_health(tmp_path, "rl")["trainer.0"].doing == what
+    health.failed("No space left on device")
+    assert read_health(tmp_path, "rl")["trainer.0"].error == "No space left on device"
+
+
 def test_health_that_cannot_be_written_does_not_end_the_process(tmp_path):
     health = HealthFile(tmp_path, "rl", "trainer", 0, 1)
     health.path.with_name(f".{health.path.name}.tmp").symlink_to("/dev/full")
-    health.doing("training", step=2)
+    health.path.unlink()
     health.failed("the first error, which must stay the one that is told")
-    assert read_health(tmp_path, "rl")["trainer.0"].doing != "training"
+    assert not health.path.exists()
 
 
 def test_health_files_that_nobody_of_ours_wrote_are_passed_over(tmp_path):

@@ -6,15 +6,18 @@
 - A role whose processes go in lock-step says a pulse besides: how many collectives this process has begun and completed, and whatever
   else it counts. The watchdog compares pulses (`stillness.py`); a pulse that goes on says that the process is alive, not that it moves.
 - Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
+- Where the disk is full the file is written over in place, which takes no room of most file systems: else who fails of it could not say so,
+  and who fails with it would be named. A reader who comes in between finds no JSON, and looks again.
 - Never: fsync. Health is for the living; after a power loss nobody reads it.
 """
 
+import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,12 +186,16 @@ class HealthFile:
             was=self._was, still_s=self._still_s, pulse=self._pulse,
         )  # fmt: skip
         # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        try:
-            temporary.write_text(json.dumps(as_row(health)))
-            temporary.replace(self.path)
-        except OSError:
-            pass  # cleared for a newer attempt, or the disk is full: what a process says of itself must not end it, nor hide why it ends
+        temporary, content = self.path.with_name(f".{self.path.name}.tmp"), json.dumps(as_row(health))
+        with suppress(OSError):  # cleared for a newer attempt, say: what a process says of itself must not end it, nor hide why it ends
+            try:
+                temporary.write_text(content)
+                temporary.replace(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                with self.path.open("r+b", buffering=0) as file:
+                    file.write(content.encode().ljust(self.path.stat().st_size))
 
 
 def as_row(health: Health) -> dict[str, Any]:
