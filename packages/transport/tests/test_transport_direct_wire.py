@@ -119,6 +119,7 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
         check(whole, 0)
         release(again)
         settling.join(60)
+        assert not settling.is_alive()
         (failed_version, first, _), (version, second, _) = ranks[0].takes
         assert failed_version == 0 and "engine 1 (rank 0)" in first and (version, second) == (0, "")
         back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
@@ -265,6 +266,7 @@ def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_
         may_send.set()
         settling.join(60)
         taking.join(60)
+        assert not settling.is_alive() and not taking.is_alive()
         check(engine, 3)
 
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from aiohttp import web
-from engine_stand_in import HELD, StandIn, answer, run
+from engine_stand_in import HELD, StandIn, answer, attested, run
 
 from orrery.transport.engine import (
     START_VERSION,
@@ -19,6 +19,9 @@ from orrery.transport.engine import (
     GenerationFailed,
     UpdateFailed,
 )
+from orrery.transport.fingerprint import digest
+from orrery.transport.update import update_engine
+from orrery.transport.weight_wire import Published
 
 
 def generate(stand_in, **options):
@@ -203,3 +206,22 @@ def test_workers_of_one_engine_that_disagree_are_named():
                 await engine.fingerprints()
 
     run([stand_in], scenario)
+
+
+def test_an_engine_whose_workers_disagree_does_not_go_on():
+    """Each by itself has what was published, or has not: only together they show it."""
+    other = HELD | {"a": ["0000000000000002", "resident"]}
+    published = Published(3, "/", fingerprints := {name: int(value, 16) for name, (value, _) in HELD.items()}, digest(fingerprints))
+
+    class TwoWorkers(StandIn):
+        def answers(self, method):
+            every = {"fingerprints": [HELD, other], "attested": [attested(HELD), attested(other)]}
+            return every.get(method) or super().answers(method)
+
+    async def scenario(urls):
+        async with EngineClient(urls[0], name="engine 5") as engine:
+            with pytest.raises(UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"):
+                await update_engine(engine, published)
+
+    run([stand_in := TwoWorkers()], scenario)
+    assert "/update_weights" in stand_in.paths() and "/resume" not in stand_in.paths()

@@ -17,7 +17,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.transport.buffers import BufferPool
 from orrery.transport.columns import Columns
 from orrery.transport.packing import LazyMicroBatches
-from orrery.transport.rollout_wire import KINDS, Batch, make_receiver, make_sender
+from orrery.transport.rollout_wire import KINDS, Batch, files, make_receiver, make_sender
 from orrery.transport.routed_experts import RouteShape, check_routes, without_routes
 
 pytestmark = pytest.mark.timeout(60)
@@ -389,9 +389,14 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             await wire.sender.send(batch_of(1))
             monkeypatch.setenv("ORRERY_TOKEN", "theirs")
             stranger = wire.receiver()
-            with pytest.raises(RunFailed, match="token"):
-                await taken(stranger, 2, deadline_s=DEADLINE_S)
+            with pytest.raises(RunFailed, match=r"the token is not this run's; ORRERY_TOKEN must be the same"):
+                await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
+            if kind == "files":  # a stranger that does ask
+                ask = files.Ask(files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1)  # of "theirs"
+                files._write(wire.sender._folder / "ask.rank_0.json", ask)
+                assert await wire.sender.wanted() == -1
+            assert wire.sender.num_foreign >= 1
             monkeypatch.setenv("ORRERY_TOKEN", "ours")
             check(*await taken(wire.receiver(), 1), batch_of(1))
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,7 +240,9 @@ def test_a_version_that_another_node_shows_late_is_waited_for(tmp_path):
 
 
 def test_what_does_not_appear_is_said_after_the_time_that_it_may_take(tmp_path, monkeypatch):
+    begin = time.monotonic()
     assert not visible.appears(tmp_path / "no" / "file", within_s=0.15)
+    assert 0.15 <= time.monotonic() - begin < 5
     assert visible.read(tmp_path / "file") is None
     with pytest.raises(IsADirectoryError):
         visible.read(tmp_path)
