@@ -1,7 +1,8 @@
 """What rollouts cost an engine: tokens/s through the orchestrator's client and the router, with log-probs and routes, against vLLM's own.
 
-- Directly: an engine that returns neither log-probs nor routes, and a client that posts requests, which vLLM answers in its own way (the
-  engine core tells of every step), and counts tokens.
+- Directly: an engine that returns neither log-probs nor routes, and a client that posts requests and counts tokens. vLLM 0.26 answers them
+  in its own way (the engine core tells of every step); 0.32 asks for one final answer itself, so that there, as on a CPU here, our way of
+  making that one serves both sides, and the figure is of log-probs, routes, client and router alone.
 - Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
   its column of routes in place.
 - Between the two (`rows`): each engine asked for log-probs and for one final answer, as our client asks, without router and client. What
