@@ -258,8 +258,29 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
         os.kill(int(pid), signal.SIGKILL)  # it left its group, and nobody of the run is left to know it
-    code, stderr = end(launch(run_dir, ("trainer", [])))
-    assert code == 0, stderr
+    left, others = (
+        subprocess.Popen([sys.executable, "-c", "input()", folder], stdin=subprocess.PIPE, start_new_session=True)
+        for folder in (str(run_dir), f"{run_dir}-other")  # another run's process, which got the number of one of ours
+    )
+    try:
+        last = status.read(run_dir)
+        for role, process in zip(last.roles, (left, others), strict=True):
+            role.pid = process.pid
+        last.write(run_dir)
+        weights = Path("/dev/shm") / f"{shared_memory.prefix(run_dir)}1"
+        weights.mkdir()
+        launcher = launch(run_dir, ("trainer", ["ready", "until asked"]))
+        wait_for(lambda: left.poll() is not None or text(run_dir / "ready.trainer.0"), within_s=30)
+        ready(run_dir, "trainer.0")
+        was_there = left.poll() is None, weights.exists()
+        (run_dir / "go").touch()
+        code, stderr = end(launcher)
+        assert code == 0, stderr
+        assert was_there == (False, False) and others.poll() is None
+    finally:
+        for process in (left, others):
+            process.kill()
+            process.communicate()
     assert json.loads((run_dir / "stages/rl/DONE").read_text())["attempt"] == 2
 
 

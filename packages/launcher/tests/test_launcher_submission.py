@@ -43,12 +43,15 @@ def test_a_stage_asks_for_the_nodes_and_devices_that_its_plan_has_and_no_more(na
     one = manifest(name)
     for each in plan(one):
         parts = [part.split() for part in sbatch_options(one.hardware, each, SLURM).split(" : ")]
-        assert sum(int(word.removeprefix("--nodes=")) for part in parts for word in part if word.startswith("--nodes=")) == each.num_nodes
-        gpus = [int(word.rpartition(":")[2]) for part in parts for word in part if word.startswith("--gres=")]
+        nodes = [int(word.removeprefix("--nodes=")) for part in parts for word in part if word.startswith("--nodes=")]
+        assert sum(nodes) == each.num_nodes
+        gpus = [[int(word.rpartition(":")[2]) for word in part if word.startswith("--gres=")] for part in parts]
         if one.hardware.accelerator == "cpu":
-            assert gpus == []
+            assert not any(gpus)
         else:
-            assert all(count <= one.hardware.devices_per_node for count in gpus)
+            assert all(count <= one.hardware.devices_per_node for counts in gpus for count in counts)
+            asked = sum(number * sum(counts) for number, counts in zip(nodes, gpus, strict=True))
+            assert asked == sum(process.num_devices for process in each.processes)
         assert sum("--requeue" in part for part in parts) == 1 and "--requeue" in parts[0]
 
 

@@ -63,11 +63,16 @@ subprocess.run([sys.executable, "-c", below])
 
 def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     metrics = MetricsFile(tmp_path, "rl", "trainer", 1, 3)
-    usage = UsageRows("trainer.1", metrics, period_s=0.01)
+    usage, path = UsageRows("trainer.1", metrics, period_s=0.05), tmp_path / "metrics" / "trainer.1.jsonl"
+    begin_s = time.monotonic()
     usage.start()
-    while len(found := list(rows(tmp_path / "metrics" / "trainer.1.jsonl"))) < 3:
+    while len(found := list(rows(path))) < 3:
         time.sleep(0.005)
+    assert 0.05 * len(found) <= time.monotonic() - begin_s < PERIOD_S * len(found)
     usage.stop()
+    found = list(rows(path))
+    time.sleep(0.2)
+    assert list(rows(path)) == found
     assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {("usage", "rl", 3, None)}
     assert all(row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found)
     metrics.close()
