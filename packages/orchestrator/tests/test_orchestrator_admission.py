@@ -166,6 +166,21 @@ def test_a_restarted_engine_counts_from_zero_again_and_the_first_look_at_one_cou
         assert admission.limit >= after
 
 
+def test_preemptions_of_a_restarted_engine_lower_the_limit_as_new_ones_do():
+    def limits(preemptions_total):
+        admission, engines = settled(0.5, num_engines=2)
+        admission.observe({**engines, 0: replace(engines[0], preemptions_total=7)})
+        after = admission.limit
+        admission.give_back(admission.taken - after)
+        admission.observe({**engines, 0: replace(engines[0], preemptions_total=preemptions_total)})
+        return after, admission.limit
+
+    after, now = limits(7 + 3)
+    assert now == after - 3
+    assert limits(3) == (after, now), "all 3, though 7 were counted before"
+    assert limits(0) == limits(7) and limits(0)[1] >= after, "none"
+
+
 def test_it_starts_with_what_the_caches_hold_of_the_longest_rollouts_and_with_the_floor_where_they_do_not_say():
     admission = adaptive()
     assert admission.limit == BOUNDS.min_in_flight

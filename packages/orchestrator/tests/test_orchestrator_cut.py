@@ -1,9 +1,14 @@
 """From samples to what each rank of the trainer gets."""
 
+from dataclasses import replace
+
 import numpy as np
 import orchestrator_fakes as fakes
 
-from orrery.orchestrator.cut import packed
+from orrery.orchestrator.cut import packed, row
+from orrery.orchestrator.requests import GroupRequest, Request
+from orrery.orchestrator.sink import Sample
+from orrery.orchestrator.state import Cut, Tally
 from orrery.transport.columns import Columns
 
 
@@ -24,3 +29,15 @@ def test_the_ranks_of_a_context_parallel_group_get_the_same_documents_and_groups
     once = [length for rank in (0, 2, 4, 6) for micro_batch in of_rank[rank] for length in micro_batch if length]
     assert sorted(once) == sorted(lengths)
     assert batch.totals["num_tokens"] == sum(lengths) and batch.totals["rl"] == sum(lengths) - len(lengths)
+
+
+def test_the_row_of_a_batch_has_each_tasks_own_reward_and_the_share_of_its_samples_that_are_truncated():
+    group = GroupRequest("train", 0, 0, 0, 4)
+    rollouts = [fakes.rollout(Request(group, member, 2), [2, 2], member % 2) for member in range(4)]
+    rollouts[2] = replace(rollouts[2], truncated=True)
+    samples = [Sample(each, 0.5, 0, member, 0, 2) for member, each in enumerate(rollouts)]
+    tally = Tally([(0, 1.0), (2, 0.25), (0, 0.5), (0, 0.0), (2, 0.5)])  # of more groups than the batch has, and none of the task between
+    found = row(Cut(4, samples, tally), fakes.manifest(weights=(1.0, 1.0, 1.0)), 0.0)
+    assert {name: value for name, value in found.items() if name.startswith("reward/")} == {"reward/task0": 0.5, "reward/task2": 0.375}
+    assert (found["reward_mean"], found["batch_reward_mean"], found["truncated_share"]) == (0.45, 0.5, 0.25)
+    assert (found["staleness_mean"], found["staleness_counts"]) == (1.0, [0, 8])

@@ -44,6 +44,19 @@ def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, lim
     return me, fleet, trainer, loop
 
 
+@pytest.fixture
+def at_close(monkeypatch):
+    """What the fleet had aborted, and had in flight, when the stage began to close, which aborts all that is left."""
+    seen, close = SimpleNamespace(), stage.Stage.close
+
+    async def noting(self):
+        seen.aborted, seen.in_flight = list(self.engine.aborted), dict(self.engine.in_flight)
+        await close(self)
+
+    monkeypatch.setattr(stage.Stage, "close", noting)
+    return seen
+
+
 def trained(batch):
     """The batch's micro-batches, as one `Columns` each part."""
     return [part for rank in batch.micro_batches for micro in rank for part in micro]
@@ -67,8 +80,30 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
     first = me.events("evaluation")[0]
     assert (first["num_rollouts"], first["num_failed"]) == (6, 0)
     asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
-    assert len(asked) == 2 and asked[0]["seed"] == asked[1]["seed"] and asked[0]["cache_salt"] == asked[1]["cache_salt"]
+    assert len(asked) == 2 and asked[0]["seed"] == asked[1]["seed"] is not None and asked[0]["cache_salt"] == asked[1]["cache_salt"]
     assert loop.state.sink.dropped["engine_gone"] == 1 and loop.state.dispatch.admission.taken == 0
+
+
+def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_version_and_training_has_none(tmp_path):
+    _, fleet, _, _ = run(tmp_path, fakes.manifest())
+    seeds = {}
+    for request in fleet.requests:
+        purpose, group, member, _ = request["request_id"].split("-")
+        if purpose == "train":
+            assert request["seed"] is None
+        else:
+            seeds.setdefault((int(group) % 3, int(member)), {})[request["version"]] = request["seed"]
+    assert len(seeds) == 3 * 2 and all(of.keys() >= {0, 6} for of in seeds.values())
+    assert all(len(set(of.values())) == 1 and None not in of.values() for of in seeds.values())
+    assert len({of[0] for of in seeds.values()}) == 3 * 2
+
+
+def test_the_seed_of_an_evaluation_rollout_follows_the_runs_seed_the_task_the_problem_and_the_member():
+    def seed(run, task, problem, member, group_id=0, version=0):
+        return stage.evaluation_seed(run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version))
+
+    assert len({seed(*each) for each in np.ndindex(3, 3, 3, 3)}) == 3**4
+    assert seed(0, 1, 2, 3, group_id=5, version=6) == seed(0, 1, 2, 3)
 
 
 def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(tmp_path, monkeypatch):
@@ -244,11 +279,39 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
     assert me.events("batch")[-1]["dropped"]["engine"] == 4
 
 
-def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path):
+def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path, at_close):
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8)  # never stale, so only the time limit can end it
-    _, fleet, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
-    assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in fleet.aborted
+    _, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
+    assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
+
+
+def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_updated(tmp_path):
+    class Noting(fakes.FakeFleet):
+        async def update(self, published):
+            known = {group.key for group in state.dispatch.open_train_groups()}
+            others = {name for name in self.in_flight if name.rsplit("-", 2)[0] not in known}
+            left.append((state.sink.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others))
+            return await super().update(published)
+
+    left, manifest = [], fakes.manifest(max_off_policy_steps=1)
+    state = State(manifest)
+    run(tmp_path, manifest, Noting(script={"train-0-3-0": "hang"}), state=state)
+    assert all(bool(num_stale) == is_aborted and not others for num_stale, is_aborted, others in left), left
+    assert {is_aborted for _, is_aborted, _ in left} == {False, True}
+
+
+def test_after_the_last_cut_training_leaves_the_engine(tmp_path, at_close):
+    class Noting(fakes.FakeFleet):
+        async def abort(self, request_ids):  # the last cut may fall into an update
+            self.aborted.extend(request_ids)
+
+    manifest = fakes.manifest(max_off_policy_steps=8)  # never stale, so only the end of training can end it
+    state, names = State(manifest), [f"train-99-{member}-0" for member in range(4)]
+    state.dispatch.offer(GroupRequest("train", 99, 0, 99, 4))  # one that no batch needs: of its own accord the state opens none
+    run(tmp_path, manifest, Noting(script=dict.fromkeys(names, "hang")), state=state)
+    assert state.sink.dropped["run_over"] == 4
+    assert sorted(at_close.aborted) == names and at_close.in_flight == {}
 
 
 def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):

@@ -245,7 +245,9 @@ def test_held_out_problems_are_the_same_each_time_and_groups_have_new_numbers():
 
 def example_snapshot():
     request = GroupRequest("train", 3, 0, 3, 4)
-    group = [Sample(fakes.rollout(Request(request, m, 1), [1, 1, 2], m % 2), (m % 2) - 0.3333, 3, m, 0, 1) for m in range(4)]
+    rollouts = [fakes.rollout(Request(request, m, 1), [1, 1, 2], m % 2) for m in range(4)]
+    rollouts = [replace(each, truncated=m == 1, metrics={"exact": m / 4, f"only{m}": 1.0}) for m, each in enumerate(rollouts)]
+    group = [Sample(each, (m % 2) - 0.3333, 3, m, 0, 1) for m, each in enumerate(rollouts)]
     return Snapshot(
         5,
         [9],
@@ -271,7 +273,8 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
             new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
         for name in ("token_id", "logprob", "trained", "version"):
             np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
-        assert old.rollout.messages == new.rollout.messages and old.rollout.reward == new.rollout.reward
+        for name in ("messages", "reward", "truncated", "metrics"):
+            assert getattr(old.rollout, name) == getattr(new.rollout, name), name
     assert sorted(path.name for path in snapshot.folder(tmp_path, 4).parent.iterdir()) == ["orchestrator"]
 
 

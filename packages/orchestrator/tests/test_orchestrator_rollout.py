@@ -45,6 +45,13 @@ def test_all_turns_of_a_rollout_have_one_salt_and_ids_of_their_own():
     assert len({request["request_id"] for request in fleet.requests}) == 3
 
 
+def test_each_turn_samples_with_the_seed_after_the_turn_befores():
+    for seed, seeds in ((41, [41, 42, 43]), (0, [0, 1, 2]), (None, [None] * 3)):
+        fleet = fakes.FakeFleet(version=9)
+        asyncio.run(episode(fleet, fakes.FakeTask(replies=2), seed=seed))
+        assert [request["seed"] for request in fleet.requests] == seeds
+
+
 def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are_there():
     fleet = fakes.FakeFleet(version=3)
     rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
