@@ -130,7 +130,7 @@ def test_auto_takes_a_share_of_all_memory_and_not_of_what_is_free(monkeypatch):
     assert_close(outcome(token_logprob, *example(num_tokens=300), "auto"), expected, 1e-12)
 
 
-def test_a_frozen_weight_costs_no_product_for_its_gradient():
+def test_frozen_operands_and_kept_logits_cost_no_product():
     products = []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -139,12 +139,14 @@ def test_a_frozen_weight_costs_no_product_for_its_gradient():
             return func(*args, **(kwargs or {}))
 
     hidden, weight, target, temperature, *_ = example(dtype=torch.float32)
-    for trained in (False, True):
-        logprob, _ = token_logprob(hidden.requires_grad_(), weight.requires_grad_(trained), target, temperature, 64)
-        with Count():
-            logprob.sum().backward()
-        assert len(products) == (3 if trained else 2)
-        products.clear()
+    for of_hidden, of_weight in ((True, True), (True, False), (False, True)):
+        for keep in (False, True):
+            leaves = hidden.requires_grad_(of_hidden), weight.requires_grad_(of_weight)
+            logprob, _ = token_logprob(*leaves, target, temperature, 8, keep_logits=keep)
+            with Count():
+                logprob.sum().backward()
+            assert len(products) == 5 * (of_hidden + of_weight + (not keep))  # a tile of 8 tokens, of 37
+            products.clear()
 
 
 def softmax_of(absorb, block, target, temperature, edges=()):
@@ -269,14 +271,15 @@ def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * chunk * 8192 * 6
 
 
+@pytest.mark.parametrize("form", ["plain", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
-def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens):
-    hidden, weight = torch.randn(10, 8), torch.randn(12, 8)
-    target, temperature = torch.randint(0, 12, (10,)), torch.rand(10) + 0.5
+def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens, form):
+    hidden, weight = torch.randn(10, 8, device=DEVICE), torch.randn(12, 8, device=DEVICE)
+    target, temperature = torch.randint(0, 12, (10,), device=DEVICE), torch.rand(10, device=DEVICE) + 0.5
     found = []
     for keep in (False, True):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep_logits=keep)
+        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep_logits=keep, form=form)
         (logprob + 0.3 * entropy).sum().backward()
         found.append((logprob, entropy, *(leaf.grad for leaf in leaves)))
     assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))

@@ -4,10 +4,12 @@ import torch
 
 from orrery.kernels.wide_linear import reference_wide_linear, wide_linear
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def test_half_precision_operands_give_the_result_and_gradients_of_converted_ones():
-    x, weight = torch.randn(40, 24).bfloat16().requires_grad_(), torch.randn(6, 24).bfloat16().requires_grad_()
-    grad = torch.randn(40, 6)
+    x, weight = (torch.randn(rows, 24, device=DEVICE).bfloat16().requires_grad_() for rows in (40, 6))
+    grad = torch.randn(40, 6, device=DEVICE)
     exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     reference_wide_linear(*exact).backward(grad.double())
     y = torch.ops.orrery.wide_linear(x, weight)

@@ -151,11 +151,11 @@ def try_layout(toy: Toy, world: World) -> dict:
                     local_tensor(weight).copy_(start[name])
             take_steps(toy, make_optimizer(toy, spec_of(kind), offload), [1, 2], divisor=2.0)
             errors = [
-                (local_tensor(weight) - local_tensor(like(weight, whole.detach()))).abs().max().item()
+                (local_tensor(weight) - local_tensor(like(weight, whole.detach()))).abs().max()
                 for weight, whole in zip(toy.parameters(), alone.parameters(), strict=True)
                 if weight.requires_grad and local_tensor(weight).numel()
             ]
-            answer[f"{kind}{', offloaded' if offload else ''}"] = max(errors, default=0.0)
+            answer[f"{kind}{', offloaded' if offload else ''}"] = torch.stack(errors).max().item() if errors else 0.0  # NaN where one is
     return answer
 
 

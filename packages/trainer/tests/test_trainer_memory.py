@@ -15,6 +15,7 @@ from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, mani
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.errors import OrreryError
+from orrery.models import causal_lm
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
@@ -109,10 +110,15 @@ def test_a_block_of_transformers_is_one_graph(tmp_path, monkeypatch):
     assert counter.frame_count == 4  # with a window and without, for the first length and for all
 
 
-def test_logits_that_stay_are_those_that_are_made_again(tmp_path):
+def test_logits_that_stay_are_those_that_are_made_again(tmp_path, monkeypatch):
+    asked, op = [], causal_lm.token_logprob
+    monkeypatch.setattr(causal_lm, "token_logprob", lambda *args, **options: asked.append(options["keep_logits"]) or op(*args, **options))
     for chunk in (5, 1000):
         again, kept = (steps_with(tmp_path, {}, lm_head_chunk_tokens=chunk, lm_head_keeps_logits=keeps) for keeps in (False, True))
         assert_same(kept, again)
+        half = len(asked) // 2
+        assert asked == half * [False] + half * [True] and half
+        asked.clear()
 
 
 @pytest.fixture

@@ -87,15 +87,16 @@ def held_by_this_rank(learner: Learner) -> dict:
     train(learner, [9])  # the second time the same shards are filled again
     publisher.publish(1)
     whole = dict(weights.named_hf_tensors(learner.policy.network))
-    difference, num_elements = 0.0, 0
+    differences, num_elements = [torch.zeros(())], 0
     for one in source.held:
         part = whole[one.name][tuple(slice(*side) for side in one.box)]
         if part.numel():
             assert one.local.shape == part.shape
-            difference = max(difference, (one.local.detach() - part).abs().max().item())
+            differences.append((one.local.detach() - part).abs().max())
             num_elements += part.numel()
     bits = digest({one.name: tensor_fingerprint(one.local) for one in source.held})
     num_whole = sum(tensor.numel() for tensor in whole.values())
+    difference = torch.stack(differences).max().item()  # NaN where one is
     return {"difference": difference, "num_elements": num_elements, "num_whole": num_whole, "bits": bits}
 
 
