@@ -28,7 +28,8 @@ install() { # LOCK OPTIONS
         --link-mode copy --no-deps --require-hashes --only-binary :all: "${from[@]}" -r "$@"
 }
 install "$sdists/wheels.txt"
-for name in $("$python" containers/contested.py "$packages"); do # the last by name has its way, not whichever came last
+contested=$("$python" containers/contested.py "$packages")
+for name in $contested; do # the last by name has its way, not whichever came last
     awk -v wanted="$name" '/^[a-z]/ { split($1, name, "=="); take = name[1] == wanted } take' "$sdists/wheels.txt" >"$sdists/one.txt"
     install "$sdists/one.txt" --reinstall
 done
