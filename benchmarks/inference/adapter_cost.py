@@ -24,6 +24,7 @@ from throughput import SERVE, manifest, prompts, stage
 from orrery.manifest.schema import Manifest
 from orrery.transport.engine import EngineClient
 from orrery.transport.rendezvous import await_endpoints
+from orrery.transport.token import run_token
 from orrery.transport.weight_wire import served_model
 from record import record
 
@@ -44,7 +45,7 @@ def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
     spec = adapted(args, adapter)
     with stage(spec, {"inference": SERVE}) as me:
         [endpoint] = await_endpoints(me, "inference", 1, START_S)
-        yield EngineClient(endpoint.url, os.environ.get("ORRERY_TOKEN"), model=served_model(spec, "rl"))
+        yield EngineClient(endpoint.url, run_token(), model=served_model(spec, "rl"))
 
 
 async def one_round(args: argparse.Namespace, client: EngineClient, vocab_size: int, number: int) -> float:

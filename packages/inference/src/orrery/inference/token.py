@@ -1,14 +1,13 @@
 """The run's token at an engine's door: whoever else can reach its address must not drive an engine."""
 
 import hmac
-import os
 import secrets
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orrery.observe.lifeline import TOKEN
-from orrery.transport.token import was_launched
+from orrery.manifest.errors import RunFailed
+from orrery.transport.token import run_token
 
 OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing
 
@@ -20,8 +19,11 @@ class RequireToken:
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        # No sentence here: raised while requests are served, it would be a 500. The role ends with one as it publishes its address.
-        self.app, token = app, os.environ.get(TOKEN) or (secrets.token_hex() if was_launched() else "")
+        self.app = app
+        try:
+            token = run_token()
+        except RunFailed:  # no sentence here: it would be a 500; the role ends with one as it publishes its address
+            token = secrets.token_hex()
         self.wanted = f"Bearer {token}".encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,6 @@
 """Assemble: from the manifest and the other roles' addresses to what a stage runs."""
 
 import asyncio
-import os
 import threading
 from typing import Any
 
@@ -18,6 +17,7 @@ from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import RolloutSender, make_sender
+from orrery.transport.token import run_token
 from orrery.transport.weight_wire import make_watch, served_model
 
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
@@ -36,7 +36,7 @@ async def fleet(me: Any) -> EngineFleet:
     return EngineFleet(
         [engine.url for engine in engines],
         router_url,
-        os.environ.get("ORRERY_TOKEN"),
+        run_token(),
         restarting=me if inference.max_restarts else None,
         incarnations=[engine.incarnation for engine in engines],
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
