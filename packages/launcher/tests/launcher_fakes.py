@@ -2,6 +2,7 @@
 
 `python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
 `python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in `<run_dir>/plan.json`.
+The wall clock of either is off by the seconds in `<run_dir>/wall_clock.<role or launcher>`, which a test may write at any time.
 """
 
 import json
@@ -29,6 +30,7 @@ def be_a_role() -> None:
     index = sys.argv[sys.argv.index("--index") + 1]
     script = json.loads((run_dir / "script.json").read_text())
     role, acts = script[index]
+    set_wall_clock(run_dir / f"wall_clock.{role}")
     if acts and acts[0] == "break at import":
         raise ImportError("no module named nowhere")
     with role_process(role) as me:
@@ -50,6 +52,10 @@ def be_a_role() -> None:
             elif act == "wait":
                 with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
                     while True:
+                        time.sleep(0.05)
+            elif act == "wait until asked":
+                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                    while not (me.run_dir / "go").exists():
                         time.sleep(0.05)
             elif act == "wait and fail":
                 with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
@@ -86,10 +92,16 @@ def be_a_role() -> None:
                 raise AssertionError(act)
 
 
+def set_wall_clock(file: Path) -> None:
+    wall = time.time
+    time.time = lambda: wall() + (float(file.read_text()) if file.exists() else 0.0)
+
+
 def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
     if not (run_dir / "manifest.json").exists():
         shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
+    set_wall_clock(run_dir / "wall_clock.launcher")
     job = Job(
         run_dir,
         StagePlan("rl", (), processes),

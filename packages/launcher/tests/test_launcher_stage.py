@@ -19,7 +19,7 @@ from launcher_stages import alive, end, launch, ready, text, wait_for
 from orrery.launcher import lock, stage, status
 from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
-from orrery.launcher.stage import newest_checkpoint
+from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
 from orrery.observe.metrics import MetricsFile
@@ -38,7 +38,7 @@ def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir)
     code, stderr = end(launcher)
     assert code == 0, stderr
     done = json.loads((run_dir / "stages/rl/DONE").read_text())
-    assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(done["ended_s"] - done["started_s"])
+    assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(done["ended_s"] - done["started_s"], abs=0.05)  # two clocks
     now = status.read(run_dir)
     assert (now.state, now.stage, now.attempt) == ("done", "rl", 1)
     assert {role.name: role.exit for role in now.roles} == {
@@ -338,6 +338,27 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
     assert "orchestrator.0 has been at acting (step 3)" in stderr
     for name in ("orchestrator.0", "trainer.1"):
         assert "be_a_role" in (run_dir / f"logs/{name}.log").read_text()
+
+
+@pytest.mark.parametrize(("clock", "by_s"), [("launcher", 1200.0), ("launcher", -3600.0), ("trainer", -1200.0)])
+def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock, by_s):
+    """The launcher's is set while a rank waits; or that of the rank's host is behind from the beginning."""
+    later = run_dir / f"wall_clock.{clock}"
+    if clock == "trainer":
+        later.write_text(str(by_s))
+    launcher = launch(run_dir, ("orchestrator", ["until asked"]), ("trainer", ["wait until asked"]))
+    wait_for(lambda: "batch 4" in text(run_dir / "stages/rl/health/trainer.1.json"), 30)
+    partial = run_dir / "wall_clock"
+    partial.write_text(str(by_s))
+    partial.replace(later)
+    rows, seen = run_dir / "metrics" / "launcher.0.jsonl", text(run_dir / "metrics" / "launcher.0.jsonl").count("\n")
+    wait_for(lambda: text(rows).count("\n") >= seen + 2 or launcher.poll() is not None, 30)  # it has looked in between
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    took_s = float(stderr.rsplit("rl: done in ", 1)[1].split(" s")[0])
+    assert 0 < took_s < 60
+    assert 0 < json.loads(done_path(run_dir, "rl").read_text())["wall_s"] < 60
 
 
 def test_a_role_that_waits_for_one_that_is_done_ends_the_stage_with_both_names(run_dir):

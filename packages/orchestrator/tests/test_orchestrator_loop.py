@@ -286,6 +286,22 @@ def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_pa
     assert len(trainer.batches) == 6
 
 
+@pytest.mark.parametrize("set_by_s", [180.0, -3600.0])
+def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(tmp_path, monkeypatch, set_by_s):
+    class Setting(fakes.FakeFleet):
+        async def generate(self, token_ids, **options):
+            if options["request_id"] == "train-2-0-0":
+                offset.append(set_by_s)
+            return await super().generate(token_ids, **options)
+
+    offset, wall = [], time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + sum(offset))
+    manifest = fakes.manifest(rollout_timeout_s=2.0, max_off_policy_steps=8)
+    _, _, trainer, loop = run(tmp_path, manifest, Setting(script={"train-0-3-0": "hang"}))
+    assert offset == [set_by_s] and len(trainer.batches) == 6
+    assert loop.state.sink.dropped["timeout"] == 1, "the one that never ends"
+
+
 def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_updated(tmp_path):
     class Noting(fakes.FakeFleet):
         async def update(self, published):

@@ -85,7 +85,7 @@ def _meeting(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> li
         found.append(over_nodes("ports", told, deaf, "open all ports between nodes on that interface, or name another"))
     skew = max((abs(seconds) for one in probes for seconds in one["skew_s"].values()), default=0.0)
     if len(probes) > 1 and not deaf:
-        mend = "" if skew <= SKEW_S else "synchronise the nodes' clocks (chrony): a role that is ahead or behind looks hung"
+        mend = "" if skew <= SKEW_S else "synchronise the nodes' clocks (chrony): times in logs and the report do not fit together"
         found.append(Finding("clocks", f"at most {skew:.3f} s apart", mend))
     return found
 

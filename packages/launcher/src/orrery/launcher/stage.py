@@ -14,6 +14,7 @@
 """
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -57,6 +58,7 @@ from orrery.observe.names import listed
 from orrery.observe.network import free_ports
 from orrery.observe.pace import Pace
 from orrery.observe.progress import Progress
+from orrery.observe.sight import Sight
 from orrery.observe.stillness import STILL_S, Stillness
 from orrery.observe.system_error import explain
 from orrery.observe.usage import PERIOD_S, Sampler
@@ -190,7 +192,7 @@ class _Stage:
         self.replaced: list[int] = []  # process groups of engines that ended here, until all of them have been reaped
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
-        self.stillness = Stillness(STILL_S * job.site.roles.deadline_scale)
+        self.sight, self.stillness = Sight(), Stillness(STILL_S * job.site.roles.deadline_scale)
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None
@@ -199,6 +201,7 @@ class _Stage:
         self.ends_at_s = _job_ends_at_s(job)
         slurm_job = job.allocation.job if job.allocation else None
         self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), socket.gethostname(), slurm_job, time.time())
+        self.began_s = time.monotonic()
 
     def run(self) -> Outcome:
         for folder in (health_dir(self.run_dir, self.stage), self._endpoints, fence.fence_dir(self.run_dir, self.stage)):
@@ -239,7 +242,7 @@ class _Stage:
                 self.job.allocation.clean(*self.scratch, shared_memory.prefix(self.run_dir))
             self._remove_weights()
             self._remove_scratch()
-            self.status.ended_s = time.time()
+            self.status.ended_s, wall_s = time.time(), time.monotonic() - self.began_s
             with suppress(OSError):  # on a full disk the sentence still reaches stderr
                 self._say_state(outcome.state, outcome.message)
                 self._log(outcome.message)
@@ -249,7 +252,6 @@ class _Stage:
                 with suppress(OSError):
                     self._log(f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}")
         if outcome.state == "done":
-            wall_s = self.status.ended_s - self.status.started_s
             row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
@@ -351,7 +353,7 @@ class _Stage:
             if any(map(self._failed, self.processes)) and not self._start_again():
                 return self._failure()
             if all(process.poll() == 0 for process in self.processes if process.plan.ends == "itself"):
-                return Outcome("done", f"{self.stage}: done in {duration(time.time() - self.status.started_s)}", 0)
+                return Outcome("done", f"{self.stage}: done in {duration(time.monotonic() - self.began_s)}", 0)
             now_s = time.monotonic()
             if now_s >= look_at_s:
                 look_at_s = now_s + LOOK_S
@@ -391,13 +393,13 @@ class _Stage:
 
     def _time_is_up(self) -> bool:
         warning_s = self.job.allocation.slurm.warning_s if self.job.allocation else 0
-        return self.interrupts.wind_down or (self.ends_at_s is not None and time.time() > self.ends_at_s - warning_s)
+        return self.interrupts.wind_down or (self.ends_at_s is not None and time.monotonic() > self.ends_at_s - warning_s)
 
     def _time_to_wind_down(self) -> float:
         if self.job.allocation is None:
             return WIND_DOWN_S * self.job.site.roles.deadline_scale
         ends_at_s = _job_ends_at_s(self.job)  # asked again: an operator may have moved it
-        left_s = self.job.allocation.slurm.warning_s if ends_at_s is None else ends_at_s - time.time()
+        left_s = self.job.allocation.slurm.warning_s if ends_at_s is None else ends_at_s - time.monotonic()
         return max(0.5 * left_s, left_s - MARGIN_S)
 
     def _wound_down(self, process: Process | Task) -> bool:
@@ -474,26 +476,30 @@ class _Stage:
         return code is not None and (code != 0 or process.plan.ends == "with_stage")
 
     def _look(self) -> Outcome | None:
-        self.health = read_health(self.run_dir, self.stage, self.attempt)
+        seen = self._see()
         self._end_fenced()
         self.replaced = [group for group in self.replaced if reap(group)]
         running = {process.name for process in self.processes if process.poll() is None}
-        now_s = time.time()
-        for name, health in self.health.items():
-            if name in running and health.doing == FAILED and now_s - health.time_s > HUNG_S:
+        for name, health in seen.items():
+            if name in running and health.doing == FAILED and self.sight.now_s - health.time_s > HUNG_S:
                 if health.role != ROLE or not self.job.max_restarts:
                     return self._failure()
                 next(process for process in self.processes if process.name == name).kill()
         scale = self.job.site.roles.deadline_scale
+        known = {name: health for name, health in seen.items() if name in running or health.doing == DONE}
+        stall = watchdog.look(known, self.sight.now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         living = {name: health for name, health in self.health.items() if name in running}
-        done = {name: health for name, health in self.health.items() if health.doing == DONE}
-        stall = watchdog.look({**living, **done}, now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         stall = stall or self.stillness.look(living, time.monotonic())
         if stall is None:
             return None
         if (outcome := self._lost(stall.sentence)) is not None:
             return outcome
         return Outcome("failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1)
+
+    def _see(self) -> dict[str, Health]:
+        """What all processes say, with our own times; `self.health` is the same with theirs, for people."""
+        self.health = read_health(self.run_dir, self.stage, self.attempt)
+        return self.sight.look(self.health, time.monotonic())
 
     def _keep_evidence(self) -> str:
         """Have every process write down what it is doing, also one that somebody has stopped; where that is."""
@@ -519,12 +525,11 @@ class _Stage:
 
     def _failure(self) -> Outcome:
         time.sleep(SETTLE_S)
-        now_s = time.time()
-        self.health = read_health(self.run_dir, self.stage, self.attempt)
+        self._see()
 
         def order(process: Process | Task) -> tuple[bool, float]:
             health = self.health.get(process.name)
-            return process.poll() != -signal.SIGKILL, health.since_s if health and health.doing == FAILED else now_s
+            return process.poll() != -signal.SIGKILL, self.sight.changed_s(process.name) if health and health.doing == FAILED else math.inf
 
         said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
         first = min({*filter(self._failed, self.processes), *said}, key=order)
@@ -674,14 +679,14 @@ def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """When Slurm ends our job; None outside a job, and where Slurm does not say."""
+    """When Slurm ends our job, by the monotonic clock; None outside a job, and where Slurm does not say."""
     if job.allocation is None:
         return None
     try:
         left_s = next((slurm.seconds(one.left) for one in slurm.mine() if one.id == job.allocation.job), None)
     except OrreryError:
         return None
-    return None if left_s is None else time.time() + left_s
+    return None if left_s is None else time.monotonic() + left_s
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:

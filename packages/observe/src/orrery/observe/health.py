@@ -1,8 +1,10 @@
 """Health: one small file a process that says what it does, or what it waits for and until when.
 
 - In: a role's `doing(...)` and `waiting(...)`; out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically.
-- Times are `time.time()`; `since_s` and `deadline_s` in the file are points in time, the argument `deadline_s` is a duration.
-- `time_s` is the last change, not a heartbeat: a role that says nothing new for long is one the watchdog may ask about.
+- Times are `time.time()`, for people: the launcher decides by when it saw them change (`sight.py`). `since_s` and `deadline_s` in the
+  file are points in time, the argument `deadline_s` is a duration.
+- `time_s` is the last change, not a heartbeat: a role that says nothing new for long is one the watchdog may ask about. `clock_s` is the
+  same on the monotonic clock, which all processes since one `boot` of a host share.
 - A role whose processes go in lock-step says a pulse besides: how many collectives this process has begun and completed, and whatever
   else it counts. The watchdog compares pulses (`stillness.py`); a pulse that goes on says that the process is alive, not that it moves.
 - Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
@@ -14,11 +16,13 @@
 import errno
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,8 @@ class Health:
     was: str | None = None  # what a failed process was doing or waiting for
     still_s: float | None = None  # what it does moves: no progress for this long is a stall
     pulse: Pulse | None = None
+    clock_s: float = 0.0
+    boot: str = ""
 
     @property
     def name(self) -> str:
@@ -77,13 +83,13 @@ class Health:
         """`waiting 12 s for batch 4 from orchestrator` or `training (step 3) for 2 s`."""
         now_s = time.time() if now_s is None else now_s
         if self.wait is not None:
-            return f"waiting {now_s - self.wait.since_s:.0f} s for {self.wait.what}"
+            return f"waiting {max(0.0, now_s - self.wait.since_s):.0f} s for {self.wait.what}"
         if self.doing in (DONE, FAILED, TERMINATED):
             return self.doing
         if self.doing == WOUND_DOWN:
             return f"{self.doing} at step {self.step}"
         step = "" if self.step is None else f" (step {self.step})"
-        return f"{self.doing}{step} for {now_s - self.since_s:.0f} s"
+        return f"{self.doing}{step} for {max(0.0, now_s - self.since_s):.0f} s"
 
     @property
     def last(self) -> str:
@@ -115,7 +121,6 @@ class HealthFile:
         self._tickets = 0
         self._still_s: float | None = None
         self._pulse: Pulse | None = None
-        self._time_s = time.time()
         self._write()
 
     def doing(self, what: str, step: int | None = None, deadline_s: float | None = None, still_s: float | None = None) -> None:
@@ -179,11 +184,12 @@ class HealthFile:
             self.doing(doing, step)
 
     def _write(self, changed: bool = True) -> None:
-        self._time_s = time.time() if changed else self._time_s
+        if changed:
+            self._time_s, self._clock_s = time.time(), time.monotonic()
         health = Health(
             role=self._role, index=self._index, time_s=self._time_s, pid=os.getpid(), attempt=self._attempt, doing=self._doing,
             since_s=self._since_s, step=self._step, deadline_s=self._deadline_s, waits=tuple(self._waits.values()), error=self._error,
-            was=self._was, still_s=self._still_s, pulse=self._pulse,
+            was=self._was, still_s=self._still_s, pulse=self._pulse, clock_s=self._clock_s, boot=_boot(),
         )  # fmt: skip
         # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
         temporary, content = self.path.with_name(f".{self.path.name}.tmp"), json.dumps(as_row(health))
@@ -196,6 +202,15 @@ class HealthFile:
                     raise
                 with self.path.open("r+b", buffering=0) as file:
                     file.write(content.encode().ljust(self.path.stat().st_size))
+
+
+@cache
+def _boot() -> str:
+    """What names this host since it has been up, so that equal names mean one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def as_row(health: Health) -> dict[str, Any]:
@@ -216,6 +231,8 @@ def as_row(health: Health) -> dict[str, Any]:
         "was": health.was,
         "still_s": health.still_s,
         "pulse": None if health.pulse is None else asdict(health.pulse),
+        "clock_s": health.clock_s,
+        "boot": health.boot,
         "waits": [[w.what, w.since_s, w.deadline_s, w.behind_s] for w in health.waits],
     }
 
@@ -223,8 +240,9 @@ def as_row(health: Health) -> dict[str, Any]:
 def from_row(row: dict[str, Any]) -> Health:
     waits = tuple(Wait(*wait) for wait in row["waits"])
     pulse = Pulse(**row["pulse"]) if row["pulse"] else None
-    same = {key: row[key] for key in ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was", "still_s")}
-    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, **same)
+    same = ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was", "still_s", "clock_s", "boot")
+    values = {key: row[key] for key in same}
+    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, **values)
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:

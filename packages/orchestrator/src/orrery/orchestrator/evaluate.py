@@ -104,13 +104,13 @@ class HeldOut:
             while self.result is None:
                 self.stage.check()
                 self.fleet.check()
-                for request in self.dispatch.expired(time.time(), self.timeout_s, self.fleet.is_serving):
+                for request in self.dispatch.expired(time.monotonic(), self.timeout_s, self.fleet.is_serving):
                     self._failed(
                         request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
                     )
                     self.stage.cancel([request])
                 if self.fleet.is_serving:
-                    self.stage.play(self.dispatch.start(version, time.time()))
+                    self.stage.play(self.dispatch.start(version, time.monotonic()))
                 await self.pulse.wait(TICK_S)
         finally:
             await self.stage.close()

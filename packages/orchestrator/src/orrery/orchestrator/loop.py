@@ -78,10 +78,10 @@ class Loop:
         while not self.state.done:
             self.stage.check()
             self.fleet.check()
-            for request in self.state.expired(time.time(), self.fleet.is_serving):
+            for request in self.state.expired(time.monotonic(), self.fleet.is_serving):
                 self._time_out(request)
             if not self._wind_down.is_made and self.fleet.is_serving:  # what is in flight may still end, and is kept if it does
-                self.stage.play(self.state.start(time.time()))
+                self.stage.play(self.state.start(time.monotonic()))
             self._observe_own_engine()
             self._say_what_we_wait_for()
             await self.pulse.wait(TICK_S)
@@ -98,7 +98,7 @@ class Loop:
                 continue
             self.me.metrics.add_span("cut", start_s, time.time(), batch.step)
             kept = self.state.snapshot() if checkpoints.is_due(batch.step, self.manifest) else None
-            row = cut.row(batch, self.manifest, time.time())
+            row = cut.row(batch, self.manifest, time.monotonic())
             self.pulse.ring()  # a new batch number may let new groups start
             if kept is not None:
                 await asyncio.to_thread(snapshot.write, self.me.run_dir, batch.step, kept, self.manifest.orchestrator.sampling.temperature)

@@ -5,6 +5,7 @@
   may hold the engines' version. So a slow trainer stops generation, instead of making it stale.
 - Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
   ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
+- Time is a monotonic clock in `start` and `expired` (and `cut.row`), which decide by it, and the wall clock elsewhere: a stamp.
 - While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
 - `snapshot` between two cuts, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
 """

@@ -207,11 +207,11 @@ class Arrivals:
         return self
 
     def __next__(self) -> Columns:
-        begin_s = time.time()
+        begin_s = time.monotonic()
         try:
             item = next(self._items)
         finally:
-            self.wait_s += time.time() - begin_s
+            self.wait_s += time.monotonic() - begin_s
         self.count += 1
         return item
 

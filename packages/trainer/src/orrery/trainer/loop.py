@@ -43,9 +43,9 @@ def rl(rig: Rig, me: RoleProcess) -> None:
     with StageCheckpoints(me, learner, "rl", beside="orchestrator") as saving:
         for step in range(learner.step + 1, num_steps + 1):
             saving.check()
-            begin_s = time.time()
+            begin_s = time.monotonic()
             batch = _await_batch(rig, saving, me, step, first_step)
-            arrived_s = time.time()
+            arrived_s = time.monotonic()
             me.health.doing("training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1))
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
             _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
@@ -134,7 +134,7 @@ def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None
 def _record(
     me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcome: Outcome, publish_s: float, checkpoint_blocked_s: float
 ) -> None:
-    end_s = time.time()
+    end_s = time.monotonic()
     me.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
     me.metrics.add_span("optimizer", *outcome.optimizer, step=step)
     wait_s = arrived_s - begin_s + outcome.wait_s

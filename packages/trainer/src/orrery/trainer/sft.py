@@ -32,17 +32,17 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
             saving.check()
             if validation is not None and learner.step % spec.validation.interval_steps == 0:
                 _validate(validation, learner, me, is_first=step == first_step)
-            begin_s = time.time()
+            begin_s = time.monotonic()
             with me.health.waiting(f"batch {step} to be tokenised", deadline_s=scaled(TOKENISE_DEADLINE_S)):
                 batch = take()
-            wait_s = time.time() - begin_s
+            wait_s = time.monotonic() - begin_s
             me.health.doing("sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up))
             mine = [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
             outcome = learner.learn(mine, len(mine), count_totals(mine, world), factor(spec.schedule, step, spec.num_steps))
             is_due = checkpoints.is_due(step, manifest, "sft")
             blocked_s = saving.copy() if is_due else 0.0
             if world.is_first:
-                step_s = time.time() - begin_s
+                step_s = time.monotonic() - begin_s
                 speed = {"step_time_s": step_s, "checkpoint_blocked_s": blocked_s, "tokens_per_s": outcome.metrics["num_tokens"] / step_s}
                 me.metrics.write(step, **outcome.metrics, **speed, wait_s=wait_s)
                 if step % 20 == 0 or step == spec.num_steps:
@@ -54,12 +54,12 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
 
 
 def _validate(validation: Validation, learner: Learner, me: RoleProcess, is_first: bool) -> None:
-    step, begin_s = learner.step, time.time()
+    step, begin_s = learner.step, time.monotonic()
     limit_s = still_s(is_first, learner.world.size, warms_up(me.manifest.trainer, learner.world.device))
     me.health.doing("validating", step=step, still_s=limit_s)
     with me.metrics.span("validation", step=step):
         loss, num_tokens = validation.loss(learner)
     if learner.world.is_first:
-        spent = {"num_validation_tokens": num_tokens, "validation_s": time.time() - begin_s}
+        spent = {"num_validation_tokens": num_tokens, "validation_s": time.monotonic() - begin_s}
         me.metrics.write(step, event="validation", validation_loss=loss, **spent)
         me.log.info("sft step %d: validation loss %.4f on %d tokens", step, loss, num_tokens)

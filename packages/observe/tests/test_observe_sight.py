@@ -1,0 +1,81 @@
+"""Sight as a pure function: only the looker's own clock decides, whatever the wall clocks of those it looks at do."""
+
+from dataclasses import replace
+
+import pytest
+
+from orrery.observe import watchdog
+from orrery.observe.health import DONE, FAILED, Health, Wait
+from orrery.observe.sight import Sight
+from orrery.observe.stillness import AWAY_S
+
+WALL_S = 1_800_000_000.0
+
+
+def waiting(wall_s=WALL_S, deadline_s=600.0, pid=1):
+    """A rank that has just begun to wait, by its own wall clock."""
+    wait = Wait("batch 4 from orchestrator", wall_s, None if deadline_s is None else wall_s + deadline_s)
+    return Health("trainer", 1, wall_s, pid, 1, "training", wall_s - 5, 3, waits=(wait,))
+
+
+def looks(sight, health, begin_s, end_s):
+    """The first stall, and when it was found, of a looker that sees the same from `begin_s` until `end_s`."""
+    clock_s = begin_s
+    while clock_s <= end_s:
+        seen = sight.look({health.name: health}, clock_s)
+        if stall := watchdog.look(seen, sight.now_s):
+            return stall, clock_s
+        clock_s += 0.5
+    return None, end_s
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 1200.0, -3600.0])
+def test_a_deadline_is_counted_from_when_the_looker_saw_the_wait_whatever_the_writers_clock_says(ahead_s):
+    """Another host's clock, or one that was set: 20 minutes ahead it looked overdue, an hour behind it was given an hour more."""
+    stall, found_s = looks(Sight(), waiting(WALL_S + ahead_s), 50.0, 1000.0)
+    assert found_s == 50.0 + 600.0 + watchdog.GRACE_S + 0.5
+    assert stall.sentence == ("stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s past its deadline)")
+
+
+def test_a_clock_that_is_set_between_two_waits_changes_neither():
+    sight, first = Sight(), waiting()
+    assert looks(sight, first, 0.0, 500.0)[0] is None
+    second = Wait("engines to take version 3 (inference)", WALL_S - 3600, WALL_S - 3600 + 900)
+    both = replace(first, time_s=WALL_S - 3600, waits=(*first.waits, second))
+    [seen] = sight.look({"trainer.1": both}, 500.5).values()
+    assert [(wait.since_s, wait.deadline_s) for wait in seen.waits] == [(0.0, 600.0), (500.5, 1400.5)]
+    assert seen.wait.what == "batch 4 from orchestrator", "the one that runs out first"
+    assert seen.time_s == 500.5 and seen.since_s == 0.0
+
+
+def test_what_passes_while_nobody_looks_counts_for_no_wait():
+    """The looker was stopped, as by a debugger or a frozen container, and everybody with it."""
+    sight, health = Sight(), waiting(deadline_s=30.0)
+    assert looks(sight, health, 0.0, 20.0)[0] is None
+    stall, found_s = looks(sight, health, 5000.0, 5100.0)
+    assert stall is not None and found_s == 5000.0 + 20.5 - AWAY_S
+
+
+def test_a_new_deed_a_new_process_and_an_end_are_new():
+    sight, health = Sight(), replace(waiting(), waits=(), deadline_s=WALL_S + 85)
+    sight.look({"trainer.1": health}, 0.0)
+    [seen] = sight.look({"trainer.1": health}, 8.0).values()
+    assert (seen.time_s, seen.since_s, seen.deadline_s) == (0.0, 0.0, 90.0)
+    [seen] = sight.look({"trainer.1": replace(health, since_s=WALL_S, deadline_s=WALL_S + 90)}, 9.0).values()
+    assert (seen.since_s, seen.deadline_s) == (9.0, 99.0)
+    for pid, doing, clock_s in ((2, "training", 10.0), (2, FAILED, 11.0), (3, DONE, 12.0)):
+        [seen] = sight.look({"trainer.1": replace(health, pid=pid, doing=doing, deadline_s=None)}, clock_s).values()
+        assert (seen.since_s, seen.deadline_s) == (clock_s, None)
+
+
+def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_their_clocks_have_nothing_in_common():
+    sight, said = Sight(), {}
+    for number, (name, boot, up_s) in enumerate((("trainer.0", "a", 0.0), ("trainer.1", "b", 86_400.0), ("trainer.2", "b", 86_400.0))):
+        said[name] = replace(waiting(), index=number, boot=boot, clock_s=up_s)
+    for step in range(1, 20):  # each look comes a little later after what it finds than the one before
+        said = {name: replace(one, step=step, clock_s=one.clock_s + 1.0) for name, one in said.items()}
+        sight.look(said, 500.0 + step + 0.02 * step)
+    for name, after_s in (("trainer.2", 0.30), ("trainer.1", 0.31), ("trainer.0", 0.40)):
+        said[name] = replace(said[name], doing=FAILED, clock_s=said[name].clock_s + after_s)
+    sight.look(said, 520.0)
+    assert sorted(said, key=sight.changed_s) == ["trainer.2", "trainer.1", "trainer.0"]
