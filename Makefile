@@ -6,14 +6,14 @@ RUN ?= reverse_text
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster check fmt render bench gate lock clean
+.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench gate lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: .venv/.ready ## make .venv from the lock; does nothing when it is already so
 
-.venv/.ready: locks/install.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version $(wildcard packages/*/pyproject.toml)
+.venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version $(wildcard packages/*/pyproject.toml)
 	@bash locks/install.sh
 	@touch $@
 
@@ -28,6 +28,15 @@ test: setup ## all tests, end to end ones too
 
 test-cluster: setup ## boot a Slurm cluster on this Debian 12 machine, build the images, run tests/cluster there; as root
 	@bash tests/cluster/test.sh $(ARGS)
+
+test-bare: ## follow the README on a bare Debian 12 root file system (slow); as root
+	@ARGS='$(ARGS)' bash tests/bare/test.sh
+
+test-kernels: setup ## the tests of Triton's kernels, under its interpreter
+	@bash tests/interpreted.sh $(ARGS)
+
+nix: ## install Nix, with which tests/test_nix.py evaluates the flake; as root
+	@bash locks/system.sh nix
 
 check: setup ## lint, formats, types, import contracts, and that manifests/ is up to date
 	@ruff check .

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv from a lock, with every file checked against its hash, and installs the rooms editable. Run at the root of the checkout:
+# Install missing Debian packages (locks/system.sh), make .venv from a lock with every file checked against its hash, and install the
+# rooms editable. Run at the root of the checkout:
 #   bash locks/install.sh         everything, from cpu.txt (`make setup` runs this)
 #   bash locks/install.sh login   what submits and watches runs on a cluster, from login.txt: no torch, no vLLM
 # Whatever fails says what to do.
@@ -20,11 +21,11 @@ version=$(<.python-version)
 uv_version=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' locks/uv.txt)
 
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || fail "$(uname -s) $(uname -m): the lock is for Linux on x86_64"
-[ "$lock" = login ] || [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libnuma.so.1* ]] || fail "libnuma.so.1 is missing and vLLM needs it; run: apt-get install -y libnuma1"
 free_kib=$(df -Pk . | awk 'NR == 2 {print $4}')
 [ -d .venv ] || [ "$free_kib" -gt "${needs_mb}000" ] || fail "$((free_kib / 1000)) MB are free here; the environment needs about $needs_mb MB"
 
-python=$(command -v "python$version" || command -v python3) || fail "python3 is missing; run: apt-get install -y python3 python3-pip"
+bash locks/system.sh "$lock"
+python=$(command -v "python$version" || command -v python3) || fail "python3 is missing; install it, then type again: $again"
 
 # The installer: the pinned uv, wherever it is; else from pip, beside the checkout and not in the system.
 uv=

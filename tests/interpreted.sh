@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# `make test-kernels`: run the kernels' tests under Triton's interpreter, with a Triton beside .venv (1 GB, unused by anything else on a CPU).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+site=.tools/triton
+pin=$(grep -oE '^triton==[0-9.]+' locks/trainer.cuda.txt)
+[ -d "$site/${pin/==/-}.dist-info" ] || uv pip install --quiet --no-deps --python .venv/bin/python --target "$site" "$pin"
+TRITON_INTERPRET=1 PYTHONPATH=$site pytest "$@" -o cache_dir=.pytest_cache/interpreted \
+    packages/kernels/tests/test_kernels_{adapted_matmul,expert_rows,grouped_matmul,token_logprob}.py \
+    packages/transport/tests/test_transport_fingerprint_slices.py
