@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 site=.tools/triton
 pin=$(grep -oE '^triton==[0-9.]+' locks/trainer.cuda.txt)
-[ -d "$site/${pin/==/-}.dist-info" ] || uv pip install --quiet --no-deps --python .venv/bin/python --target "$site" "$pin"
+[ -d "$site/${pin/==/-}.dist-info" ] || { rm -rf "$site" && uv pip install --quiet --no-deps --python .venv/bin/python --target "$site" "$pin"; }
+PYTHONPATH=$site python -c "import triton" # otherwise its tests would be skipped
 TRITON_INTERPRET=1 PYTHONPATH=$site pytest "$@" -o cache_dir=.pytest_cache/interpreted \
     packages/kernels/tests/test_kernels_{adapted_matmul,expert_rows,grouped_matmul,token_logprob}.py \
     packages/transport/tests/test_transport_fingerprint_slices.py

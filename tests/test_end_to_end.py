@@ -125,6 +125,17 @@ def test_the_report_and_its_line_are_there(finished):
     assert list((finished / "metrics" / "tensorboard").rglob("events.*"))
 
 
+def test_every_role_of_every_stage_ends_with_code_0_or_as_it_was_asked(finished):
+    """A library that crashes in a destructor would end a role by a signal after all its work is done."""
+    stages = json.loads((finished / "receipt.json").read_text())["stages"]
+    rows = {stage: entry["attempts"] for stage, entry in stages.items() if stage != "report"}
+    endings = {(stage, name): how for stage, [row] in rows.items() for name, how in row["endings"].items()}
+    asked = {name for name in endings if name[1].split(".")[0] in ("inference", "router")}
+    assert {name: how for name, how in endings.items() if name not in asked and how != "exit code 0"} == {}
+    assert {name: how for name, how in endings.items() if name in asked and how not in ("exit code 0", "exit code 143", "SIGTERM")} == {}
+    assert len(asked) >= 2 * 3  # two engines and a router, in two stages
+
+
 def test_nothing_is_left_behind(finished):
     assert processes_of(finished) == []
     assert list(Path("/dev/shm").glob(f"*orrery-{finished.name[-12:]}-*")) == []

@@ -242,6 +242,18 @@ def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest,
         engine_environment(with_nixl, "127.0.0.1")
 
 
+def test_looking_for_mooncakes_libraries_loads_none_of_them_into_this_process():
+    """NIXL's copy of rdma-core in one process with the system's ends that process by a signal."""
+    program = (
+        "from orrery.inference.kv_store import LIBRARIES, _loads\n"
+        "print([_loads(each) for each in LIBRARIES], *(each for each in LIBRARIES if each in open('/proc/self/maps').read()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if "False" in done.stdout:
+        pytest.skip(f"NOT TESTED: Mooncake's libraries {', '.join(kv_store.LIBRARIES)} are not all on this machine; type `make setup`")
+    assert done.stdout.split("]")[1].split() == []
+
+
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     project = tomllib.loads((REPOSITORY / "packages/inference/pyproject.toml").read_text())
     module, _, function = project["project"]["entry-points"]["vllm.general_plugins"][PLUGIN].partition(":")

@@ -106,6 +106,10 @@ SENTENCES = [
         "inference: kv_transfer 'nixl' without engines that only prefill; set inference.prefill_replicas, or",
     ),
     (
+        broken(("transport", "weights"), "nixl", broken(("inference", "kv_offload"), STORE)),
+        "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load both, for each brings its own rdma-core",
+    ),
+    (
         broken(("orchestrator", "admission"), {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8}),
         "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
     ),

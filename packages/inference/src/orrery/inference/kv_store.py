@@ -5,10 +5,9 @@
 - It listens on `me.host`; it ends with this process, and this process with it.
 """
 
-import ctypes
-import os
 import socket
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -65,11 +64,12 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library, mode=os.RTLD_LAZY)
-    except OSError:
-        return False
-    return True
+    """Return whether the system's `library` loads, tried in a process of its own.
+
+    NIXL brings its own copy of rdma-core. A process with both copies crashes in their destructors when it exits.
+    """
+    probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
+    return subprocess.run([sys.executable, "-S", "-c", probe, library], stderr=subprocess.DEVNULL).returncode == 0
 
 
 if __name__ == "__main__":

@@ -75,10 +75,10 @@ class CodeState:
 def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float, ended_s: float, nodes: list[str],
            images: Mapping[str, Facts], slurm_job_id: str | None, workspace_root: Path, *, code: CodeState | None = None,
            software: Software | None = None, secrets: Iterable[str] = (),
-           engine_restarts: Mapping[str, int] | None = None) -> None:  # fmt: skip
+           engine_restarts: Mapping[str, int] | None = None, endings: Mapping[str, str | None] | None = None) -> None:  # fmt: skip
     """Write how an attempt at a stage ended. `images` by role: what an `ImageReader` has found; empty where roles are plain processes.
     `code`, `software` None: as they are now; `secrets`: further texts to strike out, such as the attempt's token; `engine_restarts` by
-    process.
+    process; `endings` by process: "exit code 0", "SIGKILL".
     What cannot be found out is told as such in the receipt; raises OSError where the run's folder cannot be written."""
     receipt: dict[str, Any] = {"schema": RECEIPT_SCHEMA, "run": _run(run_dir), "stages": _so_far(run_dir).get("stages", {})}
     seen = {row["attempt"] for entry in receipt["stages"].values() for row in entry["attempts"]}
@@ -91,6 +91,8 @@ def record(run_dir: Path, stage: str, attempt: int, state: str, message: str, st
         "code": asdict(code or code_state(run_dir, workspace_root)), "images": dict(sorted(images.items())),
         "versions": host_software(in_images=bool(images)) if software is None else software,
     }  # fmt: skip
+    if endings:
+        row["endings"] = dict(sorted(endings.items()))
     if engine_restarts:
         row["engine_restarts"] = dict(sorted(engine_restarts.items()))
     entry["attempts"] = sorted([*rows, row], key=lambda one: one["attempt"])

@@ -283,7 +283,7 @@ class _Stage:
             nodes=sorted({process.node for process in self.processes}), images=self.images.facts() if self.images else {},
             slurm_job_id=allocation.job if allocation else None, workspace_root=self.job.workspace.root,
             code=self.code, software=self.software.result() if self.software else None, secrets=[self.token],
-            engine_restarts=self.restarts.by_name,
+            engine_restarts=self.restarts.by_name, endings={process.name: process.ending for process in self.processes},
         )  # fmt: skip
 
     # Starting ---------------------------------------------------------------------------------------------------------

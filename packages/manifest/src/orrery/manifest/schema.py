@@ -1124,6 +1124,22 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
+    def nixl_and_mooncake_are_apart(self) -> "Manifest":
+        """The NIXL wheel brings its own rdma-core and Mooncake loads the system's: an engine with both crashes as it exits."""
+        kinds = {
+            "transport.weights": self.transport.weights,
+            "inference.kv_transfer.kind": self.inference.kv_transfer.kind,
+            "inference.kv_offload.kind": self.inference.kv_offload.kind,
+        }
+        nixl, mooncake = ([field for field, kind in kinds.items() if kind == library] for library in ("nixl", "mooncake"))
+        if nixl and mooncake:
+            raise ValueError(
+                f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each brings its own rdma-core; "
+                f"set one of them to another kind"
+            )
+        return self
+
+    @model_validator(mode="after")
     def adapters_are_there(self) -> "Manifest":
         if self.transport.weights == "adapters" and self.trainer.lora is None:
             raise ValueError("transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'")

@@ -1,0 +1,114 @@
+"""Set-up on a machine that lacks Debian packages, with programs that stand in for the system's; and the verdict of CI on a crash."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = "\tlibnuma.so.1 (libc6,x86-64) => x\n\tlibibverbs.so.1 (libc6,x86-64) => x\n\tlibcurl.so.4 (libc6,x86-64) => x\n"
+STANDARD = ("bash", "cat", "cut", "sed", "env", "sh", "dirname")
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A folder of programs that is the whole PATH: `add(name, script)` makes one."""
+    for name in STANDARD:
+        (tmp_path / name).symlink_to(shutil.which(name))
+
+    def add(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    add("ldconfig", f"printf '{LIBRARIES}'")
+    add("id", "echo 0")
+    add("python3", "exit 0")
+    add("g++", "exit 0")
+    add("uv", "exit 1")
+    add("apt-get", f'echo "apt-get $*" >>{tmp_path}/calls')
+    return add
+
+
+def install(tmp_path: Path, names: str = "cpu") -> tuple[int, str, list[str]]:
+    """The exit code, the error output and the calls of apt-get of `locks/system.sh`."""
+    done = subprocess.run(["bash", "locks/system.sh", names], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    calls = tmp_path / "calls"
+    return done.returncode, done.stderr, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_a_machine_that_has_everything_installs_nothing(system, tmp_path):
+    assert install(tmp_path) == (0, "", [])
+
+
+@pytest.mark.parametrize("sudo", [False, True], ids=["root", "sudo"])
+def test_missing_packages_are_installed_where_that_needs_no_password(system, tmp_path, sudo):
+    system("ldconfig", "true")
+    (tmp_path / "g++").unlink()
+    if sudo:
+        system("id", "echo 1000")
+        system("sudo", '[ "$1" = -n ] || exit 1; shift; "$@"')
+    code, error, calls = install(tmp_path)
+    assert (code, error) == (0, "")
+    assert calls[0].startswith("apt-get update")
+    assert re.fullmatch(r"apt-get install -y --no-install-recommends g\+\+ libnuma1 libibverbs1 libcurl4 .*", calls[1])
+
+
+def test_without_root_the_line_to_type_comes_before_anything_else(system, tmp_path):
+    system("id", "echo 1000")
+    system("ldconfig", "true")
+    code, error, calls = install(tmp_path)
+    assert code == 1 and calls == []
+    assert error == (
+        "setup failed: the system lacks libnuma1 libibverbs1 libcurl4; type: sudo sh -c 'apt-get update && apt-get install -y "
+        "--no-install-recommends libnuma1 libibverbs1 libcurl4'\n"
+    )
+
+
+def test_a_system_without_apt_get_is_told_the_names(system, tmp_path):
+    system("ldconfig", "true")
+    (tmp_path / "apt-get").unlink()
+    code, error, _ = install(tmp_path)
+    assert code == 1 and "lacks libnuma1 libibverbs1 libcurl4 (Debian's names) and has no apt-get" in error
+
+
+def test_a_failed_installation_ends_with_a_sentence(system, tmp_path):
+    system("ldconfig", "true")
+    system("apt-get", "echo no network >&2; exit 100")
+    code, error, _ = install(tmp_path)
+    assert code == 1 and "no network" in error and "apt-get could not install them" in error
+
+
+def test_a_login_node_needs_no_compiler_and_no_library(system, tmp_path):
+    system("ldconfig", "true")
+    (tmp_path / "g++").unlink()
+    assert install(tmp_path, "login") == (0, "", [])
+
+
+PASSES, FAILS, CRASHES_LATE = (
+    "def test_it(): pass",
+    "def test_it(): assert False",
+    # Every test passes, and the process then ends by a signal, as a crash in a library's destructor ends it.
+    "import atexit, os\natexit.register(os.abort)\ndef test_it(): pass",
+)
+
+
+@pytest.mark.parametrize(("test", "passes"), [(PASSES, True), (FAILS, False), (CRASHES_LATE, False)], ids=["passes", "fails", "crashes"])
+def test_ci_passes_only_where_pytest_ends_normally_and_no_test_failed(tmp_path, test, passes):
+    for half in ("others", "waits"):
+        (tmp_path / half).mkdir()
+    (tmp_path / "others/test_it.py").write_text(test)
+    (tmp_path / "waits/test_it.py").write_text(PASSES)
+    script = (ROOT / ".ci/run").read_text()
+    script = re.sub(r"(?m)^make setup$.*\n.*make nix$", "", script)
+    script = re.sub(r"(?m)^(waits|others)=.*$", rf'\1="{tmp_path}/\1 -o cache_dir=$scratch/\1"', script)
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci/run").write_text(script)
+    (tmp_path / "Makefile").write_text("SHELL := bash\ntest:\n\t@pytest $(ARGS)\ntest-kernels test-cluster:\n\t@true\n")
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    env = {**os.environ, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "ci/run"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode == 0) == passes, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") >= 1, "no test ran"
