@@ -47,7 +47,13 @@ def record(
     details: dict[str, Any] | None = None,
     rows: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Write one figure; `rows` are variants with fields of their own (`variant`, `value`, …). Raises ValueError for an infinite value."""
+    """Write one figure; `rows` are variants with fields of their own (`variant`, `value`, …).
+
+    Raise ValueError if the value is infinite, and SystemExit if the record would name a commit that does not hold the code that ran.
+    """
+    measured_at = committed()
+    if (trouble := unrecordable(measured_at)) and Path(path).resolve().is_relative_to(ROOT):
+        raise SystemExit(f"error: {figure}: measured {value:.4g} {unit}, and not recorded: {trouble}")
     if not math.isfinite(value):
         raise ValueError(f"{figure}: the value {value} is not finite, so nothing was measured")
     result: dict[str, Any] = {
@@ -59,7 +65,7 @@ def record(
         "command": command(),
         "hardware": hardware(),
         "versions": {} if "ORRERY_HARDWARE" in os.environ else versions(PACKAGES),  # none where runs of another machine are read here
-        "commit": commit(ROOT, ".", ":!benchmarks/**/*.json", ":!benchmarks/**/*.png"),  # not what is measured, but what was
+        "commit": measured_at,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "details": details or {},
     }
@@ -73,6 +79,20 @@ def record(
     against = "" if goal is None else f" (goal {'≥' if better == 'higher' else '≤'} {goal:g} {unit})"
     print(f"{figure}: {value:.4g} {unit}{against}")
     return result
+
+
+def committed() -> str:
+    """Return the commit of this checkout, with "-dirty" where tracked files other than records differ from it."""
+    return commit(ROOT, ".", ":!benchmarks/**/*.json", ":!benchmarks/**/*.png")
+
+
+def unrecordable(measured_at: str) -> str | None:
+    """Return why no record may name this commit, or None. A reader has to find the code that was measured in the repository's history."""
+    if measured_at == "unknown":
+        return "this folder is no git checkout; measure in one, or name the commit of its files in ORRERY_COMMIT"
+    if measured_at.endswith("-dirty"):
+        return "tracked files differ from the commit; commit them, then measure again"
+    return None
 
 
 def command() -> str:
@@ -106,3 +126,7 @@ def _output(*argv: str) -> str:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+if trouble := unrecordable(committed()):
+    print(f"benchmarks: nothing can be recorded here: {trouble}", file=sys.stderr)

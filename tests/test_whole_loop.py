@@ -105,6 +105,26 @@ def test_the_gate_lets_nothing_slower_pass(scripts, recorded, tmp_path, monkeypa
     assert file.read_bytes() == written, "the gate records nothing"
 
 
+def test_a_run_that_compiles_in_a_measured_step_is_neither_recorded_nor_passed(scripts, tmp_path, monkeypatch):
+    compiled = made_up(tmp_path)
+    for row in compiled.rl[4:]:  # step 5 takes 34 s instead of 10
+        row["time_s"] += 24.0
+    for row in compiled.batches:
+        row["time_s"] += 24.0 if row["step"] > 4 else 0.0
+    with pytest.raises(SystemExit, match=r"step 5 took 34 s, 3\.4 times the median of the 3 measured steps, so it compiled"):
+        scripts[0].numbers(compiled)
+
+
+def test_a_record_that_may_hold_a_recompilation_is_no_gate(scripts, recorded, monkeypatch):
+    file = recorded()
+    record = json.loads(file.read_text())
+    del record["rows"][0]["longest_step_s"]
+    file.write_text(json.dumps(record))
+    monkeypatch.setattr(scripts[1], "run", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit, match=r"whole_loop_cpu\.json: it was measured before steps that compile were refused"):
+        scripts[1].main()
+
+
 def test_the_gate_refuses_another_loop_before_it_measures(scripts, recorded, monkeypatch):
     _, whole_loop = scripts
     recorded(rollouts_per_batch=128, keep_batches=3)

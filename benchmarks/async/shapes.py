@@ -3,10 +3,13 @@
 - `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
 - Warm is what comes after step WARM_STEPS, for the first steps compile, fill the engines, and have no batch ready; and before the last
   batch was cut, for the trainer takes what lies ready then while engines rest.
+- No measured step may take MOST_OF_MEDIAN times the median: a compiler then ran in it, which a gate would take for the loop's own time.
 """
 
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,7 @@ from record import ROOT
 
 SHAPES = ("cpu", "h200_1", "h200_2", "h200_4", "h200_8")
 WARM_STEPS = 3
+MOST_OF_MEDIAN = 3.0
 
 
 def run(name: str, runs: Path | None) -> RunData:
@@ -66,6 +70,7 @@ class Numbers:
     update_pause_s: float  # mean, engines paused for new weights
     update_s: float  # mean, from the first drained rollout to engines that go on
     step_s: float
+    longest_step_s: float
     median_tokens: float  # of the batches' mean answers
     mismatch_kl: float  # mean of the steps', from the policy that sampled to the one that is trained
     num_steps: int
@@ -78,7 +83,7 @@ class Numbers:
 
 
 def numbers(run: RunData) -> Numbers:
-    """Raises SystemExit where the run has too few steps to be warm."""
+    """Raise SystemExit if the run has too few steps to be warm, or compiled in a measured one."""
     steps = [row for row in run.rl[WARM_STEPS:] if row["time_s"] <= run.batches[-1]["time_s"]]
     if len(steps) < 2:
         raise SystemExit(
@@ -86,6 +91,15 @@ def numbers(run: RunData) -> Numbers:
             "was cut; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
         )
     begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
+    lengths = [after["time_s"] - before["time_s"] for before, after in itertools.pairwise([run.rl[WARM_STEPS - 1], *steps])]
+    longest_s, median_s = max(lengths), statistics.median(lengths)
+    if longest_s > MOST_OF_MEDIAN * median_s:
+        step = steps[lengths.index(longest_s)]["step"]
+        raise SystemExit(
+            f"error: {run.run_dir.name}: step {step} took {longest_s:.3g} s, {longest_s / median_s:.2g} times the median of the "
+            f"{len(steps)} measured steps, so it compiled or the machine stood still; measure again, with a larger stages.rl.num_steps "
+            "where a shape compiles late"
+        )
     window: list[Interval] = [(begin_s, end_s)]
     waits = [(span.start_s, span.end_s) for span in run.spans if span.role == "trainer.0" and span.name == "wait"]
     spent = shares(run.spans)
@@ -104,6 +118,7 @@ def numbers(run: RunData) -> Numbers:
         update_pause_s=sum(row["pause_s"] for row in updates) / len(updates),
         update_s=sum(row["drain_s"] + row["pause_s"] for row in updates) / len(updates),
         step_s=(end_s - begin_s) / len(steps),
+        longest_step_s=longest_s,
         median_tokens=means[len(means) // 2],
         mismatch_kl=sum(row["mismatch_kl"] for row in steps) / len(steps),
         num_steps=len(run.rl),

@@ -47,6 +47,15 @@ def refuse_another(manifest: Manifest, recorded: dict[str, Any], name: str) -> N
         )
 
 
+def refuse_unwarmed(recorded: dict[str, Any], name: str) -> None:
+    """Raise SystemExit if the record does not say how long its longest step was: some such records hold a recompilation."""
+    if "longest_step_s" not in recorded["rows"][0]:
+        raise SystemExit(
+            f"error: {name}: it was measured before steps that compile were refused, so a slower loop could pass; "
+            "measure without --gate to record this shape anew"
+        )
+
+
 def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> list[str]:
     """A sentence for each figure that is beyond its limit; prints all of them."""
     worse = []
@@ -80,6 +89,7 @@ def gate(shape: str, runs: Path | None) -> None:
     if not recorded.exists():
         raise SystemExit(f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first")
     before = json.loads(recorded.read_text())
+    refuse_unwarmed(before, recorded.name)
     if runs is None:
         refuse_another(load(ROOT / "manifests" / f"{name}.json"), before, recorded.name)
     data = run(name, runs)
