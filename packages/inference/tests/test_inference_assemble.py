@@ -28,6 +28,7 @@ from orrery.manifest.identity import load
 from orrery.observe import network
 from orrery.observe.deadline import scaled
 from orrery.transport.fleet import UPDATE_S, request_s
+from orrery.transport.token import Purpose, authorization
 
 
 @pytest.fixture
@@ -263,21 +264,25 @@ def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
 @pytest.mark.parametrize(
     ("token", "path", "given", "status"),
     [
-        ("ours", "/pause", "Bearer ours", 200),
-        ("ours", "/pause", "Bearer theirs", 401),
-        ("ours", "/pause", None, 401),
-        ("ours", "/inference/v1/generate", None, 401),
-        ("ours", "/health", None, 200),
-        ("ours", "/metrics", None, 200),
-        (None, "/pause", None, 200),
+        ("ours", "/pause", authorization("ours", Purpose.ADMINISTER), 200),
+        ("ours", "/pause", authorization("ours", Purpose.GENERATE), 401),
+        ("ours", "/pause", authorization("theirs", Purpose.ADMINISTER), 401),
+        ("ours", "/pause", {"Authorization": "Bearer ours"}, 401),
+        ("ours", "/pause", {}, 401),
+        ("ours", "/inference/v1/generate", authorization("ours", Purpose.GENERATE), 200),
+        ("ours", "/inference/v1/generate", authorization("ours", Purpose.ADMINISTER), 401),
+        ("ours", "/inference/v1/generate", {}, 401),
+        ("ours", "/health", {}, 200),
+        ("ours", "/metrics", {}, 200),
+        (None, "/pause", {}, 200),
     ],
 )
-def test_the_door_opens_to_the_runs_token_only(monkeypatch, token, path, given, status):
+def test_the_door_opens_to_a_paths_own_credential_only(monkeypatch, token, path, given, status):
     monkeypatch.delenv("ORRERY_TOKEN", raising=False)
     if token:
         monkeypatch.setenv("ORRERY_TOKEN", token)
     client = TestClient(RequireToken(PlainTextResponse("in")))
-    assert client.post(path, headers={"Authorization": given} if given else {}).status_code == status
+    assert client.post(path, headers=given).status_code == status
 
 
 def test_the_door_of_a_launched_engine_without_a_token_opens_to_nobody():

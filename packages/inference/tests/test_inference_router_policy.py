@@ -85,7 +85,7 @@ def routers(engines):
             processes.append(subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *arguments], stdout=subprocess.DEVNULL))
             urls[name] = f"http://127.0.0.1:{port}"
         end = time.monotonic() + START_S
-        while not all(map(_is_healthy, urls.values())):
+        while not all(_is_healthy(url, {}) for url in urls.values()):
             assert not any(process.poll() for process in processes) and time.monotonic() < end
             time.sleep(0.05)
         yield urls

@@ -1,35 +1,44 @@
-"""`python -m orrery.inference.router`: vllm-router before the replicas of a stage.
+"""`python -m orrery.inference.router`: vllm-router before the replicas of a stage, behind a front that knows its callers.
 
-- In: the engines' endpoints, by rendezvous. Out: the router's own endpoint, once it answers and knows every engine.
+- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router behind it knows every engine.
+- Only the front (`front`) listens on `me.host`. The router is on loopback and takes no key but the generate credential.
 - The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
-- Everything listens on `me.host`, its Prometheus page too; the engines are reached without the site's proxy.
-- It retries nothing and breaks no circuit: a failed request is the caller's data, and it is told of engines that go and come back
-  (`orrery.transport.router`).
+- Its Prometheus page is on loopback too, without a key: counts and durations of requests, and the engines' addresses.
+- It retries nothing and breaks no circuit: a failed request is the caller's data. It is told of engines that go and come back
+  (`orrery.transport.router`), and reaches them without the site's proxy.
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
+import asyncio
 import math
 import os
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+import uvloop
+
+from orrery.inference.front import AUTHORIZED, Front
 from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
-from orrery.observe.lifeline import die_with_parent
-from orrery.observe.network import free_ports, without_proxy
-from orrery.observe.process import role_process
+from orrery.observe.lifeline import TOKEN, die_with_parent
+from orrery.observe.network import LOOPBACK, free_ports, without_proxy
+from orrery.observe.process import RoleProcess, role_process
 from orrery.transport import rendezvous
 from orrery.transport.fleet import request_s
+from orrery.transport.token import Purpose, authorization, run_token
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
 CLIENT_FIRST_S = 60.0  # beyond what a client waits: the router's end of a request is an HTTP 500, the client's says which time is over
 STOP_S = 2.0
+WATCH_S = 0.25
+PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 
 
 def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int) -> list[str]:
@@ -54,34 +63,52 @@ def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, 
 
 
 def main() -> None:
-    with role_process("router") as me:
-        engines = rendezvous.await_endpoints(me, "inference", me.manifest.inference.num_replicas, scaled(ENGINES_DEADLINE_S))
-        urls = [engine.url for engine in engines]
-        free_port, metrics_port = free_ports(2, me.host)  # it has no way to choose one and say which
-        port = me.port or free_port
-        arguments = router_arguments(me.manifest, urls, me.host, port, metrics_port)
-        without_proxy([me.host, *(host for url in urls if (host := urlsplit(url).hostname))])
+    with role_process("router") as me, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(me, run_token()))
+
+
+async def _serve(me: RoleProcess, token: str) -> None:
+    deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
+
+    def end_early() -> None:
+        if is_left.is_set():  # the loop's end waits for its threads
+            raise asyncio.CancelledError
+
+    try:
+        engines = await asyncio.to_thread(
+            rendezvous.await_endpoints, me, "inference", me.manifest.inference.num_replicas, deadline_s, end_early
+        )
+    finally:
+        is_left.set()
+    urls = [engine.url for engine in engines]
+    without_proxy([me.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
+    port, metrics_port = free_ports(2)  # it has no way to choose one and say which
+    inner = f"http://{LOOPBACK}:{port}"
+    async with Front(token, inner) as front:
+        url = await front.listen(me.host, me.port)
         me.health.doing("starting vllm-router")
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_router.launch_router", *arguments],
+            [*PROGRAM, url + AUTHORIZED if token else "", *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port)],
             preexec_fn=die_with_parent,
-            env={"RUST_LOG": "warn"} | os.environ,  # --log-level stops at the router's Python; its core would write a line a request
+            # --log-level stops at the router's Python; its core would write a line a request
+            env={"RUST_LOG": "warn"} | {name: value for name, value in os.environ.items() if name != TOKEN},
         )
         try:
-            url = f"http://{me.host}:{port}"
-            await_start(me, process, "vllm-router", "answer /health", lambda: _is_healthy(url))
-            rendezvous.publish(me, url, metrics_url=f"http://{me.host}:{metrics_port}/metrics")
+            key = authorization(token, Purpose.GENERATE)
+            await asyncio.to_thread(await_start, me, process, "vllm-router", "answer /health", lambda: _is_healthy(inner, key))
+            rendezvous.publish(me, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
             me.health.doing("serving")
-            code = process.wait()
+            while (code := process.poll()) is None:
+                await asyncio.sleep(WATCH_S)
             raise RunFailed(f"router: vllm-router ended by itself (exit code {code}); read logs/{me.name}.log")
         finally:
             _stop(process)
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(url: str, key: Mapping[str, str]) -> bool:
     """Whether the router answers, and knows every engine as ready."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=dict(key)), timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

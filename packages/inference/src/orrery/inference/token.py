@@ -1,4 +1,4 @@
-"""The run's token at an engine's door: whoever else can reach its address must not drive an engine."""
+"""The credentials at an engine's door: who can reach its address must not drive an engine."""
 
 import hmac
 import secrets
@@ -7,15 +7,18 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orrery.manifest.errors import RunFailed
-from orrery.transport.token import run_token
+from orrery.transport.token import Purpose, credential, run_token
 
 OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing
+GENERATE = "/inference/v1/generate"
 
 
 class RequireToken:
-    """ASGI middleware: 401 for every request without `Authorization: Bearer <ORRERY_TOKEN>`.
+    """ASGI middleware: 401 for every request without the credential of its path, before the body is read.
 
-    Where none is set nobody comes in; of an engine that no launcher started (a person, or a test, did) everybody does.
+    Generation takes the `generate` credential and nothing else. Every other path, unknown ones too, takes the `administer` credential,
+    which no request for generation carries. A launched engine without a token refuses everything; of an engine that no launcher
+    started (a person, or a test, did) everything is open.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -24,12 +27,13 @@ class RequireToken:
             token = run_token()
         except RunFailed:  # no sentence here: it would be a 500; the role ends with one as it publishes its address
             token = secrets.token_hex()
-        self.wanted = f"Bearer {token}".encode() if token else None
+        self.wanted = {purpose: f"Bearer {credential(token, purpose)}".encode() for purpose in Purpose} if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
         if self.wanted and scope["type"] != "lifespan" and scope["path"] not in OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.wanted):
+            wanted = self.wanted[Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER]
+            if not hmac.compare_digest(given, wanted):
                 app = PlainTextResponse("this engine serves one run's roles only: ORRERY_TOKEN is missing or another's\n", 401)
         await app(scope, receive, send)

@@ -34,6 +34,7 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe.deadline import scaled
 from orrery.transport.route_bytes import Routes, split
+from orrery.transport.token import Purpose, authorization
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 
 if TYPE_CHECKING:
@@ -174,14 +175,13 @@ class EngineClient:
     """One vLLM server (or a router before several): `async with EngineClient(url) as engine`, or `close()` it."""
 
     def __init__(self, url: str, token: str | None = None, name: str | None = None, model: str | None = None) -> None:
-        """`url` without a path. `token` is the server's API key, if it has one; `name` is what error sentences call this engine.
+        """`url` without a path. `token` is the run's, of which requests carry credentials; `name` is what error sentences call this engine.
 
         `model` is what requests are for where the server has more than its weights (`orrery.transport.weight_wire.served_model`).
         """
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._model = model
+        self._token, self._model = token, model
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
 
     async def __aenter__(self) -> Self:
@@ -381,12 +381,14 @@ class EngineClient:
         Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room, and fails
         by `on_timeout`, or NoRoom where that would blame the server.
         Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
+        They alone carry the credential that administers.
         """
         connections = self._sessions.get(keep_connection)
         if connections is None:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             connector = aiohttp.TCPConnector(limit=0, **kept)  # type: ignore[arg-type]
-            connections = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            carried = authorization(self._token, Purpose.GENERATE if keep_connection else Purpose.ADMINISTER)
+            connections = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=carried)
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if session is not None:

@@ -1,9 +1,13 @@
 """The run's token: the secret that the roles of one attempt share, so that nobody else's message is taken for theirs.
 
-Always: a role that a launcher started has one, or ends. Only what a person or a test starts may go without, and then asks nobody for it.
+- A role that a launcher started has one, or ends. Only what a person or a test starts may go without, and then asks nobody for it.
+- The token itself never goes over HTTP. Requests carry a credential derived from it: one generates, the other administers.
+- A request for generation passes a router. What an engine or a router learns from it does not administer another engine.
 """
 
+import hmac
 import os
+from enum import StrEnum
 from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
@@ -24,3 +28,20 @@ def run_token() -> str:
             "see that whatever starts roles (Slurm, the container) hands variables on, then run again"
         )
     return token
+
+
+class Purpose(StrEnum):
+    """What a credential is good for, and nothing else."""
+
+    GENERATE = "generate"  # /inference/v1/generate, at an engine or at the router's front
+    ADMINISTER = "administer"  # everything else
+
+
+def credential(token: str, purpose: Purpose) -> str:
+    """HMAC-SHA256 of `purpose` under the run's token, in hexadecimal: neither the token nor another credential follows from it."""
+    return hmac.new(token.encode(), f"orrery {purpose}".encode(), "sha256").hexdigest()
+
+
+def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
+    """The header that carries a credential; none where there is no token."""
+    return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
