@@ -5,6 +5,7 @@
 The wall clock of either is off by the seconds in `<run_dir>/wall_clock.<role or launcher>`, which a test may write at any time.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -31,6 +32,8 @@ def be_a_role() -> None:
     script = json.loads((run_dir / "script.json").read_text())
     role, acts = script[index]
     set_wall_clock(run_dir / f"wall_clock.{role}")
+    if acts == ["orchestrate, then block"]:
+        return orchestrate_then_block()
     if acts and acts[0] == "break at import":
         raise ImportError("no module named nowhere")
     with role_process(role) as me:
@@ -83,6 +86,9 @@ def be_a_role() -> None:
                 (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
             elif act == "endpoint":
                 rendezvous.publish(me, f"http://127.0.0.1:{me.port}")
+            elif act == "turn once":
+                if not me.incarnation:
+                    me.health.turns(3.0)
             elif act == "until asked":
                 while not (me.run_dir / "go").exists():
                     time.sleep(0.05)
@@ -90,6 +96,21 @@ def be_a_role() -> None:
                 (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
             else:
                 raise AssertionError(act)
+
+
+def orchestrate_then_block() -> None:
+    """The orchestrator's own process and event loop. Instead of its engines it finds, once asked, a call that does not return."""
+    from orrery.orchestrator import __main__ as orchestrator
+
+    async def fleet(me):
+        me.health.doing("judging", step=3)
+        (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
+        while not (me.run_dir / "go").exists():
+            await asyncio.sleep(0.05)
+        time.sleep(3600)
+
+    orchestrator.assemble.fleet = fleet
+    orchestrator.main()
 
 
 def set_wall_clock(file: Path) -> None:

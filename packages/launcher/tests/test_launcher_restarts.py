@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again" in stderr
+
+
+def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(run_dir):
+    roles = ("inference", ["turn once", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"])
+    launcher = launch(run_dir, *roles, restarts=1)
+    restarted(run_dir, "inference.0", ready(run_dir, "inference.0", "trainer.1")["inference.0"])
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert re.search(
+        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has not turned for \d+ s; started again", stderr
+    )
+    assert "be_a_role" in text(run_dir / "logs/inference.0.log").split("restart 1")[0], "no stacks of where it was"
 
 
 def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):

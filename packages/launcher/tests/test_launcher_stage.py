@@ -22,6 +22,7 @@ from orrery.launcher.process import ended_within
 from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
+from orrery.observe.heartbeat import HANG_S
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.progress import Progress
 from orrery.observe.tail import MetricsTail
@@ -338,6 +339,29 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
     assert "orchestrator.0 has been at acting (step 3)" in stderr
     for name in ("orchestrator.0", "trainer.1"):
         assert "be_a_role" in (run_dir / f"logs/{name}.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["blocked", "stopped"])
+def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(run_dir, how):
+    """A rank that waits for it would be given hours: its rollouts may take that long."""
+    scale = 0.1
+    launcher = launch(run_dir, ("orchestrator", ["orchestrate, then block"]), ("trainer", ["wait"]), deadline_scale=scale)
+    pid = ready(run_dir, "orchestrator.0")["orchestrator.0"]
+    file = run_dir / "stages/rl/health/orchestrator.0.json"
+    turned = wait_for(lambda: json.loads(text(file))["turns"], 30)["count"]
+    wait_for(lambda: json.loads(text(file))["turns"]["count"] > turned + 2, 30)
+    begin_s = time.monotonic()
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 1 and scale * HANG_S - 1 < time.monotonic() - begin_s < scale * HANG_S + 20, stderr
+    assert (
+        "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr and "s, while judging (step 3); stacks are in" in stderr
+    )
+    if how == "blocked":
+        assert "time.sleep" in text(run_dir / "logs/orchestrator.0.log") or "in fleet" in text(run_dir / "logs/orchestrator.0.log")
 
 
 @pytest.mark.parametrize(("clock", "by_s"), [("launcher", 1200.0), ("launcher", -3600.0), ("trainer", -1200.0)])

@@ -1,11 +1,14 @@
 """Sight as a pure function: only the looker's own clock decides, whatever the wall clocks of those it looks at do."""
 
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
 from orrery.observe import watchdog
-from orrery.observe.health import DONE, FAILED, Health, Wait
+from orrery.observe.health import DONE, FAILED, Health, HealthFile, Turns, Wait, read_health
+from orrery.observe.heartbeat import heartbeat
 from orrery.observe.sight import Sight
 from orrery.observe.stillness import AWAY_S
 
@@ -79,3 +82,39 @@ def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_the
         said[name] = replace(said[name], doing=FAILED, clock_s=said[name].clock_s + after_s)
     sight.look(said, 520.0)
     assert sorted(said, key=sight.changed_s) == ["trainer.2", "trainer.1", "trainer.0"]
+
+
+def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatever_else_its_process_says():
+    sight = Sight()
+    loop = Health("orchestrator", 0, WALL_S, 1, 1, "generating for batch 4", WALL_S, 4, turns=Turns(7, WALL_S + 500, 90.0))
+    late = replace(waiting(deadline_s=7200.0), turns=None)
+    clock_s = 0.0
+    while not (stall := watchdog.look(sight.look({"orchestrator.0": loop, "trainer.1": late}, clock_s), sight.now_s)):
+        clock_s += 0.5
+        loop = replace(loop, time_s=loop.time_s + 0.5, step=loop.step + 1)  # a thread of it goes on
+        if clock_s < 300.0:
+            loop = replace(loop, turns=replace(loop.turns, count=loop.turns.count + 1))
+    assert clock_s == 299.5 + 90.5 and stall.blamed == ("orchestrator.0",)
+    assert (
+        stall.sentence
+        == f"stall: the event loop of orchestrator.0 has not turned for 90 s, while generating for batch 4 (step {loop.step})"
+    )
+
+
+def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")  # it turns every 22 ms
+
+    def turns():
+        return read_health(tmp_path, "rl")["orchestrator.0"].turns
+
+    async def main():
+        async with heartbeat(HealthFile(tmp_path, "rl", "orchestrator", 0, 1)):
+            while (seen := turns()) is None or seen.count < 3:
+                await asyncio.sleep(0.01)
+            assert seen.within_s == pytest.approx(0.09)
+            blocked = turns()
+            time.sleep(0.2)  # the block itself: nothing is waited for
+            assert turns() == blocked
+
+    asyncio.run(main())
+    assert turns() is None

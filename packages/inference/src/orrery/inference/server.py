@@ -35,6 +35,7 @@ from orrery.inference.root_cause import root_cause
 from orrery.manifest.errors import RunFailed
 from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
+from orrery.observe.heartbeat import heartbeat
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
 
@@ -115,7 +116,7 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, lef
     os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
     me.health.doing("starting the engine")
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
-    async with vllm.build_async_engine_client(args) as engine:
+    async with vllm.build_async_engine_client(args) as engine, heartbeat(me.health):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
         stopping = _announce_stop(engine, left)

@@ -485,8 +485,10 @@ class _Stage:
                 if health.role != ROLE or not self.job.max_restarts:
                     return self._failure()
                 next(process for process in self.processes if process.name == name).kill()
+        if self.job.max_restarts:
+            self._end_hung({name: seen[name] for name in running & seen.keys()})
         scale = self.job.site.roles.deadline_scale
-        known = {name: health for name, health in seen.items() if name in running or health.doing == DONE}
+        known = {name: one for name, one in seen.items() if (name in running and name not in self.fenced) or one.doing == DONE}
         stall = watchdog.look(known, self.sight.now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
         living = {name: health for name, health in self.health.items() if name in running}
         stall = stall or self.stillness.look(living, time.monotonic())
@@ -495,6 +497,19 @@ class _Stage:
         if (outcome := self._lost(stall.sentence)) is not None:
             return outcome
         return Outcome("failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1)
+
+    def _end_hung(self, running: dict[str, Health]) -> None:
+        """Have the engines whose event loop does not turn any more say where they are, and kill them, to be started again."""
+        hung = {name: for_s for name, one in running.items() if one.role == ROLE and (for_s := watchdog.hung_s(one, self.sight.now_s))}
+        ended = [process for process in self.processes if process.name in hung and process.name not in self.fenced]
+        for process in ended:
+            self.fenced[process.name] = f"its event loop has not turned for {hung[process.name]:.0f} s"
+            self._log(f"{process.name} is ended: {self.fenced[process.name]}")
+            process.signal(signal.SIGUSR1)
+            process.signal(signal.SIGCONT)
+        time.sleep(EVIDENCE_S if ended else 0.0)
+        for process in ended:
+            process.kill()
 
     def _see(self) -> dict[str, Health]:
         """What all processes say, with our own times; `self.health` is the same with theirs, for people."""

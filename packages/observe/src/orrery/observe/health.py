@@ -7,6 +7,7 @@
   same on the monotonic clock, which all processes since one `boot` of a host share.
 - A role whose processes go in lock-step says a pulse besides: how many collectives this process has begun and completed, and whatever
   else it counts. The watchdog compares pulses (`stillness.py`); a pulse that goes on says that the process is alive, not that it moves.
+- A role that is an event loop says besides how often it has turned (`heartbeat.py`).
 - Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
 - Where the disk is full the file is written over in place, which takes no room of most file systems: else who fails of it could not say so,
   and who fails with it would be named. A reader who comes in between finds no JSON, and looks again.
@@ -50,6 +51,15 @@ class Pulse:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How often an event loop has said that it turns. No new `count` for `within_s` means that it is blocked."""
+
+    count: int
+    time_s: float
+    within_s: float
+
+
+@dataclass(frozen=True)
 class Health:
     """What one process last said of itself."""
 
@@ -69,6 +79,7 @@ class Health:
     pulse: Pulse | None = None
     clock_s: float = 0.0
     boot: str = ""
+    turns: Turns | None = None
 
     @property
     def name(self) -> str:
@@ -121,6 +132,7 @@ class HealthFile:
         self._tickets = 0
         self._still_s: float | None = None
         self._pulse: Pulse | None = None
+        self._turns: Turns | None = None
         self._write()
 
     def doing(self, what: str, step: int | None = None, deadline_s: float | None = None, still_s: float | None = None) -> None:
@@ -136,6 +148,13 @@ class HealthFile:
         """A pulse: what this process has done so far."""
         with self._lock:
             self._pulse = Pulse(self._pulse.beats + 1 if self._pulse else 1, begun, completed, marks)
+            self._write(changed=False)
+
+    def turns(self, within_s: float | None) -> None:
+        """The event loop turns, and says so again within `within_s`; None: it will say nothing more."""
+        with self._lock:
+            count = self._turns.count + 1 if self._turns else 1
+            self._turns = None if within_s is None else Turns(count, time.time(), within_s)
             self._write(changed=False)
 
     @contextmanager
@@ -190,6 +209,7 @@ class HealthFile:
             role=self._role, index=self._index, time_s=self._time_s, pid=os.getpid(), attempt=self._attempt, doing=self._doing,
             since_s=self._since_s, step=self._step, deadline_s=self._deadline_s, waits=tuple(self._waits.values()), error=self._error,
             was=self._was, still_s=self._still_s, pulse=self._pulse, clock_s=self._clock_s, boot=_boot(),
+            turns=self._turns,
         )  # fmt: skip
         # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
         temporary, content = self.path.with_name(f".{self.path.name}.tmp"), json.dumps(as_row(health))
@@ -233,16 +253,19 @@ def as_row(health: Health) -> dict[str, Any]:
         "pulse": None if health.pulse is None else asdict(health.pulse),
         "clock_s": health.clock_s,
         "boot": health.boot,
+        "turns": None if health.turns is None else asdict(health.turns),
         "waits": [[w.what, w.since_s, w.deadline_s, w.behind_s] for w in health.waits],
     }
 
 
 def from_row(row: dict[str, Any]) -> Health:
     waits = tuple(Wait(*wait) for wait in row["waits"])
-    pulse = Pulse(**row["pulse"]) if row["pulse"] else None
+    pulse, turns = Pulse(**row["pulse"]) if row["pulse"] else None, Turns(**row["turns"]) if row["turns"] else None
     same = ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was", "still_s", "clock_s", "boot")
     values = {key: row[key] for key in same}
-    return Health(since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, **values)
+    return Health(
+        since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, turns=turns, **values
+    )
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:

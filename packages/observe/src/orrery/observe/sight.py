@@ -55,12 +55,16 @@ def _stamped(said: Health, before: _Seen | None, now_s: float) -> Health:
     deed = (said.doing, said.since_s, said.deadline_s)
     is_same = known is not None and deed == (known.said.doing, known.said.since_s, known.said.deadline_s)
     since_s = known.stamped.since_s if known and is_same else now_s
+    turns, old = said.turns, known.stamped.turns if known else None
+    if turns is not None:
+        turns = old if old is not None and old.count == turns.count else replace(turns, time_s=now_s)
     waits = dict(zip(known.said.waits, known.stamped.waits, strict=True)) if known else {}
     return replace(
         said,
         time_s=known.stamped.time_s if known and known.said.time_s == said.time_s else now_s,
         since_s=since_s,
         deadline_s=_moved(said.deadline_s, since_s - said.since_s),
+        turns=turns,
         waits=tuple(waits.get(wait) or _new(wait, now_s) for wait in said.waits),
     )
 

@@ -95,7 +95,7 @@ def _see(health: Health, before: _Seen | None, now_s: float) -> _Seen:
 
 
 def _without_beats(health: Health) -> Health:
-    return health if health.pulse is None else replace(health, pulse=replace(health.pulse, beats=0))
+    return replace(health, turns=None, pulse=replace(health.pulse, beats=0) if health.pulse else None)
 
 
 def _in_collective(health: Health) -> bool:

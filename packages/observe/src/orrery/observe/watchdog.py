@@ -1,6 +1,7 @@
 """Watchdog: a pure look at everyone's health that finds a run which will not go on.
 
-Three things are a stall:
+Four things are a stall:
+- hung: an event loop has not turned for as long as it said that it would never take (`heartbeat.py`), so it serves nobody;
 - overdue: a wait, or a deed that was given a deadline, is `GRACE_S` past it (the role's own deadline error comes first and says more);
 - deadlock: a set of processes in which each one waits only for roles that lie wholly in the set, and none has said anything new for
   `DEADLOCK_S`. The largest such set is found by taking away, until nothing changes, whoever may still be moved from outside;
@@ -36,6 +37,10 @@ class Stall:
 def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S, deadlock_s: float = DEADLOCK_S) -> Stall | None:
     """The stall that a run is in at `now_s`, if any. `processes` are those that run, and those that are done: they wait for nobody."""
     living = {name: health for name, health in processes.items() if health.doing not in ENDED}
+    silent = {name: for_s for name, health in living.items() if (for_s := hung_s(health, now_s)) is not None}
+    if silent:
+        worst = max(silent, key=lambda name: (silent[name], name))
+        return Stall((worst,), f"stall: the event loop of {worst} has not turned for {silent[worst]:.0f} s, while {living[worst].last}")
     overdue = {name: late for name, health in living.items() if (late := _deadline(health)) is not None and now_s > late + grace_s}
     if overdue:
         worst = min(overdue, key=lambda name: (overdue[name], name))
@@ -57,6 +62,12 @@ def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S
         ended = sorted(set().union(*left.values()))
         return Stall(tuple(left), f"stall: {clauses}; {listed(ended)} {'are' if len(ended) > 1 else 'is'} done, so nothing more comes")
     return None
+
+
+def hung_s(health: Health, now_s: float) -> float | None:
+    """For how long its event loop has not turned, where that is longer than it may be."""
+    turns = health.turns
+    return now_s - turns.time_s if turns is not None and now_s - turns.time_s > turns.within_s else None
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:

@@ -3,6 +3,7 @@
 import asyncio
 
 from orrery.manifest.errors import OrreryError
+from orrery.observe.heartbeat import heartbeat
 from orrery.observe.process import RoleProcess, role_process
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
@@ -18,7 +19,7 @@ async def rl(me: RoleProcess) -> None:
         except WoundDown as asked:  # before anything was sent
             await end_trainer(me, wire, asked.step)
         async with fleet as engines:
-            await assemble.loop(me, engines, wire).run()
+            await (await assemble.loop(me, engines, wire)).run()
         with me.health.waiting("the trainer to take the last batch"):
             await wire.drained(None)
     finally:
@@ -26,6 +27,12 @@ async def rl(me: RoleProcess) -> None:
 
 
 STAGES = {"rl": rl, "evaluate": evaluate.run}
+
+
+async def run(me: RoleProcess) -> None:
+    """The stage, under a heartbeat: whoever waits for this role waits for its event loop."""
+    async with heartbeat(me.health):
+        await STAGES[me.stage](me)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -42,7 +49,7 @@ def main() -> None:
         if me.stage not in STAGES:
             raise OrreryError(f"orchestrator: --stage {me.stage!r} is not one of mine; choose from {', '.join(STAGES)}")
         with asyncio.Runner(loop_factory=event_loop) as runner:
-            runner.run(STAGES[me.stage](me))
+            runner.run(run(me))
 
 
 if __name__ == "__main__":

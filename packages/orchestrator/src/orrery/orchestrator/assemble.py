@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
+from orrery.orchestrator.beside import Beside
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.state import State
 from orrery.orchestrator.winding_down import Request as WindDownRequest
@@ -20,6 +22,9 @@ from orrery.transport.rollout_wire import RolloutSender, make_sender
 from orrery.transport.token import run_token
 from orrery.transport.weight_wire import make_watch, served_model
 
+T = TypeVar("T")
+
+READ_S = 1800.0  # for data sets and a checkpoint to come from a shared file system; scaled
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
 
@@ -97,7 +102,14 @@ def state(me: Any) -> State:
     return resumed
 
 
-def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
+async def reading(me: Any, read: Callable[[], T]) -> T:
+    """What `read()` returns. It may take minutes, in which the event loop turns."""
+    with me.health.waiting("tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)):
+        return await Beside("assemble")(read)
+
+
+async def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
     """The RL stage."""
+    begin, played, chat = await reading(me, lambda: (state(me), tasks(me.manifest), renderer(me, "sft", "init")))
     watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes)
-    return Loop(me, state(me), tasks(me.manifest), renderer(me, "sft", "init"), engines, watch, wire)
+    return Loop(me, begin, played, chat, engines, watch, wire)

@@ -44,7 +44,8 @@ async def run(me: Any) -> None:
 async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
     after = me.manifest.stages.rl.num_steps
     policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, assemble.policy_dir(me, "rl"))}
-    evaluation = HeldOut(me, fleet, assemble.renderer(me, "rl"), assemble.tasks(me.manifest), last_step=after)
+    chat, tasks = await assemble.reading(me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest)))
+    evaluation = HeldOut(me, fleet, chat, tasks, last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
         with me.metrics.span("update", version):
