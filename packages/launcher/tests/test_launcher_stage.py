@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
@@ -405,6 +406,15 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait"])))
     assert code == 1 and "Traceback" not in stderr and "rl: No space left on device" in stderr
     assert not any(alive(role.pid) for role in status.read(run_dir).roles)
+
+
+def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
+    boot_s = psutil.boot_time()
+    with lock.hold(tmp_path):
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1200.0)  # the kernel's answer after a step of 20 minutes
+        found = lock.holder(tmp_path)
+        assert found is not None and found.pid == os.getpid(), "`orrery status` would say that it died"
+    assert lock.holder(tmp_path) is None
 
 
 def test_someone_who_looks_for_the_holder_keeps_no_launcher_from_starting(run_dir):

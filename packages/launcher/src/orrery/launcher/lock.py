@@ -1,6 +1,6 @@
 """One launcher a run: an flock on `<run_dir>/.lock`, which the kernel frees however the launcher ends.
 
-The file says who holds it: host, pid and the pid's start time, so that a reused pid is never taken for the launcher.
+The file says who holds it: host, pid and the pid's start time since boot, so that a reused pid is never taken for the launcher.
 """
 
 import fcntl
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from orrery.manifest.errors import OrreryError
 
@@ -55,7 +53,7 @@ def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
                 )
             time.sleep(0.02)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -82,7 +80,15 @@ def holder(run_dir: Path) -> Holder | None:
     finally:
         os.close(descriptor)
     try:
-        found, created_s = Holder(words[0], int(words[1])), float(words[2])
-        return found if not found.is_here or psutil.Process(found.pid).create_time() == created_s else None
-    except (IndexError, ValueError, psutil.NoSuchProcess):
+        found, started = Holder(words[0], int(words[1])), int(words[2])
+        return found if not found.is_here or _started(found.pid) == started else None
+    except (IndexError, ValueError, OSError):
         return None
+
+
+def _started(pid: int) -> int:
+    """When the process started, in the kernel's ticks since boot: psutil's time is another one after the wall clock was set.
+
+    Raises OSError where there is no such process.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
