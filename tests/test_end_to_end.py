@@ -21,12 +21,22 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.transport.checkpoints import latest, verify
 from orrery.transport.rollout_store import read_batch
+from orrery.transport.token import Purpose, authorization
 from orrery.transport.weight_wire import weight_dir
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
 NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2  # steps of the run that breaks, and from one of its checkpoints to the next
 BIN = Path(sys.executable).parent
+TOKEN = "7ab1e5" * 5
+# `orrery`, whose next attempt has a token that a test knows: no process tells it.
+KNOWN_TOKEN = f"""
+import secrets
+from orrery.launcher.cli import main
+drawn = secrets.token_hex
+secrets.token_hex = lambda num_bytes: {TOKEN!r} if num_bytes == 16 else drawn(num_bytes)
+main()
+"""
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -178,8 +188,9 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
     shutil.copytree(finished, folder, ignore=not_yet)
     (folder / "manifest.json").write_bytes(canonical_json(lossy))
 
-    launcher = start(workspace, "orrery", "run", folder.name, "rl")
+    launcher = start(workspace, sys.executable, "-c", KNOWN_TOKEN, "run", folder.name, "rl")
     await_row(launcher, folder, "trainer", stage="rl", step=1)
+    assert not [process for process in psutil.Process(launcher.pid).children(recursive=True) if TOKEN in told_of(process)]
     version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(launcher, folder, "inference.1")
     await_row(launcher, folder, "orchestrator", event="engine_fenced", engine=1)
     await_row(launcher, folder, "orchestrator", event="update", version=version + 1)
@@ -251,7 +262,7 @@ def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
         try:
             until = time.monotonic() + 5
             # A claim of this version: the update to the one before is over in every engine.
-            while not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(engine, folder, name)) and time.monotonic() < until:
+            while not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(folder, name)) and time.monotonic() < until:
                 time.sleep(0.002)
             processes = [engine, *engine.children(recursive=True)] if has_begun else []
             for each in processes:
@@ -268,7 +279,7 @@ def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
 def kill_while_paused(launcher: subprocess.Popen, folder: Path, name: str) -> int:
     """`kill -9` between an update's pause and its resume, as the engine itself tells of them. The version that engines had before."""
     engine = psutil.Process(pid_of(folder, name))
-    while not is_paused(engine, folder, name):
+    while not is_paused(folder, name):
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.002)
     version = max(row["version"] for row in rows(folder, "orchestrator", event="update"))
@@ -276,10 +287,18 @@ def kill_while_paused(launcher: subprocess.Popen, folder: Path, name: str) -> in
     return version
 
 
-def is_paused(engine: psutil.Process, folder: Path, name: str) -> bool:
+def told_of(process: psutil.Process) -> str:
+    """A process's environment and command line, as root may read them."""
+    try:
+        return f"{process.environ()} {process.cmdline()}"
+    except psutil.Error:
+        return ""
+
+
+def is_paused(folder: Path, name: str) -> bool:
     """Whether it says so, or says nothing for long: an engine is paused when it takes weights, and answers when it has them."""
     url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
-    asked = urllib.request.Request(f"{url}/is_paused", headers={"Authorization": f"Bearer {engine.environ()['ORRERY_TOKEN']}"})
+    asked = urllib.request.Request(f"{url}/is_paused", headers=authorization(TOKEN, Purpose.ADMINISTER))
     try:
         return json.loads(urllib.request.urlopen(asked, timeout=5).read())["is_paused"]
     except TimeoutError:

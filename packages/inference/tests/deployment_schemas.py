@@ -35,12 +35,11 @@ def one_of(*values: str) -> dict[str, Any]:
 
 # Kubernetes, core/v1 and apps/v1 -------------------------------------------------------------------------------------
 
-KEY = record("name key", name=TEXT, key=TEXT, optional={"type": "boolean"})
 VARIABLE = record(
     "name",
     name={"type": "string", "pattern": r"^[A-Za-z_][A-Za-z0-9_]*$"},
     value=TEXT,
-    valueFrom=record(fieldRef=record("fieldPath", fieldPath=one_of("status.podIP", "metadata.name")), secretKeyRef=KEY),
+    valueFrom=record(fieldRef=record("fieldPath", fieldPath=one_of("status.podIP", "metadata.name"))),
 )
 QUANTITY: dict[str, Any] = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGT]i?)?$"}
 AMOUNTS = record(**{name: QUANTITY for name in ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")})
@@ -63,6 +62,7 @@ VOLUME = record(
     "name",
     name=DNS_LABEL,
     emptyDir=record(medium=one_of("Memory")),
+    secret=record("secretName", secretName=DNS_LABEL),
     persistentVolumeClaim=record("claimName", claimName=TEXT, readOnly={"type": "boolean"}),
 )
 POD = record(

@@ -17,6 +17,7 @@ import psutil
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
+from orrery.observe.token import handed_over
 from orrery.transport.engine import EngineGone
 from orrery.transport.fleet import EngineFleet
 
@@ -115,12 +116,12 @@ def start_role(
     environment = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")} | {
         "PYTHONPATH": os.pathsep.join(map(str, [*sorted(REPOSITORY.glob("packages/*/src")), Path(__file__).parent])),
         "OMP_NUM_THREADS": "1",
-        "ORRERY_TOKEN": token,
+        **({"ORRERY_TOKEN_FILE": "-"} if token else {}),
         "ORRERY_INTERFACE": interface,
     }
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    with (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log:
+    with (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log, handed_over(token) as stdin:
         return subprocess.Popen(
             [
                 sys.executable,
@@ -139,6 +140,7 @@ def start_role(
                 "--incarnation",
                 str(incarnation),
             ],
+            stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

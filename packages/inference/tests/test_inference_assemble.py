@@ -278,9 +278,7 @@ def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     ],
 )
 def test_the_door_opens_to_a_paths_own_credential_only(monkeypatch, token, path, given, status):
-    monkeypatch.delenv("ORRERY_TOKEN", raising=False)
-    if token:
-        monkeypatch.setenv("ORRERY_TOKEN", token)
+    monkeypatch.setattr("orrery.observe.token._kept", token or "")
     client = TestClient(RequireToken(PlainTextResponse("in")))
     assert client.post(path, headers=given).status_code == status
 
@@ -293,8 +291,7 @@ from orrery.inference.token import RequireToken
 client = TestClient(RequireToken(PlainTextResponse("in")))
 print(*(client.post("/pause", headers={"Authorization": given}).status_code for given in ("", "Bearer ", "Bearer None")))
 """
-    environment = {name: value for name, value in os.environ.items() if name != "ORRERY_TOKEN"}
-    environment |= {"ORRERY_LAUNCHER_PID": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"ORRERY_LAUNCHER_PID": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     engine = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert engine.stdout.split() == ["401"] * 3, engine.stderr
 

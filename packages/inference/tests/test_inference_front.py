@@ -75,7 +75,7 @@ class StandIn:
 @pytest.fixture(scope="module")
 def engines():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORRERY_TOKEN", TOKEN)
+        patch.setattr("orrery.observe.token._kept", TOKEN)
         found = [StandIn(), StandIn()]
     yield found
     for each in found:
@@ -140,7 +140,7 @@ def test_an_engine_of_a_strangers_own_is_refused_and_sees_nothing(router, engine
 @pytest.mark.parametrize("key", [*STRANGERS, "administer"])
 def test_no_key_but_one_generates_and_the_engine_hears_nothing_of_the_others(router, engines, key):
     status, text = ask(router[1] + GENERATE, KEYS[key])
-    assert status == 401 and "ORRERY_TOKEN is missing or another's" in text
+    assert status == 401 and "the run's token is missing or another's" in text
     assert not any(engine.came for engine in engines)
 
 
@@ -244,7 +244,7 @@ def test_the_role_ends_with_a_sentence_when_vllm_router_does(tmp_path, engines):
     run_dir = make_run(tmp_path / "run", DENSE, num_replicas=2)
     process, _ = start_router(run_dir, engines)
     [child] = psutil.Process(process.pid).children()
-    assert "ORRERY_TOKEN" not in child.environ()
+    assert not {"ORRERY_TOKEN_FILE", TOKEN} & {*child.environ(), *child.environ().values()}
     child.kill()
     assert process.wait(20) == 1
     assert "error: router: vllm-router ended by itself (exit code -9)" in (run_dir / "logs" / "orrery.inference.router.0.log").read_text()

@@ -85,10 +85,10 @@ def test_the_router_spreads_requests_and_an_update_reaches_both_engines(stage, r
 def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(stage, token):
     async def scenario(fleet):
         assert await fleet.health() == [True, True] and len(await fleet.metrics()) == 2
-        with pytest.raises(RunFailed, match="ORRERY_TOKEN is missing or another's"):
+        with pytest.raises(RunFailed, match="the run's token is missing or another's"):
             await fleet.pause()
         for client in (fleet.router, fleet.engines[0]):
-            with pytest.raises(GenerationFailed, match="ORRERY_TOKEN is missing or another's"):
+            with pytest.raises(GenerationFailed, match="the run's token is missing or another's"):
                 await client.generate(PROMPT, max_tokens=2, temperature=1.0, cache_salt="a", request_id="stranger")
 
     drive(stage, scenario, token)

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from orrery.launcher.site import Roles, Site
 from orrery.launcher.stage import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
@@ -24,6 +26,7 @@ from orrery.observe import scratch_disk, wind_down
 from orrery.observe.process import role_process
 from orrery.observe.shared_memory import prefix
 from orrery.transport import rendezvous
+from orrery.transport.token import run_token
 
 
 def be_a_role() -> None:
@@ -82,7 +85,9 @@ def be_a_role() -> None:
                 (made / "block.bin").touch()
             elif act == "look":
                 row = {"port": me.port, "attempt": me.attempt, "cores": sorted(os.sched_getaffinity(0))}
-                row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ORRERY_TOKEN")}
+                row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+                row["token_length"] = len(run_token())
+                row["told"] = [process.pid for process in psutil.Process(os.getppid()).children(recursive=True) if is_told(process)]
                 (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
             elif act == "endpoint":
                 rendezvous.publish(me, f"http://127.0.0.1:{me.port}")
@@ -116,6 +121,14 @@ def orchestrate_then_block() -> None:
 def set_wall_clock(file: Path) -> None:
     wall = time.time
     time.time = lambda: wall() + (float(file.read_text()) if file.exists() else 0.0)
+
+
+def is_told(process: psutil.Process) -> bool:
+    """Whether its environment or command line holds the token, as far as this process may read them."""
+    try:
+        return run_token() in f"{process.environ()} {process.cmdline()}"
+    except psutil.Error:
+        return False
 
 
 def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:

@@ -78,7 +78,7 @@ def test_the_environment_hides_accelerators_on_a_cpu_run_and_shows_a_process_its
     base = {"PATH": "/bin", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "4,5,6"}
     assert environment(base, Site(), "t", frozenset({0}), None)["CUDA_VISIBLE_DEVICES"] == ""
     gpu = environment(base, Site(), "t", None, ("5", "6"))
-    assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["PATH"], gpu["OMP_NUM_THREADS"], gpu["ORRERY_TOKEN"]) == ("5,6", "/bin", "1", "t")
+    assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["PATH"], gpu["OMP_NUM_THREADS"], gpu["ORRERY_START"]) == ("5,6", "/bin", "1", "t")
     assert environment({}, Site(), "t", frozenset(range(32)), None)["OMP_NUM_THREADS"] == "4"
 
 

@@ -88,7 +88,7 @@ def inside(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     fake = tmp_path / "bin"
     fake.mkdir()
-    (fake / "srun").write_text(f'#!/bin/bash\n(printf "%s\\n" "$@"; echo; env) >{tmp_path}/srun.$$\n')
+    (fake / "srun").write_text(f'#!/bin/bash\n(printf "%s\\n" "$@"; echo; env; cat) >{tmp_path}/srun.$$\n')
     (fake / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
     monkeypatch.setattr("orrery.launcher.containers.image_of", lambda *_: Path("/images/x.sif"))
@@ -100,7 +100,7 @@ def inside(tmp_path, monkeypatch):
 def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     made, plan, run_dir, tmp_path = inside
     assert (made.job, made.restarts, made.nodes) == ("7", 1, (("a",), ("b",), ("c", "d")))
-    tasks = made.start(plan, run_dir, 3, "t0psecret")
+    tasks = made.start(plan, run_dir, 3, "s", "t0psecret")
     for one in tasks:
         assert one.wait(30)
     assert {one.name: one.node for one in tasks} == {
@@ -110,7 +110,9 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
     assert len(calls) == 4
     for argv, env in calls:
         words = argv.splitlines()
-        assert "t0psecret" not in argv and "APPTAINERENV_ORRERY_TOKEN=t0psecret" in env
+        variables, handed_over = env.rstrip("\n").rsplit("\n", 1)
+        assert handed_over == "t0psecret" and "t0psecret" not in argv + variables
+        assert "--input=all" in words and "APPTAINERENV_ORRERY_TOKEN_FILE=-" in variables
         assert {"--overlap", "--mem=0", "--export=ALL", "--kill-on-bad-exit=1"} <= set(words)
         assert "SLURM_CPUS_PER_TASK" not in env and "APPTAINER_BIND=" not in env and "LD_PRELOAD" not in env
         assert "SLURM_JOB_ID=7" in env and "APPTAINERENV_ORRERY_INTERFACE=eth0" in env
@@ -123,7 +125,7 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
 
 def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(inside):
     made, plan, run_dir, tmp_path = inside
-    engine = made.start(plan, run_dir, 3, "t0psecret")[1]
+    engine = made.start(plan, run_dir, 3, "s", "t0psecret")[1]
     assert (engine.name, engine.node, engine.incarnation) == ("inference.1", "b", 0) and engine.wait(30)
     [before] = [path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()]
     assert "--incarnation" not in before

@@ -14,7 +14,7 @@ import pytest
 
 from orrery.observe import shared_memory, watchdog
 from orrery.observe.health import HealthFile, Pulse, health_dir, read_health
-from orrery.observe.lifeline import LAUNCHER_PID, TOKEN
+from orrery.observe.lifeline import LAUNCHER_PID
 from orrery.observe.process import parse_role
 
 
@@ -151,7 +151,6 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
     run_dir = tmp_path / f"r-{os.urandom(6).hex()}"
     weights = shared_memory.SHARED_MEMORY / f"{shared_memory.prefix(run_dir)}attempt1"
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
-    monkeypatch.delenv(TOKEN, raising=False)
     if launched:
         monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
     me = parse_role("report", ["--run-dir", str(run_dir), "--stage", "report"])

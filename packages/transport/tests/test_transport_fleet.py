@@ -156,7 +156,7 @@ class Engines:
 
 def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
-    monkeypatch.setenv("ORRERY_TOKEN", "t")
+    monkeypatch.setattr("orrery.observe.token._kept", "t")
     monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
     me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
@@ -561,7 +561,7 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
 
 
 def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORRERY_TOKEN", "t")
+    monkeypatch.setattr("orrery.observe.token._kept", "t")
     monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
     me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]

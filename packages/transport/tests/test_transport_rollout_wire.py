@@ -384,12 +384,12 @@ def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
 
 def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
     async def run():
-        monkeypatch.setenv("ORRERY_TOKEN", "ours")
+        monkeypatch.setattr("orrery.observe.token._kept", "ours")
         async with wire_of(kind, tmp_path) as wire:
             await wire.sender.send(batch_of(1))
-            monkeypatch.setenv("ORRERY_TOKEN", "theirs")
+            monkeypatch.setattr("orrery.observe.token._kept", "theirs")
             stranger = wire.receiver()
-            with pytest.raises(RunFailed, match=r"the token is not this run's; ORRERY_TOKEN must be the same"):
+            with pytest.raises(RunFailed, match=r"the token is not this run's; both processes must be of one attempt"):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
             if kind == "files":  # a stranger that does ask
@@ -397,13 +397,13 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
                 files._write(wire.sender._folder / "ask.rank_0.json", ask)
                 assert await wire.sender.wanted() == -1
             assert wire.sender.num_foreign >= 1
-            monkeypatch.setenv("ORRERY_TOKEN", "ours")
+            monkeypatch.setattr("orrery.observe.token._kept", "ours")
             check(*await taken(wire.receiver(), 1), batch_of(1))
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("given", "says"), [({"ORRERY_TOKEN": "ours"}, True), ({"ORRERY_TOKEN": ""}, False), ({}, False)])
+@pytest.mark.parametrize(("given", "says"), [("ours", True), ("", False), (None, False)])
 def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(kind, tmp_path, given, says):
     """As processes that a launcher starts: the lifeline has taken its variable away when a wire is made."""
     code = f"""
@@ -419,16 +419,17 @@ with role_process("orchestrator") as me:
         try:
             begin()
         except RunFailed as error:
-            assert "ORRERY_TOKEN" in str(error)
+            assert "the run's token" in str(error)
         else:
             print("began")
     rendezvous.publish(me, "http://here")
 """
-    environment = {name: value for name, value in os.environ.items() if name != "ORRERY_TOKEN"}
-    environment |= {"ORRERY_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **given}
+    environment = os.environ | {"ORRERY_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {} if given is None else {"ORRERY_TOKEN_FILE": "-"}
     role = subprocess.run(
         [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--stage", "rl"],
         env=environment,
+        input=given or "",
         capture_output=True,
         text=True,
         timeout=60,
@@ -438,7 +439,9 @@ with role_process("orchestrator") as me:
     if says:
         assert role.returncode == 0, role.stderr
     else:
-        assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith("error: ORRERY_TOKEN: not set, though a launcher started")
+        assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith(
+            "error: the run's token: none came by standard input, though"
+        )
 
 
 def test_an_unknown_kind_is_named():
@@ -633,7 +636,7 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_no_file_holds_the_runs_token(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORRERY_TOKEN", "a-secret-of-this-run")
+    monkeypatch.setattr("orrery.observe.token._kept", "a-secret-of-this-run")
 
     async def run():
         async with wire_of("files", tmp_path) as wire:

@@ -70,7 +70,7 @@ class Front:
         purpose = ROUTES.get((request.method, route.canonical if route else ""), Purpose.ADMINISTER)
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self._wanted[purpose]) and self._onward:
-            refusal = web.Response(status=401, text="this router serves one run's roles only: ORRERY_TOKEN is missing or another's\n")
+            refusal = web.Response(status=401, text="this router serves one run's roles only: the run's token is missing or another's\n")
             refusal.force_close()  # the body is not read
             return refusal
         return await handler(request)

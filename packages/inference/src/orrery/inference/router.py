@@ -27,7 +27,7 @@ from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
-from orrery.observe.lifeline import TOKEN, die_with_parent
+from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import LOOPBACK, free_ports, without_proxy
 from orrery.observe.process import RoleProcess, role_process
 from orrery.transport import rendezvous
@@ -91,7 +91,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
             [*PROGRAM, url + AUTHORIZED if token else "", *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port)],
             preexec_fn=die_with_parent,
             # --log-level stops at the router's Python; its core would write a line a request
-            env={"RUST_LOG": "warn"} | {name: value for name, value in os.environ.items() if name != TOKEN},
+            env={"RUST_LOG": "warn"} | os.environ,
         )
         try:
             key = authorization(token, Purpose.GENERATE)

@@ -35,5 +35,5 @@ class RequireToken:
             given = dict(scope["headers"]).get(b"authorization", b"")
             wanted = self.wanted[Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER]
             if not hmac.compare_digest(given, wanted):
-                app = PlainTextResponse("this engine serves one run's roles only: ORRERY_TOKEN is missing or another's\n", 401)
+                app = PlainTextResponse("this engine serves one run's roles only: the run's token is missing or another's\n", 401)
         await app(scope, receive, send)

@@ -1,7 +1,7 @@
 """The Slurm job that this launcher runs in: its nodes, and starting the stage's steps on them.
 
 - In: the environment that sbatch made, the site, the manifest's hardware. Out: `Task`s.
-- Everything that a role is told goes through variables; the run's token stands on no command line.
+- A role is told all through variables, but for the run's token: that comes by standard input, which srun copies to each task.
 """
 
 import os
@@ -114,15 +114,15 @@ class Allocation:
         """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
         return containers.without_theirs(slurm.clean_environment(os.environ, inside=True))
 
-    def start(self, plan: StagePlan, run_dir: Path, attempt: int, token: str) -> list[Task]:
+    def start(self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str) -> list[Task]:
         """Start every step of the stage; raises `OrreryError` where an image is missing."""
         code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             line = partial(self._line, one, run_dir, code, plan.name, attempt)
-            variables = cluster_environment(self.site, token, one.num_threads, plan.num_nodes)
+            variables = cluster_environment(self.site, start, one.num_threads, plan.num_nodes)
             env = {**self._base(), **(containers.passed_on(variables) if self.site.containers else variables)}
-            step = Step(one, line, logs / f"step.{number}.log", env)
+            step = Step(one, line, logs / f"step.{number}.log", env, token)
             tasks += [
                 Task(process, rank, self._nodes_of(one)[rank // one.tasks_per_node], step, logs)
                 for rank, process in enumerate(one.processes)

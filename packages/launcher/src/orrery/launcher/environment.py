@@ -5,15 +5,16 @@ from collections.abc import Mapping
 
 from orrery.launcher.site import Site
 from orrery.observe.deadline import SCALE
-from orrery.observe.lifeline import LAUNCHER_PID, TOKEN
+from orrery.observe.lifeline import LAUNCHER_PID, START
 from orrery.observe.network import INTERFACE
+from orrery.observe.token import STANDARD_INPUT, TOKEN_FILE
 
 THREADS_AT_MOST = 4  # more threads than this only wait for one another at the model sizes that are run on CPUs
 LOOPBACK = "127.0.0.1,localhost"
 
 
 def environment(
-    base: Mapping[str, str], site: Site, token: str, cores: frozenset[int] | None, devices: tuple[str, ...] | None
+    base: Mapping[str, str], site: Site, start: str, cores: frozenset[int] | None, devices: tuple[str, ...] | None
 ) -> dict[str, str]:
     """Of a process on this machine: the launcher's own with ours put in its place.
 
@@ -22,7 +23,7 @@ def environment(
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
-        **_common(site, token, len(cores) if cores else 1),
+        **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
         "NO_PROXY": no_proxy,  # roles call one another on loopback, whatever proxy the site has
         "no_proxy": no_proxy,
@@ -30,10 +31,10 @@ def environment(
     }
 
 
-def cluster_environment(site: Site, token: str, cpus: int, num_nodes: int) -> dict[str, str]:
+def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> dict[str, str]:
     """What a task of a Slurm step is told. Roles of one node stay on loopback, whatever interface the site names."""
     return {
-        **_common(site, token, cpus),
+        **_common(site, start, cpus),
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
@@ -41,7 +42,7 @@ def cluster_environment(site: Site, token: str, cpus: int, num_nodes: int) -> di
     }
 
 
-def _common(site: Site, token: str, cpus: int) -> dict[str, str]:
+def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
     threads = str(min(THREADS_AT_MOST, cpus))
     return {
         "OMP_NUM_THREADS": threads,
@@ -52,7 +53,8 @@ def _common(site: Site, token: str, cpus: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        TOKEN: token,  # shared by the roles of this attempt, so that nobody else's message is taken for theirs
+        START: start,
+        TOKEN_FILE: STANDARD_INPUT,  # where the secret comes that the roles of this attempt share
         SCALE: str(site.roles.deadline_scale),
         **site.environment,
     }

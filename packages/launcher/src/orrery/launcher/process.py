@@ -18,6 +18,7 @@ from pathlib import Path
 
 from orrery.manifest.plan import ProcessPlan
 from orrery.observe.network import free_ports
+from orrery.observe.token import handed_over
 
 PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
 
@@ -26,20 +27,18 @@ class Process:
     """A started `ProcessPlan`."""
 
     def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
-                 env: Mapping[str, str], incarnation: int = 0):  # fmt: skip
+                 env: Mapping[str, str], token: str, incarnation: int = 0):  # fmt: skip
         self.plan, self.port, self.cores, self.node = plan, port, cores, socket.gethostname()
         self.incarnation, self._of = incarnation, (run_dir, stage, attempt)
         self.name = f"{plan.role}.{plan.index}"
-        self.env = {**env, PROCESS: f"{self.name}.{incarnation}"}
+        self.env, self._token = {**env, PROCESS: f"{self.name}.{incarnation}"}, token
         self.log = run_dir / "logs" / f"{self.name}.log"
         argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation), "--index", str(plan.index)]
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab") as log, handed_over(token) as stdin:
             log.write(f"{header(stage, attempt, incarnation)} {shlex.join(argv)}\n".encode())
             log.flush()
             self._log_begin = log.tell()
-            self._popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, start_new_session=True, close_fds=True
-            )
+            self._popen = subprocess.Popen(argv, stdin=stdin, stdout=log, stderr=log, env=self.env, start_new_session=True, close_fds=True)
         self.pid = self._popen.pid
         if cores is not None:
             # From outside and at once: threads that it starts later inherit it. It may have ended already.
@@ -66,7 +65,7 @@ class Process:
     def again(self) -> "Process":
         """The next incarnation, on another port."""
         [port] = free_ports(1)
-        return Process(self.plan, *self._of, port, self.cores, self.env, self.incarnation + 1)
+        return Process(self.plan, *self._of, port, self.cores, self.env, self._token, self.incarnation + 1)
 
     def kill(self) -> None:
         """SIGKILL to the process and to everything that it left in its process group."""

@@ -52,7 +52,7 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import DONE, FAILED, Health, health_dir, read_health
-from orrery.observe.lifeline import TOKEN, adopt_orphans
+from orrery.observe.lifeline import START, adopt_orphans, hide_memory
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.names import listed
 from orrery.observe.network import free_ports
@@ -185,7 +185,8 @@ class _Stage:
         self._remove_weights()
         self._remove_scratch()
         self.attempt = self.last.attempt + 1 if self.last else 1
-        self.token = secrets.token_hex(16)
+        hide_memory()
+        self.token, self.start = secrets.token_hex(16), secrets.token_hex(8)
         self.processes: Sequence[Process | Task] = []
         self.restarts = Restarts(job.max_restarts)
         self.fenced: dict[str, str] = {}  # why, by process, of incarnations that are or were being ended for that
@@ -310,7 +311,7 @@ class _Stage:
 
     def _start(self) -> None:
         if self.job.allocation is not None:
-            tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.token)
+            tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.start, self.token)
             self.images = receipt.ImageReader(self.run_dir, self.job.allocation.images(self.job.plan))
             self.processes = tasks
             for node in dict.fromkeys(task.node for task in tasks):
@@ -335,8 +336,8 @@ class _Stage:
         self.processes = started
         for plan, port in zip(plans, free_ports(len(plans)), strict=True):
             key = plan.role, plan.index
-            env = environment(os.environ, self.job.site, self.token, cores.get(key), devices.get(key))
-            process = Process(plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env)
+            env = environment(os.environ, self.job.site, self.start, cores.get(key), devices.get(key))
+            process = Process(plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env, self.token)
             started.append(process)
             self._log(f"{process.name}: pid {process.pid}, port {port}, cores {sorted(process.cores) if process.cores else 'any'}")
 
@@ -655,13 +656,23 @@ class _Stage:
         return still_there(stuck, within_s) if stuck else ""
 
     def _end_strays(self, of: str | None = None) -> None:
-        """Kill what roles, or one incarnation of one, started outside their groups: we adopted it, and it carries the run's token."""
-        marks = {TOKEN: self.token, **({PROCESS: of} if of else {})}
-        mine = [child for child in psutil.Process().children(recursive=True) if marks.items() <= _variables(child).items()]
+        """Kill what roles, or one incarnation of one, started outside their groups: we adopted it, and it carries this attempt's mark."""
+        marks = {START: self.start, **({PROCESS: of} if of else {})}
+        mine = [child for child in psutil.Process().children(recursive=True) if self._is_stray(child, marks)]
         for child in mine:
             with suppress(psutil.Error):
                 child.kill()
         psutil.wait_procs(mine, timeout=5)
+
+    def _is_stray(self, child: psutil.Process, marks: dict[str, str]) -> bool:
+        try:
+            return marks.items() <= child.environ().items()
+        except psutil.AccessDenied:  # only a role and its forks hide; one of those is a child of ours once its role has ended
+            with suppress(psutil.Error):
+                return child.ppid() == os.getpid() and child.pid not in {process.pid for process in self.processes}
+        except psutil.Error:
+            pass
+        return False
 
     # Saying -----------------------------------------------------------------------------------------------------------
 
@@ -702,13 +713,6 @@ def _job_ends_at_s(job: Job) -> float | None:
     except OrreryError:
         return None
     return None if left_s is None else time.monotonic() + left_s
-
-
-def _variables(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
 
 
 def _end_leftovers(run_dir: Path, last: Status) -> None:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from orrery.launcher.placement import KINDS
 from orrery.launcher.process import ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
 from orrery.launcher.submission import Component, gres, members, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+from orrery.observe.token import handed_over
 
 LOOK_S = 0.2
 CTRL_C_S = 0.2  # between two: srun takes the second for an order if it comes within a second
@@ -83,9 +85,13 @@ def _step_plan(plan: StagePlan, number: int, part: Component, processes: tuple[P
 
 
 def step_options(
-    component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int, cpus_per_task: int, gres: str | None
-) -> list[str]:
-    """srun's options for a step on these nodes, beside what runs there. `component` None: the job is not heterogeneous."""
+    component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int, cpus_per_task: int, gres: str | None,
+    stdin: Literal["none", "all"] = "none",
+) -> list[str]:  # fmt: skip
+    """srun's options for a step on these nodes, beside what runs there. `component` None: the job is not heterogeneous.
+
+    `stdin` "all": srun copies its standard input to each task.
+    """
     return [
         "srun",
         *([f"--het-group={component}"] if component is not None else []),
@@ -94,7 +100,8 @@ def step_options(
         f"--ntasks={num_nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         f"--cpus-per-task={cpus_per_task}",
-        *("--distribution=block", "--overlap", "--cpu-bind=none", "--mem=0", f"--gres={gres or 'none'}", "--export=ALL", "--input=none"),
+        *("--distribution=block", "--overlap", "--cpu-bind=none", "--mem=0", f"--gres={gres or 'none'}", "--export=ALL"),
+        f"--input={stdin}",
     ]
 
 
@@ -102,7 +109,7 @@ def srun(step: StepPlan, component: int | None, nodelist: str, code: Path, logs:
          argv: Sequence[str]) -> list[str]:  # fmt: skip
     """The step's command line around `argv`, the command of one role process without its index."""
     return [
-        *step_options(component, nodelist, step.num_nodes, step.tasks_per_node, step.cpus_per_task, step.gres),
+        *step_options(component, nodelist, step.num_nodes, step.tasks_per_node, step.cpus_per_task, step.gres, "all"),
         *("--kill-on-bad-exit=1", f"--job-name={step.role}"),
         *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index)),
         *(",".join(map(str, step.devices)), str(logs), str(scratch), header),
@@ -113,24 +120,24 @@ def srun(step: StepPlan, component: int | None, nodelist: str, code: Path, logs:
 class Step:
     """A started step."""
 
-    def __init__(self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path, env: Mapping[str, str], incarnation: int = 0):
+    def __init__(self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path, env: Mapping[str, str], token: str,
+                 incarnation: int = 0):  # fmt: skip
         """`line` is its command, of an incarnation."""
         self.plan, self.line, self.log, self.env, self.incarnation = plan, line, log, env, incarnation
+        self._token = token
         self.is_killed = False
         self._read: tuple[int, dict[int, int]] = (0, {})
         self._looked_s = 0.0
         argv = list(line(incarnation))
-        with open(log, "ab") as out:
+        with open(log, "ab") as out, handed_over(token) as stdin:
             out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
             out.flush()
             self.begin = out.tell()
-            self._popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True
-            )
+            self._popen = subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True)
 
     def again(self) -> "Step":
         """The same once more, as the next incarnation."""
-        return Step(self.plan, self.line, self.log, self.env, self.incarnation + 1)
+        return Step(self.plan, self.line, self.log, self.env, self._token, self.incarnation + 1)
 
     def poll(self) -> int | None:
         return self._popen.poll()

@@ -14,12 +14,18 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # tells a role which parent it should have, so that a parent lost before our first look is noticed
-TOKEN = "ORRERY_TOKEN"  # every launcher sets it, also one that is not our parent
+START = "ORRERY_START"  # in the environment of all that an attempt starts, each of its processes' children too; no secret
+WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # as this module is first imported: `Lifeline` takes one out
 POLL_S = 0.5
 CALLBACKS_S = 3.0
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+CAPABILITIES = 64  # as many as the kernel has room for
+CAPABILITIES_VERSION = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,6 +38,21 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """From now on descendants whose parent dies become children of this process, so that it can find and end them."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory, environment and open files. Holds for forks, not past exec."""
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def drop_privileges() -> None:
+    """Make root an ordinary user with root's files, for good: no capabilities, also after exec. Changes nothing else for other users."""
+    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(CAPABILITIES):  # refused where we have none
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
+    if _libc.capset(header, none):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def kill_own_group() -> None:
@@ -47,7 +68,7 @@ class Lifeline:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ or TOKEN in os.environ  # else a person, or a test, started us
+        self.is_launched = LAUNCHER_PID in os.environ  # else a person, or a test, started us
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()  # popped: what we start has us as its parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)

@@ -32,6 +32,7 @@ from orrery.observe.health import HealthFile
 from orrery.observe.lifeline import Lifeline
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.system_error import explain
+from orrery.observe.token import take
 from orrery.observe.usage import UsageRows
 from orrery.observe.wind_down import WOUND_DOWN, WoundDown
 
@@ -109,6 +110,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     if me.lifeline.is_launched:
         usage.start()
     try:
+        take()  # before anything is started that could inherit it
         yield me
     except WoundDown as end:
         me.health.wound_down(end.step)

@@ -6,26 +6,20 @@
 """
 
 import hmac
-import os
 from enum import StrEnum
-from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.lifeline import LAUNCHER_PID, TOKEN
-
-
-def was_launched() -> bool:
-    """Whether a launcher started this process. Asks the kernel, since the lifeline takes the variable out of our environment."""
-    return f"\0{LAUNCHER_PID}=".encode() in b"\0" + Path("/proc/self/environ").read_bytes()
+from orrery.observe.lifeline import WAS_LAUNCHED
+from orrery.observe.token import take
 
 
 def run_token() -> str:
-    """`ORRERY_TOKEN`; empty where none is set. Raises RunFailed where a launcher started this process and none is set."""
-    token = os.environ.get(TOKEN, "")
-    if not token and was_launched():
+    """Return the token; empty where this process was given none. Raises RunFailed where a launcher started it and gave none."""
+    token = take()
+    if not token and WAS_LAUNCHED:
         raise RunFailed(
-            f"{TOKEN}: not set, though a launcher started this process; without it anybody could pass for a role of this run; "
-            "see that whatever starts roles (Slurm, the container) hands variables on, then run again"
+            "the run's token: none came by standard input, though a launcher started this process; without it anybody could pass for a "
+            "role of this run; see that whatever starts roles (Slurm, the container) hands standard input on, then run again"
         )
     return token
 

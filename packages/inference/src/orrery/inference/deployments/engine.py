@@ -12,13 +12,15 @@ from orrery.manifest.built import check_startable
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest
+from orrery.observe.token import TOKEN_FILE
 
-WEIGHTS, TIERS = Path("/policy"), Path("/tiers")  # where the pod has them
+WEIGHTS, TIERS, TOKEN_FOLDER = Path("/policy"), Path("/tiers"), Path("/run/orrery")  # where the pod has them
 PORT, BEHIND_PROXY_PORT = 8000, 8200
 SIDE_PORT = {"nixl": 5600, "mooncake": 8998, "none": 0}
 ADDRESS = "$(VLLM_HOST_IP)"  # Kubernetes puts the pod's own address in
 TOKEN_KEY = "token"
 WEIGHTS_MOUNT: dict[str, Any] = {"name": "weights", "mountPath": str(WEIGHTS), "readOnly": True}
+TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), "readOnly": True}
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
             "env": _environment(manifest),
             "ports": [{"name": "engine", "containerPort": port}],
             "resources": _resources(manifest),
-            "volumeMounts": [WEIGHTS_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],
+            "volumeMounts": [WEIGHTS_MOUNT, TOKEN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],
             "startupProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10, "failureThreshold": 120},
             "readinessProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 5},
         }
-        volumes: list[dict[str, Any]] = [weights_volume(place), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        token = {"name": "token", "secret": {"secretName": f"{name_of(manifest)}-token"}}
+        volumes: list[dict[str, Any]] = [weights_volume(place), token, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
         if tiers is not None:
             container["volumeMounts"].append({"name": "tiers", "mountPath": str(TIERS)})
             volumes.append({"name": "tiers", "emptyDir": {}})
@@ -122,11 +125,8 @@ def _environment(manifest: Manifest) -> list[dict[str, Any]]:
     if inference.kv_offload.kind == "tiers":
         values |= {"PYTHONHASHSEED": HASH_SEED, **routes_environment(manifest, TIERS)}
     own_address: dict[str, Any] = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    token: dict[str, Any] = {
-        "name": "ORRERY_TOKEN",
-        "valueFrom": {"secretKeyRef": {"name": f"{name_of(manifest)}-token", "key": TOKEN_KEY}},
-    }
-    return [own_address, token, *({"name": name, "value": value} for name, value in values.items())]
+    values |= {TOKEN_FILE: str(TOKEN_FOLDER / TOKEN_KEY)}
+    return [own_address, *({"name": name, "value": value} for name, value in values.items())]
 
 
 def _resources(manifest: Manifest) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class FilesReceiver:
         except msgspec.DecodeError as error:
             raise RunFailed(f"{who}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
-            raise RunFailed(f"{who}: the token is not this run's; ORRERY_TOKEN must be the same in both processes")
+            raise RunFailed(f"{who}: the token is not this run's; both processes must be of one attempt")
         if wire.last_step is not None and step <= wire.last_step and not visible.appears(self._folder / f"step_{step}", GONE_S):
             raise RunFailed(f"{who}: batch {step} is gone, the wire is at batch {wire.last_step}")
         held = sorted(int(path.parent.name.removeprefix("step_")) for path in self._folder.glob("step_*/BATCH.json"))

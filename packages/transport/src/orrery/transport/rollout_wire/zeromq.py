@@ -161,9 +161,7 @@ class ZmqSender:
                     continue
                 if not hmac.compare_digest(message.token.encode(), self._token.encode()):
                     self._count_foreign("carries another run's token")
-                    refusal = Refusal(
-                        getattr(message, "number", 0), "the token is not this run's; ORRERY_TOKEN must be the same in both processes"
-                    )
+                    refusal = Refusal(getattr(message, "number", 0), "the token is not this run's; both processes must be of one attempt")
                     await self._post(peer, [_encode(refusal)])
                     continue
                 if isinstance(message, Done):

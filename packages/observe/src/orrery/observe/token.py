@@ -1,0 +1,73 @@
+"""Token: the secret of one attempt, on its way from the launcher to a role's memory.
+
+- A role finds it at the first line of its standard input, where `srun` copies it to each task. No variable, command line or file holds it.
+- A role takes it once, before it starts anything. Its standard input is then empty, so what it starts inherits nothing.
+- ORRERY_TOKEN_FILE says where it is: `-` for standard input, else a file of mode 0600 (a mounted secret of Kubernetes, a person's own).
+- A process that has the token hides its memory from other processes of its user.
+"""
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orrery.manifest.errors import OrreryError
+from orrery.observe.deadline import scaled
+from orrery.observe.lifeline import hide_memory
+
+TOKEN_FILE = "ORRERY_TOKEN_FILE"
+STANDARD_INPUT = "-"
+MAX_BYTES = 256
+TAKE_S = 60.0  # srun connects standard input after the task has started
+
+_kept = ""
+
+
+@contextmanager
+def handed_over(token: str) -> Iterator[int]:
+    """A file descriptor for the `stdin` of one process that is to have `token`."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, f"{token}\n".encode())
+        os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def take() -> str:
+    """Return this process's token, read at the first call; empty where ORRERY_TOKEN_FILE is not set.
+
+    Raises OrreryError where the file cannot be read, or nothing comes within TAKE_S, scaled.
+    """
+    global _kept
+    place = os.environ.pop(TOKEN_FILE, "")
+    if place:
+        hide_memory()
+        _kept = _from_standard_input() if place == STANDARD_INPUT else _from_file(place)
+    return _kept
+
+
+def _from_standard_input() -> str:
+    line = b""
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_BYTES:
+            if not select.select([0], [], [], scaled(TAKE_S))[0]:
+                raise OrreryError(f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; see that srun passes it on")
+            more = os.read(0, MAX_BYTES - len(line))
+            if not more:
+                break
+            line += more
+    finally:
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+    return line.decode(errors="replace").strip()
+
+
+def _from_file(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace").strip()
+    except OSError as error:
+        raise OrreryError(f"{TOKEN_FILE}: {path} cannot be read ({error.strerror}); name a file that holds the run's token") from error
