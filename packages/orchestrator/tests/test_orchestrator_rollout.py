@@ -12,7 +12,7 @@ from orrery.observe.process import TERMINATED, Terminated
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.rollout import RolloutFailed, play
 from orrery.orchestrator.stage import Stage
-from orrery.tasks.task import Judgement
+from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.transport.routed_experts import RouteShape
 
 
@@ -198,6 +198,15 @@ def test_a_reward_or_metric_that_is_no_number_is_a_failure_of_the_judge(reward, 
     with pytest.raises(RolloutFailed) as failed:
         asyncio.run(episode(fakes.FakeFleet(version=0), Strange()))
     assert failed.value.reason == "judge"
+
+
+def test_a_judge_that_is_broken_ends_more_than_its_rollout():
+    class Broken(fakes.FakeTask):
+        async def judge(self, problem, messages):
+            raise JudgeBroken("a known answer was scored wrongly")
+
+    with pytest.raises(JudgeBroken, match="a known answer"):
+        asyncio.run(episode(fakes.FakeFleet(version=0), Broken()))
 
 
 def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold():

@@ -15,6 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, make, scorers
 from orrery.tasks.reasoning_gym import Family
 from orrery.tasks.scorers import Scorers
+from orrery.tasks.task import JudgeBroken
 
 HANGS = "9**9**9**9"
 TASK = task_use("reasoning_gym", family="spiral_matrix", config={})  # its scorer takes an answer that evaluates to the right list as 0.1
@@ -69,7 +70,7 @@ async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_
         one.add_done_callback(lambda _, number=number: ended.append(number))
     await asyncio.gather(*scored)
     assert ended[-1] == 0 and [one.result().reward for one in scored] == [0.0, *[1.0] * 20]
-    assert len(kept._idle) == 1
+    assert len(kept._idle) == 2
 
 
 async def test_the_limit_counts_from_an_answers_turn(kept, task):
@@ -80,7 +81,7 @@ async def test_the_limit_counts_from_an_answers_turn(kept, task):
 
 
 async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(task, monkeypatch, tmp_path):
-    monkeypatch.setenv("ORRERY_TOKEN", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MY_PASSWORD", "secret")
     assert await holds(task, "True") and not await holds(task, "False")
     assert await holds(task, "'secret' not in __import__('os').environ.values()")
@@ -95,9 +96,126 @@ async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(tas
 
 async def test_what_a_scorer_prints_is_no_answer_and_what_speaks_in_its_place_is_not_believed(task):
     assert (await said(task, "[print('[1, 1.0]', flush=True), __import__('os').write(1, b'[1, 1.0]')]")).reward == 0.0
-    in_its_place = "[__import__('os').write(4, b'[7777, 1.0]\\n'), __import__('time').sleep(0.5)]"  # 4: where its scorer answers
-    assert (await said(task, in_its_place)).metrics == {"exact": 0.0, "unscorable": 1.0}
+    for descriptor in range(16):  # wherever its scorer answers
+        forged = await said(task, f"[__import__('os').write({descriptor}, b'[7777, 1.0]\\n')]")
+        assert forged.metrics["exact"] == 0.0
     assert (await said(task, "wrong")).metrics == {"exact": 0.0, "unscorable": 0.0}
+
+
+PATCHES = {
+    "the scorer": "setattr(__import__('reasoning_gym').algorithmic.spiral_matrix.SpiralMatrixDataset, 'score_answer', lambda *_: 1.0)",
+    "the interpreter": "setattr(__import__('builtins'), 'float', lambda *_: 1.0)",
+    "a thread": "__import__('threading').Thread(target=lambda: [__import__('os').write(n, b'1.0') for n in range(9999)]).start()",
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+async def test_what_an_answer_changes_in_its_process_scores_no_other_answer(task, patch):
+    await said(task, f"[{PATCHES[patch]}]")
+    assert (await said(task, "wrong")).metrics == {"exact": 0.0, "unscorable": 0.0}
+    assert (await said(task, "RIGHT")).metrics == {"exact": 1.0, "unscorable": 0.0}
+
+
+async def test_what_an_answer_starts_ends_with_it(kept, task):
+    await said(task, "[__import__('subprocess').Popen(['sleep', '600'], start_new_session=True)]")
+    assert psutil.Process(kept._idle[0].process.pid).children(recursive=True) == []
+
+
+@pytest.mark.parametrize(("signal", "how"), [("SIGKILL", "ended, or said"), ("SIGSTOP", "stood still")])
+async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_rollout_and_is_no_zero(kept, task, monkeypatch, signal, how):
+    monkeypatch.setattr(scorers, "SLACK_S", 0.5)
+    await said(task, "RIGHT")
+    with pytest.raises(OrreryError, match=how):
+        await said(task, f"[(o := __import__('os')).kill(o.getppid(), __import__('signal').{signal}), __import__('time').sleep(60)]")
+    assert kept._idle == [] and (await said(task, "RIGHT")).reward == 1.0
+
+
+READS_ALL = """
+import os, re
+def ancestors():
+    pid = os.getpid()
+    while pid > 1:
+        yield pid
+        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+def seen():
+    for pid in list(ancestors())[1:] + ["self"]:
+        for file in ("environ", "cmdline"):
+            try:
+                yield open(f"/proc/{pid}/{file}", "rb").read()
+            except OSError:
+                pass
+        try:
+            with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+                for line in open(f"/proc/{pid}/maps"):
+                    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+                    try:
+                        memory.seek(begin)
+                        yield memory.read(min(end - begin, 1 << 26))
+                    except (OSError, ValueError, OverflowError):
+                        pass
+        except OSError:
+            pass
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                yield os.readlink(f"/proc/{pid}/fd/{name}").encode()
+        except OSError:
+            pass
+found = any(bytes.fromhex(HALF) + bytes.fromhex(OTHER) in each for each in seen())
+"""
+
+
+@pytest.mark.parametrize("asks_as", ["whoever tests", "an ordinary user"])
+@pytest.mark.parametrize("through", ["itself", "a program that it starts"])
+def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables_nor_in_memory(through, asks_as, tmp_path):
+    """The token in two parts, so that the answer's own text does not hold what it looks for."""
+    token = "5ca1ab1e0ddba11"
+    reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace("OTHER", repr(token[7:].encode().hex()))
+    found = f"(names := {{}}, exec({reads!r}, names), names['found'])[2]"
+    if through != "itself":
+        program = [sys.executable, "-c", f"{reads}print(found)"]
+        found = f"__import__('subprocess').run({program!r}, capture_output=True).stdout != b'False\\n'"
+    (tmp_path / "answer").write_text(f"RIGHT if {found} else []")
+    code = f"""
+import asyncio
+import orrery.tasks.reasoning_gym as gym
+from orrery.observe.lifeline import drop_privileges
+from orrery.observe.token import take
+from orrery.tasks.scorers import Scorers
+if {asks_as == "an ordinary user"}:
+    drop_privileges()
+token = take()
+assert len(token) == {len(token)}
+item = gym.Family("spiral_matrix", {{}}).dataset(0)[0]
+answers = open({str(tmp_path / "answer")!r}).read(), "RIGHT if True else []"
+async def main():
+    scorers = Scorers(limit_s=60.0)
+    texts = [each.replace("RIGHT", repr(item["answer"].split())) for each in answers]
+    print([await scorers.score("spiral_matrix", {{}}, 0, item["question"], text) for text in texts])
+asyncio.run(main())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ORRERY_TOKEN_FILE": "-"}
+    asks = subprocess.run([sys.executable, "-c", code], input=token, env=environment, capture_output=True, text=True, timeout=120)
+    assert asks.stdout == "[0.0, 0.1]\n", asks.stderr
+
+
+async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(kept, task, monkeypatch, tmp_path):
+    module = "from reasoning_gym.algorithmic.spiral_matrix import SpiralMatrixDataset as S\nS.score_answer = lambda *_: 1.0\n"
+    (tmp_path / "sitecustomize.py").write_text(module)
+    with monkeypatch.context() as broken:
+        broken.syspath_prepend(tmp_path)
+        with pytest.raises(JudgeBroken, match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0; rewards since"):
+            await said(task, "RIGHT")
+    assert (await said(task, "RIGHT")).reward == 1.0
+
+
+async def test_known_answers_come_again_after_so_many(kept, task, monkeypatch):
+    monkeypatch.setattr(scorers, "CANARY_EVERY", 2)
+    for _ in range(2):
+        await said(task, "RIGHT")
+    question, _ = scorers._canary()
+    monkeypatch.setattr(scorers, "_canary", lambda: (question, "wrong"))
+    with pytest.raises(JudgeBroken, match=r"gave 0\.0 to a known answer"):
+        await said(task, "RIGHT")
 
 
 async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_next(task):

@@ -6,7 +6,7 @@
 - Where routes are replayed, each turn brings those of the tokens that became inputs in it, and they are decoded once, at the end.
 - `truncated`: the last turn was cut by a length limit. Such a rollout is judged as it stands.
 - What is not the policy's doing is never a reward: an empty generation, an engine or task or judge that raises (or calls `exit`) is
-  `RolloutFailed(reason)`.
+  `RolloutFailed(reason)`. A broken judge (`JudgeBroken`) ends the run.
 - Cancelling `play` aborts the request in the engine.
 """
 
@@ -22,7 +22,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.observe.process import Terminated
 from orrery.orchestrator.beside import Beside
-from orrery.tasks.task import Message
+from orrery.tasks.task import JudgeBroken, Message
 from orrery.transport.engine import EngineGone
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
@@ -40,8 +40,8 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# What passes through a task's code: our own failures, and what ends a rollout or the process from outside.
-NOT_THE_TASKS = (RolloutFailed, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Terminated)
+# What passes through a task's code: our own failures, a broken judge, and what ends a rollout or the process from outside.
+NOT_THE_TASKS = (RolloutFailed, JudgeBroken, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Terminated)
 
 
 @dataclass(frozen=True)

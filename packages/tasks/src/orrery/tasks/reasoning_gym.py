@@ -7,7 +7,7 @@
   distinct problems can still repeat one across the seeds of a side.
 - A held-out problem takes eight draws in the mean: tenths of a second where the family makes hard puzzles.
 - Reward: the scorer's value, cut to [0, 1], on the text between `<answer>` tags where there are some, else on the whole reply.
-  Scorers parse what a model wrote, some with `eval`, so they run in processes of their own (`scorers.py`, with limits). A reply on which
+  Scorers parse what a model wrote, some with `eval`, so each reply has a process of its own (`scorers.py`, with limits). A reply on which
   one raises, ends or takes more than 5 s is a wrong answer (metric `unscorable`).
 - Demonstration: the reference answer. Families without one have no demonstrations.
 """

@@ -1,14 +1,15 @@
-"""Scorers: processes of their own for scorers that run or parse a policy's text (`eval`, sympy), beside the event loop.
+"""Scorers: the processes that score answers which the library's scorers run or parse (`eval`, sympy), beside the event loop.
 
 - In: a family of reasoning-gym with its config, the library's seed of a problem, its question, the answer. Out: its score, or None where
   there is none. A process makes the problem again by its seed, and says where that is another one: some families order words by hashes
   that are of a process, which PYTHONHASHSEED settles (roles have it from the launcher).
-- A process starts when it is first needed (seconds), is kept, and scores one answer at a time (`scoring.py`). There are NUM_SCORERS at
-  most, for all tasks of this process: an answer that hangs holds up one of them, not every other answer.
-- Requests have their turn in order. LIMIT_S, scaled, counts from an answer's turn.
-- A process that gives no answer within the limit, ends, or says what is no answer, is killed: its answer has no score, and the next
-  one gets a new process. A process that cannot start is OrreryError: that is not the answer's doing.
-- It ends with this process, also when that is killed. It does not inherit the environment, which has the run's token.
+- A process (`scoring.py`) starts when it is first needed (seconds) and is kept. It scores one answer at a time, each in a fork that ends
+  with it, so no answer meets what another left. There are NUM_SCORERS at most, for all tasks of this process.
+- Requests have their turn in order. LIMIT_S, scaled, counts from an answer's turn; past it the fork is killed, and there is no score.
+- OrreryError, which is no score of 0: a process that cannot start, ends, stands still or says what is no score. The next answer gets a
+  new one. An answer may signal its user's processes, so it can bring this about, and gains nothing by it.
+- Canaries: a new process, and each after CANARY_EVERY answers, scores a known right and a known wrong answer. JudgeBroken ends the run.
+- A process ends with this one, also when that is killed. It inherits neither environment nor files.
 """
 
 import asyncio
@@ -19,16 +20,22 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import cache
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
 from orrery.tasks.scoring import LIMIT_S, OTHER_PROBLEM
+from orrery.tasks.task import JudgeBroken
 
 NUM_SCORERS = 8
 START_S = 120.0  # for its imports, on a file system that is slow
 MAX_LINE_BYTES = 200  # of a number and a score
 HASH_SEED = "0"
+SLACK_S = 5.0  # beyond an answer's limit, in which its fork is killed and a process says so
+CANARY_EVERY = 500
+CANARY = "spiral_matrix"  # the library's scorer runs its answers
+WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
@@ -49,11 +56,12 @@ class Scorers:
         async with self._turns:
             scorer = await self._ready()
             try:
-                async with asyncio.timeout(scaled(self.limit_s)):
-                    score = await scorer.score(family, config, seed, question, text)
-            except (OSError, EOFError, ValueError, TypeError):  # it hangs (TimeoutError), has ended, or says what is no answer
+                await self._try_canaries(scorer)
+                score = await self._ask(scorer, family, config, seed, question, text)
+            except (OSError, EOFError, ValueError, TypeError) as error:  # stands still (TimeoutError), has ended, or says what is no score
                 scorer.end()
-                return None
+                how = "stood still" if isinstance(error, TimeoutError) else "ended, or said what is no score,"
+                raise OrreryError(f"the process that scores answers {how} while it scored one; the next answer gets a new one") from error
             except BaseException:  # nobody waits any more: what it is about to say would be taken for the next answer's score
                 scorer.end()
                 raise
@@ -61,6 +69,26 @@ class Scorers:
         if isinstance(score, str):  # OTHER_PROBLEM
             raise OrreryError(f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}")
         return score
+
+    async def _ask(self, scorer: "_Scorer", *request: Any) -> float | str | None:
+        limit_s = scaled(self.limit_s)
+        async with asyncio.timeout(limit_s + scaled(SLACK_S)):
+            return await scorer.score(*request, limit_s)
+
+    async def _try_canaries(self, scorer: "_Scorer") -> None:
+        """Raise JudgeBroken where a process that is new, or has scored CANARY_EVERY answers, scores known answers wrongly."""
+        if scorer.num_until_canary == 0:
+            question, right = _canary()
+            for text, known in ((right, 1.0), (WRONG, 0.0)):
+                score = await self._ask(scorer, CANARY, {}, 0, question, text)
+                if score != known:
+                    raise JudgeBroken(
+                        f"the process that scores answers gave {score} to a known answer to {CANARY!r} that is worth {known:g}; rewards "
+                        "since the last such test may be wrong; go back to a checkpoint before it, or see that reasoning-gym is the "
+                        "release that the lock names, then run again"
+                    )
+            scorer.num_until_canary = CANARY_EVERY
+        scorer.num_until_canary -= 1
 
     async def _ready(self) -> "_Scorer":
         while self._idle and self._idle[-1].process.poll() is not None:
@@ -79,13 +107,22 @@ class Scorers:
         return scorer
 
 
+@cache
+def _canary() -> tuple[str, str]:
+    """The question of the canary, and the answer that is right."""
+    import reasoning_gym
+
+    item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
+    return item["question"], item["answer"]
+
+
 class _Scorer:
     """One process, and our end of the socket that is its stdin and stdout."""
 
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair()
         self._wire.setblocking(False)
-        self._number, self._is_ready = 0, False
+        self._number, self._is_ready, self.num_until_canary = 0, False, 0
         with theirs:
             command = [sys.executable, "-P", "-m", "orrery.tasks.scoring"]
             self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment())

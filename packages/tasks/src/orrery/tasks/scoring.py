@@ -1,24 +1,29 @@
-"""`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, one JSON line each; `scorers.py` starts it and says when it ends.
+"""`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, each in a fork of its own; `scorers.py` starts it.
 
-- In, on stdin: `[number, family, config, seed, question, text]`. Out, on stdout: an empty line once it is ready, then `[number, score]`
-  for each; the score is null where the library's scorer raises, or exits, or gives no finite number, and OTHER_PROBLEM where the seed's
-  question is another one here.
-- What the scorer prints goes nowhere. Its folder is empty, and removed; it has MEMORY_BYTES of address space, LIMIT_S (and a little) of
-  processor time an answer, and files that it writes stay empty.
-- Ends with who started it: at the end of its stdin, and by the kernel where it is scoring just then.
+- In, on stdin, a line each: `[number, family, config, seed, question, text, limit_s]`. Out, on stdout: an empty line once it is ready,
+  then `[number, score]`. The score is null where the library's scorer raises, exits, takes longer or gives no finite number. It is
+  OTHER_PROBLEM where the seed's question is another one here.
+- This process makes problems and never reads an answer. It has the library imported, no secret, no capability and no open file but its
+  socket. Of what a fork says it reads MAX_BYTES, and takes a finite number or nothing.
+- A fork (`_answer`) scores one answer. It prints nowhere, in an empty folder that is removed. It has MEMORY_BYTES of address space, the
+  answer's time, files that stay empty and, where the user is not root, no processes. When it has spoken, it and its children are killed.
+- It ends with its parent: at the end of its stdin, and by the kernel where it is scoring just then.
 """
 
+import gc
 import json
 import math
 import os
 import resource
+import select
 import signal
 import tempfile
 import time
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orrery.observe.lifeline import die_with_parent
+from orrery.observe.lifeline import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
 if TYPE_CHECKING:
     from orrery.tasks.reasoning_gym import Family
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 OTHER_PROBLEM = "other problem"
 LIMIT_S = 5.0  # of an answer; the library's scorers take milliseconds
 MEMORY_BYTES = 4 * 2**30
+MAX_BYTES = 32  # of a number as Python writes it
+KEPT_PROBLEMS = 64  # answers to one problem come together
 
 
 def main() -> None:
@@ -42,30 +49,86 @@ def main() -> None:
     os.chdir(folder)
     os.rmdir(folder)
     for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+        _limit(what, most)
+    adopt_orphans()  # what a fork leaves behind is a child of ours, and is killed with it
+    drop_privileges()
+    hide_memory()
+    gc.freeze()  # a fork that collects would copy all that was imported
     answers.write(b"\n")
     os.dup2(nowhere, 2)  # until here a reason not to start is told
     for line in requests:
         number, *request = json.loads(line)
-        _allow_processor_s(LIMIT_S + 1.0)
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
 
 
-def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | str | None:
-    """Runs what the policy wrote."""
+def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str, limit_s: float) -> float | str | None:
+    dataset, item = _problem(name, json.dumps(config), seed)
+    if item["question"] != question:
+        return OTHER_PROBLEM
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            _answer(dataset, item, text.strip(), limit_s, writer)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        said = _read(reader, time.monotonic() + limit_s)
+    finally:
+        os.close(reader)
+        _end_children()
+    try:
+        score = float(said)
+    except ValueError:
+        return None
+    return score if math.isfinite(score) else None
+
+
+def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, writer: int) -> None:
+    """In the fork: run what the policy wrote, and write its score."""
+    die_with_parent()
+    os.dup2(writer, 3)
+    os.closerange(4, 1024)  # a process opens the lowest numbers that are free, and this one opens few
+    _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
+    _limit(resource.RLIMIT_NPROC, 0)
     from reasoning_gym.utils import extract_answer
 
     try:
-        dataset, text = _family(name, json.dumps(config)).dataset(seed), text.strip()
-        item = dataset[0]
-        if item["question"] != question:
-            return OTHER_PROBLEM
         score = float(dataset.score_answer(extract_answer(text) or text, item))
-        return score if math.isfinite(score) else None
     except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
-        return None
+        return
+    os.write(3, repr(score).encode())
+
+
+def _read(reader: int, until_s: float) -> bytes:
+    """What a fork says until it hangs up; empty where it says too much, or does not hang up in time."""
+    said = b""
+    while len(said) <= MAX_BYTES:
+        if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            return b""
+        more = os.read(reader, MAX_BYTES + 1)
+        if not more:
+            return said
+        said += more
+    return b""
+
+
+def _end_children() -> None:
+    """Kill the fork, and whatever it has started: when a process ends, its children become ours."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        for pid in map(int, own.read_text().split()):
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+@lru_cache(KEPT_PROBLEMS)
+def _problem(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    dataset = _family(name, config).dataset(seed)
+    return dataset, dataset[0]
 
 
 @cache
@@ -75,10 +138,10 @@ def _family(name: str, config: str) -> "Family":
     return Family(name, json.loads(config))
 
 
-def _allow_processor_s(more_s: float) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    most = math.ceil(time.process_time() + more_s)
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Record
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -61,6 +62,10 @@ class Judgement(msgspec.Struct, frozen=True):
 
     reward: float
     metrics: dict[str, float]
+
+
+class JudgeBroken(RunFailed):
+    """A judge that cannot be trusted any more, for which the run ends; any other exception costs one rollout."""
 
 
 @runtime_checkable
