@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from orrery.observe.health import DONE, Health, Pulse, Wait
+from orrery.observe.heartbeat import HANG_S
 from orrery.observe.names import listed
 from orrery.observe.stillness import AWAY_S, STILL_S, Stillness
 
@@ -49,6 +50,15 @@ def test_a_rank_that_is_not_even_heard_is_to_blame_also_while_it_says_that_it_wa
         "trainer.0 waits in a collective"
     )
     assert watched(rank(0, 53, 50), waiting) is None, "it is heard: its wait has a deadline of its own"
+
+
+@pytest.mark.parametrize("others", [[], [1]], ids=["alone", "beside one that waits too"])
+def test_a_rank_that_is_not_heard_while_all_wait_is_to_blame_though_no_collective_holds_anybody(others):
+    waiting = [rank(index, still_s=None, waits=["batch 8 from orchestrator"]) for index in (0, *others)]
+    assert watched(*waiting, silent=["trainer.0"], for_s=HANG_S) is None
+    stall = watched(*waiting, silent=["trainer.0"], for_s=HANG_S + 3)
+    assert stall.blamed == ("trainer.0",)
+    assert stall.sentence == "stall: trainer.0 gave no sign of life for 91 s while waiting for batch 8 from orchestrator (step 7)"
 
 
 def late(index, begun=50):

@@ -27,6 +27,7 @@ from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
+from orrery.observe.heartbeat import heartbeat
 from orrery.observe.lifeline import die_with_parent
 from orrery.observe.network import LOOPBACK, free_ports, without_proxy
 from orrery.observe.process import RoleProcess, role_process
@@ -84,7 +85,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
     without_proxy([me.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
     port, metrics_port = free_ports(2)  # it has no way to choose one and say which
     inner = f"http://{LOOPBACK}:{port}"
-    async with Front(token, inner) as front:
+    async with Front(token, inner) as front, heartbeat(me.health):
         url = await front.listen(me.host, me.port)
         me.health.doing("starting vllm-router")
         process = subprocess.Popen(

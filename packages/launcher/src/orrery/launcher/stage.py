@@ -52,6 +52,7 @@ from orrery.manifest.workspace import Workspace
 from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
 from orrery.observe.health import DONE, FAILED, Health, health_dir, read_health
+from orrery.observe.heartbeat import HANG_S
 from orrery.observe.lifeline import START, adopt_orphans, hide_memory
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.names import listed
@@ -193,7 +194,8 @@ class _Stage:
         self.replaced: list[int] = []  # process groups of engines that ended here, until all of them have been reaped
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
-        self.sight, self.stillness = Sight(), Stillness(STILL_S * job.site.roles.deadline_scale)
+        scale = job.site.roles.deadline_scale
+        self.sight, self.stillness = Sight(), Stillness(STILL_S * scale, HANG_S * scale)
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None

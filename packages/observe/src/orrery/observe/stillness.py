@@ -8,6 +8,8 @@ Ranks in lock-step stop together when one of them does, so stopping alone names 
 Anybody else has a reason to take its time: progress, an open wait, or a deed of no known length (those have deadlines: `watchdog.py`).
 A stall is a role in which nobody has. To blame are the silent, else the still, else those that have begun the fewest collectives.
 
+A rank that is silent for `hang_s` is to blame even where it holds up nobody yet: what it waits for may wait for it.
+
 - In: everyone's health at every look, and the looker's own clock: clocks of nodes differ. Out: `Stall`, or None.
 - Progress is any change of what a process says, but for the beats of its pulse; so slow is never stuck, as long as it moves.
 - A looker that could not look for AWAY_S (its file system was away) begins anew: nobody is stuck because nobody could be seen.
@@ -17,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orrery.observe.health import Health
+from orrery.observe.heartbeat import HANG_S
 from orrery.observe.names import listed
 from orrery.observe.watchdog import ENDED, Stall
 
@@ -36,8 +39,8 @@ class _Seen:
 class Stillness:
     """What one looker has seen of a stage's processes."""
 
-    def __init__(self, still_s: float = STILL_S):
-        self._still_s = still_s
+    def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
+        self._still_s, self._hang_s = still_s, hang_s
         self._seen: dict[str, _Seen] = {}
         self._looked_s = 0.0
 
@@ -59,7 +62,8 @@ class Stillness:
         late = {name: seen.health for name, seen in ranks.items() if held and name not in silent and _is_late(seen.health, now_s - last_s)}
         somebody_is_held_up = stopped or any(ranks[name].health.still_s for name in silent)
         if not somebody_is_held_up or len(silent) + len(stopped) + len(late) < len(ranks):
-            return None
+            gone = [name for name in silent if now_s - ranks[name].heard_s > self._hang_s]
+            return Stall(tuple(gone), self._sentence(gone, [], now_s, last_s)) if gone else None
         blamed = silent or [name for name in stopped if name not in held] or _fewest({**stopped, **late})
         return Stall(tuple(blamed), self._sentence(blamed, [name for name in held if name not in blamed], now_s, last_s))
 
