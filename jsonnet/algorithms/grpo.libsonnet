@@ -9,6 +9,7 @@
   orchestrator+: {
     algorithm+: { kind: 'grpo', group_size: 8, normalize_std: false },
     drop_zero_advantage_groups: true,
+    max_sampled_ratio: 3.0,
     max_off_policy_steps: 2,
     max_batches_ahead: std.min(1, self.max_off_policy_steps),
     sampling+: { temperature: 1.0 },

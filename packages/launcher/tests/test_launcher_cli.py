@@ -376,6 +376,17 @@ def test_status_of_sft_says_its_loss_and_the_newest_of_its_validation(checkout, 
     assert expected in orrery(capsys, "status", "reverse_text")[1]
 
 
+def test_status_of_rl_says_how_many_rollouts_of_the_newest_batch_carry_no_signal(checkout, capsys):
+    made = job("reverse_text", "rl")
+    Status("rl", 2, "stopped", "", 1, HOST, None, 100.0, 130.0).write(made.run_dir)
+    assert "signal" not in orrery(capsys, "status", "reverse_text")[1]
+    for attempt, step, silent in ((1, 9, 0), (2, 7, 100), (2, 8, 576)):
+        metrics = MetricsFile(made.run_dir, "rl", "orchestrator", 0, attempt)
+        metrics.write(step, event="batch", num_sampled=768, num_without_signal=silent)
+        metrics.close()
+    assert "  batch 8: 576 of 768 sampled rollouts without signal (75%)\n" in orrery(capsys, "status", "reverse_text")[1]
+
+
 def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, capsys):
     good, bad, worse = (job(name, "rl").run_dir for name in ("reverse_text", "calculator", "reasoning_gym"))
     Status("rl", 4, "failed", "it broke", 1, HOST, None, time.time()).write(good)

@@ -22,7 +22,17 @@ def progress():
     made = Progress("reverse_text-0123456789ab", "rl", 2, ("init", "rl", "report"), ("init",), 40, 1000.0)
     stamp = {"stage": "rl", "attempt": 2}
     made.add(
-        "orchestrator.0", {**stamp, "event": "batch", "step": 12, "reward_mean": 0.43, "staleness_max": 2, "generated_tokens_per_s": 812.4}
+        "orchestrator.0",
+        {
+            **stamp,
+            "event": "batch",
+            "step": 12,
+            "reward_mean": 0.43,
+            "staleness_max": 2,
+            "generated_tokens_per_s": 812.4,
+            "num_sampled": 768,
+            "num_without_signal": 576,
+        },
     )
     made.add("trainer.0", {**stamp, "step": 12, "loss": 0.1, "tokens_per_s": 900.0})
     made.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 99, "loss": 7.0})
@@ -41,6 +51,7 @@ def test_the_plain_line_says_step_reward_staleness_speed_and_who_waits(progress)
         "[01:00] rl 12/40",
         "reward 0.43",
         "oldest 2",
+        "without signal 0.75",
         "generated tokens/s 812",
         "trainer.0 waiting 2 s for batch 13 from orchestrator",
     ):

@@ -43,7 +43,8 @@ def run_dir(tmp_path: Path) -> Path:
     batches = [
         {**stamp, "event": "batch", "time_s": 100.0 + n, "step": n, "reward_mean": 0.2 * n, "staleness_counts": [80, 20],
          "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 3, "generated_tokens_per_s": 1000.0,
-         "dropped": {"zero_advantage": 8 * n}}
+         "dropped": {"zero_advantage": 8 * n}, "num_sampled": 512, "num_without_signal": 256 * (n - 1) + 32,
+         "num_zero_advantage": 256 if n == 3 else 8}
         for n in steps
     ]  # fmt: skip
     evaluations = [
@@ -188,7 +189,8 @@ def test_after_a_resume_shares_are_of_the_newest_attempt_and_the_time_is_of_all(
 
 def test_the_last_line_says_reward_time_and_place(run_dir):
     line = summary(RunData.load(run_dir), 252.3, Path("runs/x/report/index.html"))
-    assert line == "reverse_text: held-out reward 0.87 (0.31 before RL), 4 min 12 s, report: runs/x/report/index.html"
+    silent = "56% of training rollouts without signal"
+    assert line == f"reverse_text: held-out reward 0.87 (0.31 before RL), {silent}, 4 min 12 s, report: runs/x/report/index.html"
     assert [duration(seconds) for seconds in (0.04, 59.94, 59.96)] == ["0.0 s", "59.9 s", "1 min 0 s"]
 
 
@@ -199,8 +201,18 @@ def test_failed_held_out_rollouts_are_told_beside_the_reward_that_leaves_them_ou
     result.write_text(json.dumps({when: dict(zip(names, found, strict=True)) for when, found in policies.items()}))
     run = RunData.load(run_dir)
     told = "without failed rollouts: 0 of 256 before RL and 236 of 256 after RL"
-    assert summary(run, 252.3, Path("x")) == f"reverse_text: held-out reward 0.87 (0.31 before RL), {told}, 4 min 12 s, report: x"
+    silent = "56% of training rollouts without signal"
+    assert summary(run, 252.3, Path("x")) == f"reverse_text: held-out reward 0.87 (0.31 before RL), {told}, {silent}, 4 min 12 s, report: x"
     assert _tiles(run, 252.3)[0] == ("0.31 → 0.87", f"held-out reward, before → after RL, {told}")
+
+
+def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_before_they_were_counted_have_none(run_dir):
+    told = "of training rollouts carried no signal (equal rewards in their group); 1 of 3 batches had none at all"
+    assert ("56%", told) in _tiles(RunData.load(run_dir), 1.0)
+    path = run_dir / "metrics" / "orchestrator.0.jsonl"
+    write_rows(path, [{k: v for k, v in json.loads(line).items() if k != "num_sampled"} for line in path.read_text().splitlines()])
+    run = RunData.load(run_dir)
+    assert not any("signal" in what for _, what in _tiles(run, 1.0)) and "signal" not in summary(run, 1.0, Path("x"))
 
 
 def test_shares_of_the_rl_time(run_dir):

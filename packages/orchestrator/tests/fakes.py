@@ -71,7 +71,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         },
         "orchestrator": {
             "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False}, "rollouts_per_batch": 8,
-            "drop_zero_advantage_groups": True, "keep_batches": 500,
+            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500,
             "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
             "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2},

@@ -35,9 +35,12 @@ def test_the_row_of_a_batch_has_each_tasks_own_reward_and_the_share_of_its_sampl
     group = GroupRequest("train", 0, 0, 0, 4)
     rollouts = [fakes.rollout(Request(group, member, 2), [2, 2], member % 2) for member in range(4)]
     rollouts[2] = replace(rollouts[2], truncated=True)
-    samples = [Sample(each, 0.5, 0, member, 0, 2) for member, each in enumerate(rollouts)]
-    tally = Tally([(0, 1.0), (2, 0.25), (0, 0.5), (0, 0.0), (2, 0.5)])  # of more groups than the batch has, and none of the task between
+    samples = [Sample(each, 0.5 if member else 0.0, 0, member, 0, 2) for member, each in enumerate(rollouts)]
+    tally = Tally(
+        [(0, 1.0, True), (2, 0.25, True), (0, 0.5, False), (0, 0.0, True), (2, 0.5, False)]
+    )  # of more groups than the batch has, and none of the task between
     found = row(Cut(4, samples, tally), fakes.manifest(weights=(1.0, 1.0, 1.0)), 0.0)
     assert {name: value for name, value in found.items() if name.startswith("reward/")} == {"reward/task0": 0.5, "reward/task2": 0.375}
     assert (found["reward_mean"], found["batch_reward_mean"], found["truncated_share"]) == (0.45, 0.5, 0.25)
+    assert (found["num_sampled"], found["num_without_signal"], found["num_zero_advantage"]) == (5, 2, 1)
     assert (found["staleness_mean"], found["staleness_counts"]) == (1.0, [0, 8])

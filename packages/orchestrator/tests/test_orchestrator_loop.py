@@ -28,7 +28,7 @@ from orrery.orchestrator.sink import Sample
 from orrery.orchestrator.state import State
 from orrery.orchestrator.updates import Updates
 from orrery.tasks.chat import write_tokenizer
-from orrery.tasks.task import Message
+from orrery.tasks.task import Judgement, Message
 from orrery.transport import checkpoints, rollout_store
 
 
@@ -126,11 +126,30 @@ def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
     for row in rows:
         assert row.keys() >= {
             "reward_mean", "staleness_mean", "staleness_max", "staleness_counts", "num_versions", "num_mixed_rollouts", "num_in_flight",
-            "num_queued_rollouts", "dropped", "completion_tokens_mean", "truncated_share", "generated_tokens_per_s", "version", "digests",
+            "num_queued_rollouts", "dropped", "num_sampled", "num_without_signal", "num_zero_advantage",
+            "completion_tokens_mean", "truncated_share", "generated_tokens_per_s", "version", "digests",
         }  # fmt: skip
         assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
     assert any("reward/task1" in row for row in rows)
     assert {span["name"] for span in me.spans} >= {"cut", "pack", "send", "update", "evaluation", "generate"}
+
+
+def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_path, caplog):
+    class Learned(fakes.FakeTask):
+        def judge(self, problem, messages):
+            return Judgement(1.0, {})
+
+    with caplog.at_level(logging.WARNING):
+        me, _, trainer, loop = run(tmp_path, fakes.manifest(max_sampled_ratio=2.0), task=Learned())
+    assert len(trainer.batches) == 6 and all(not part.token["advantage"].any() for batch in trainer.batches for part in trained(batch))
+    assert all(batch.totals["rl"] == 8 * 4 for batch in trainer.batches), "ordinary members of the loss"
+    rows = me.events("batch")
+    assert [row["num_zero_advantage"] for row in rows] == [8] * 6 and [row["num_without_signal"] for row in rows] == [
+        row["num_sampled"] for row in rows
+    ]
+    assert sum(row["num_sampled"] for row in rows) <= 6 * 2 * 8 and loop.state.dispatch.admission.taken == 0
+    (warning,) = [message for message in caplog.messages if "signal" in message]
+    assert warning.startswith("batch 1: 16 of 16 sampled rollouts carry no signal") and "make the task harder or easier" in warning
 
 
 def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):

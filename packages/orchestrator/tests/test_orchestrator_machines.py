@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 import orchestrator_fakes as fakes
@@ -99,24 +100,66 @@ def whole(group_id, rewards, version=0):
     return CompleteGroup(request, version, survivors)
 
 
-def test_zero_advantage_groups_do_not_shrink_the_batch():
-    sink = Sink(GRPO, 8, True)
-    sink.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}))
-    assert not sink.add(whole(1, {0: 1, 1: 1, 2: 1, 3: 1}))
-    assert sink.cut(0) is None  # waits to be filled
-    sink.add(whole(2, {0: 0, 1: 1, 2: 0, 3: 1}))
+def sink_of(per_batch, **orchestrator):
+    orchestrator.setdefault("drop_zero_advantage_groups", True)
+    settings = fakes.manifest(**orchestrator).orchestrator
+    return Sink(settings.model_copy(update={"algorithm": GRPO, "rollouts_per_batch": per_batch}))  # any number, to split groups
+
+
+MIXED, EQUAL = {0: 0, 1: 1, 2: 0, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_groups_without_signal_wait_aside_until_the_batch_has_been_sampled_as_often_as_the_ratio_says():
+    sink = sink_of(8, max_sampled_ratio=2.0)
+    sink.add(whole(0, MIXED))
+    for group in (1, 2):
+        assert not sink.add(whole(group, EQUAL)) and sink.cut(0) is None, "12 rollouts are fewer than 2 · 8"
+    assert not sink.add(whole(3, EQUAL))
     batch = sink.cut(0)
-    assert len(batch) == 8 and all(sample.advantage for sample in batch)
-    assert sink.dropped == {"zero_advantage": 4}
+    assert [(sample.group_id, sample.advantage != 0) for sample in batch] == [(0, True)] * 4 + [(1, False)] * 4
+    assert sink.num_sampled == 0 and sink.cut(0) is None, "the next batch has a budget of its own"
+    assert {sample.group_id for group in sink.spare for sample in group} == {2, 3} and not sink.dropped
+
+
+def test_a_batch_is_of_signal_alone_where_that_comes_before_the_ratio():
+    sink = sink_of(8, max_sampled_ratio=2.0)
+    for group, rewards in enumerate((EQUAL, MIXED, MIXED)):
+        sink.add(whole(group, rewards))
+    assert all(sample.advantage for sample in sink.cut(0))
+
+
+def test_a_batch_without_any_signal_is_cut_too():
+    sink = sink_of(8, max_sampled_ratio=1.0)
+    for group in range(2):
+        sink.add(whole(group, EQUAL))
+    assert [sample.advantage for sample in sink.cut(0)] == [0.0] * 8
+
+
+def test_groups_without_signal_are_bounded_and_the_oldest_leave_first():
+    sink = sink_of(4, max_sampled_ratio=100.0, max_batches_ahead=1)
+    for group in range(9):
+        sink.add(whole(group, EQUAL))
+    assert [group[0].group_id for group in sink.spare] == [6, 7, 8] and sink.dropped == {"zero_advantage": 24}
+
+
+def test_groups_without_signal_obey_the_staleness_bound_and_their_loss_makes_room_for_others():
+    sink = sink_of(8, max_sampled_ratio=1.0)
+    sink.add(whole(0, EQUAL, version=1))
+    sink.add(whole(1, EQUAL, version=2))
+    assert sink.room(1) == 0
+    assert sink.cut(2) is None and sink.dropped == {"stale_in_queue": 4}
+    assert sink.room(1) == 4, "no batch would ever be whole"
+    sink.add(whole(2, MIXED, version=2))
+    assert [sample.group_id for sample in sink.cut(2)] == [2] * 4 + [1] * 4
 
 
 def test_zero_advantage_groups_train_where_the_manifest_keeps_them():
-    sink = Sink(GRPO, 4, False)
-    assert sink.add(whole(1, {0: 1, 1: 1, 2: 1, 3: 1})) and len(sink.cut(0)) == 4
+    sink = sink_of(4, drop_zero_advantage_groups=False)
+    assert not sink.add(whole(1, EQUAL)) and len(sink.cut(0)) == 4
 
 
 def test_a_group_trains_on_two_survivors_and_not_on_one():
-    sink = Sink(GRPO, 2, True)
+    sink = sink_of(2)
     assert not sink.add(whole(0, {2: 1}))
     assert sink.dropped == {"too_few_survivors": 1}
     assert sink.add(whole(1, {0: 0, 3: 1}))
@@ -124,7 +167,7 @@ def test_a_group_trains_on_two_survivors_and_not_on_one():
 
 
 def test_what_does_not_fit_leads_the_next_batch():
-    sink = Sink(GRPO, 5, True)
+    sink = sink_of(5)
     for group in range(3):
         sink.add(whole(group, {0: 0, 1: 1, 2: 0, 3: 1}))
     names = [[(sample.group_id, sample.member) for sample in sink.cut(0)] for _ in range(2)]
@@ -133,7 +176,7 @@ def test_what_does_not_fit_leads_the_next_batch():
 
 
 def test_the_sweep_at_the_cut_drops_whole_groups_and_counts_them():
-    sink = Sink(GRPO, 4, True)
+    sink = sink_of(4)
     sink.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}, version=1))
     sink.add(whole(1, {0: 0, 1: 1, 2: 0, 3: 1}, version=2))
     assert {sample.group_id for sample in sink.cut(2)} == {1}
@@ -141,23 +184,24 @@ def test_the_sweep_at_the_cut_drops_whole_groups_and_counts_them():
 
 
 def test_any_number_of_rollouts_lost_with_engines_is_no_starvation():
-    sink = Sink(GRPO, 8, True)
+    sink = sink_of(8)
     sink.count("engine_gone", 100 * BARREN_BATCHES)
     sink.check_not_starved()
     assert sink.dropped["engine_gone"] == 100 * BARREN_BATCHES
 
 
-def test_starvation_names_reasons_and_counts_and_one_good_group_ends_it():
-    sink = Sink(GRPO, 4, True)
+def test_starvation_names_reasons_and_counts_and_one_group_that_may_train_ends_it():
+    sink = sink_of(4)
     for group in range(BARREN_BATCHES - 1):
-        sink.add(whole(group, {0: 1, 1: 1, 2: 1, 3: 1}))
+        sink.count("judge", 3, "the judge is gone")
+        sink.add(whole(group, {0: 1}))
         sink.check_not_starved()
-    sink.add(whole(90, {0: 0, 1: 1, 2: 0, 3: 1}))
-    for group in range(BARREN_BATCHES - 1):
-        sink.add(whole(group, {0: 1, 1: 1, 2: 1, 3: 1}))
+    sink.add(whole(90, EQUAL))
+    for group in range(BARREN_BATCHES):
         sink.check_not_starved()
-    sink.count("judge", 4, "the judge is gone")
-    with pytest.raises(RunFailed, match=r"zero_advantage 36, judge 4.*group_size"):
+        sink.count("timeout", 3)
+        sink.add(whole(100 + group, {0: 1}))
+    with pytest.raises(RunFailed, match=r"timeout 30, too_few_survivors 10.*rollout_timeout_s"):
         sink.check_not_starved()
 
 
@@ -253,10 +297,12 @@ def example_snapshot():
         [9],
         [GroupRequest("train", 8, 0, 8, 4)],
         [group, group[:2]],
+        [[replace(each, advantage=0.0, group_id=4) for each in group[1:]]],
+        num_sampled=17,
         evaluated=4,
         num_evaluation_groups=6,
         digests={1: "aa", 2: "bb"},
-        rewards=[(0, 0.5), (1, 1.0)],
+        rewards=[(0, 0.5, True), (1, 1.0, False)],
     )
 
 
@@ -267,8 +313,8 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
     back = snapshot.read(tmp_path, 4)
     assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
     assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
-    assert back.rewards == kept.rewards
-    for old, new in zip(kept.queue[0] + kept.queue[1], back.queue[0] + back.queue[1], strict=True):
+    assert back.rewards == kept.rewards and back.num_sampled == 17 and [len(group) for group in back.spare] == [3]
+    for old, new in zip(chain(*kept.queue, *kept.spare), chain(*back.queue, *back.spare), strict=True):
         assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
             new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
         for name in ("token_id", "logprob", "trained", "version"):
@@ -283,7 +329,7 @@ def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
     said = [np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2) for each in kept.queue[0]]
     said[1] = without_routes(len(said[1]), shape)
     queue = [[replace(each, rollout=replace(each.rollout, routed_experts=of)) for each, of in zip(kept.queue[0], said, strict=True)]]
-    snapshot.write(tmp_path, 4, replace(kept, queue=queue), 1.0)
+    snapshot.write(tmp_path, 4, replace(kept, queue=queue, spare=[]), 1.0)
     for new, routes in zip(snapshot.read(tmp_path, 4).queue[0], said, strict=True):
         assert new.rollout.routed_experts.dtype == np.uint16
         np.testing.assert_array_equal(new.rollout.routed_experts, routes)
@@ -291,7 +337,7 @@ def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):
-    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], -1, 0, {}, []), 1.0)
+    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], [], 0, -1, 0, {}, []), 1.0)
     assert snapshot.read(tmp_path, 2).queue == []
 
 

@@ -77,6 +77,27 @@ def test_the_step_equals_plain_autograd_on_the_whole_batch_sample_by_sample(star
         torch.testing.assert_close(gradients[f"network.{name}"], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_without_any_advantage_trains_and_its_tokens_stay_in_the_denominator(start):
+    """The penalty over all trained tokens is left."""
+    learner, columns = make_learner(manifest(), start), batch_columns(1)
+    columns.token["advantage"][:] = 0
+    num_trained = int(columns.token["trained"].sum())
+    found = learner.learn([columns], 1, count_members(columns), 1.0).metrics
+    plain = make_learner(manifest(), start)
+    scored = micro_batch(columns, 1, CPU, plain.cut, plain.routes)
+    with torch.no_grad():
+        logprob, _ = plain.policy(scored)
+    penalty = 1e-3 * (logprob - scored.loss.engine_logprob)[scored.loss.rl_weight != 0].square().sum().item() / num_trained
+    assert found["num_trained_tokens"] == num_trained and found["loss_rl"] == pytest.approx(penalty, rel=1e-4)
+    # The engine's log-probs equal ours: nothing pulls at all, and the step divides by nothing.
+    still = make_learner(manifest(), start)
+    with torch.no_grad():
+        columns.token["logprob"][columns.token["trained"]] = still.policy(scored)[0][scored.loss.rl_weight != 0].numpy()
+    found = still.learn([columns], 1, count_members(columns), 1.0).metrics
+    assert found["grad_norm"] < 1e-8 and found["loss"] < 1e-12
+    assert all(torch.isfinite(weight).all() for weight in whole_weights(still).values())
+
+
 def test_one_micro_batch_and_many_make_the_same_step(start):
     spec = manifest()
     whole, parts = make_learner(spec, start), make_learner(spec, start)

@@ -68,6 +68,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines.append(f"  {role.name:<16} {where} {step:<9} {does}{again}")
     if status.stage == "sft":
         lines += _losses(run.path)
+    if status.stage == "rl":
+        lines += _signal(run.path, status.attempt)
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
     if any(job.stage == status.stage and job.state == "waiting" for job in jobs):
@@ -91,6 +93,17 @@ def _losses(run_dir: Path) -> list[str]:
     if validated:
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
+
+
+def _signal(run_dir: Path, attempt: int) -> list[str]:
+    """How many of the rollouts sampled for the attempt's newest batch carry no signal."""
+    of_rl = (row for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("stage") == "rl" and row["attempt"] == attempt)
+    newest = deque((row for row in of_rl if row.get("event") == "batch" and row.get("num_sampled")), 1)
+    return [
+        f"  batch {row['step']}: {row['num_without_signal']} of {row['num_sampled']} sampled rollouts without signal "
+        f"({row['num_without_signal'] / row['num_sampled']:.0%})"
+        for row in newest
+    ]
 
 
 def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:

@@ -787,12 +787,15 @@ class Evaluation(Record):
 class Orchestrator(Record):
     """How rollouts are made and which of them may train.
 
+    - `drop_zero_advantage_groups`: leave groups of equal rewards out, as long as `max_sampled_ratio` allows.
+    - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the batch as ordinary members.
     - `keep_batches`: of trained batches, the newest whose tokens, log-probs and routes stay in the run's folder.
     """
 
     algorithm: Algorithm
     rollouts_per_batch: PositiveInt
     drop_zero_advantage_groups: bool
+    max_sampled_ratio: Annotated[float, Field(ge=1.0)]
     max_off_policy_steps: NonNegativeInt
     max_batches_ahead: NonNegativeInt
     admission: Admission

@@ -46,6 +46,8 @@ class Progress:
             self.usage.update(row["processes"])  # every process writes its own
         elif event == "batch":
             self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
+            if row.get("num_sampled"):
+                self.values["without signal"] = row["num_without_signal"] / row["num_sampled"]
             self._take(row, generated_tokens_per_s="generated tokens/s", num_in_flight="in flight")
             if isinstance(row.get("reward_mean"), int | float):
                 self.rewards.append(row["reward_mean"])

@@ -71,8 +71,8 @@ def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
     samples, tally, tasks = cut.samples, cut.tally, manifest.tasks.train
     versions = [sample.rollout.sampled_versions for sample in samples]
     behind = cut.step - 1 - np.concatenate(versions)
-    task_of = np.array([task for task, _ in tally.rewards], dtype=np.int64)
-    rewards = np.array([reward for _, reward in tally.rewards], dtype=np.float64)
+    task_of = np.array([task for task, _, _ in tally.rewards], dtype=np.int64)
+    rewards = np.array([reward for _, reward, _ in tally.rewards], dtype=np.float64)
     by_task = {f"reward/{task.name}": float(rewards[task_of == i].mean()) for i, task in enumerate(tasks) if (task_of == i).any()}
     trained_rewards = [sample.rollout.reward for sample in samples]
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
@@ -81,6 +81,9 @@ def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
         # Of every group that became whole since the last cut: groups that are dropped for equal rewards would bias the mean of the batch.
         "reward_mean": float(rewards.mean()) if len(rewards) else float(np.mean(trained_rewards)),
         "batch_reward_mean": float(np.mean(trained_rewards)),
+        "num_sampled": len(tally.rewards),
+        "num_without_signal": sum(not has_signal for _, _, has_signal in tally.rewards),
+        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),  # of the batch itself
         **by_task,
         "staleness_mean": float(behind.mean()),
         "staleness_max": int(behind.max()),

@@ -53,6 +53,7 @@ class Loop:
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
         self._evaluation: EvaluationResult | None = None  # the newest that is finished
         self._said: str | None = None
+        self._has_warned = False
         self._wind_down = WindDownRequest(me)
 
     async def run(self) -> None:
@@ -163,10 +164,22 @@ class Loop:
             step, **row, version=max(map(int, digests)), digests=digests, num_in_flight=state.dispatch.num_in_flight,
             num_queued_rollouts=state.sink.num_queued, dropped=dict(state.sink.dropped),
         )  # fmt: skip
+        self._warn_of_little_signal(step, row)
         await asyncio.to_thread(self._keep, batch, documents, digests)
         with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}"):
             await self.sender.send(packed)
         self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
+
+    def _warn_of_little_signal(self, step: int, row: dict) -> None:
+        """Once, where most rollouts teach nothing."""
+        if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
+            return
+        self._has_warned = True
+        self.me.log.warning(
+            "batch %d: %d of %d sampled rollouts carry no signal, as all rewards of their group are equal; make the task harder or easier, "
+            "raise orchestrator.algorithm.group_size, or train fewer steps (stages.rl.num_steps)",
+            step, row["num_without_signal"], row["num_sampled"],
+        )  # fmt: skip
 
     async def _end_early(self) -> NoReturn:
         """Wind down at the last batch that was sent."""
@@ -227,7 +240,7 @@ class Loop:
             doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"
         elif clock.all_cut:
             doing, waits = "ending", f"version {clock.num_batches} from trainer"
-        elif state.sink.num_queued >= state.rollouts_per_batch:
+        elif state.sink.has_batch:
             doing, waits = f"holding batch {step}", f"trainer to ask for batch {clock.next_batch}"
         else:
             doing, waits = f"collecting batch {step}", f"version {clock.version + 1} from trainer"

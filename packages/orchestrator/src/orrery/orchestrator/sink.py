@@ -1,13 +1,16 @@
 """Sink: whole groups in, batches out; what may train waits here.
 
 - A group trains on its survivors, if two or more remain; else it is dropped (`too_few_survivors`).
-- Advantages are computed once, over the whole group. A group whose advantages are all zero is dropped here (`zero_advantage`), before
-  it counts for anything, so a batch never shrinks: the next groups fill it.
+- Advantages are computed once, over the whole group. A group whose advantages are all zero carries no signal.
+- `drop_zero_advantage_groups` keeps such groups aside in `spare`. Once `max_sampled_ratio` times the batch has been sampled, they fill it
+  as ordinary members: the loss keeps its denominator, so little signal makes a small step.
+- `spare` holds no more than the batches to come could need. The oldest leave first (`zero_advantage`).
 - A batch is exactly `rollouts_per_batch` rollouts, oldest group first; the rest of a group that does not fit leads the next batch.
-- The sweep at the cut is the staleness guarantee: a queued group with a sampled token older than the bound leaves whole (`stale_in_queue`).
+- The sweep at the cut is the staleness guarantee: a kept group with a sampled token older than the bound leaves whole (`stale_in_queue`).
 - Every rollout that leaves without training is counted by its reason; too many in a row without one group to train is an error.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.schema import Algorithm
+from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.algorithms import advantages
 from orrery.orchestrator.groups import CompleteGroup
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
@@ -42,58 +45,81 @@ class Sample:
 class Sink:
     """The queue between generation and training."""
 
-    def __init__(self, algorithm: Algorithm, rollouts_per_batch: int, drop_zero_advantage_groups: bool):
-        self.algorithm, self.rollouts_per_batch, self.drop_zero = algorithm, rollouts_per_batch, drop_zero_advantage_groups
+    def __init__(self, settings: Orchestrator):
+        self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
+        self.drop_zero = settings.drop_zero_advantage_groups
+        self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)  # rollouts sampled for a batch
+        self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch  # generation is never further ahead
         self.queue: deque[list[Sample]] = deque()  # finished groups, in order of completion
+        self.spare: deque[list[Sample]] = deque()  # the same, of groups without signal
+        self.num_sampled = 0  # rollouts that became samples, less the budget of each batch that was cut
         self.dropped: Counter[str] = Counter()  # rollouts by reason, over the whole run
         self._barren: Counter[str] = Counter()  # the same, since the last group that could train
         self._words: dict[str, str] = {}  # reason -> the newest sentence behind it
 
     @property
     def num_queued(self) -> int:
-        return sum(len(group) for group in self.queue)
+        return _size(self.queue)
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether there is enough for a batch, spare groups counted once the batch's budget is spent."""
+        lacking = self.rollouts_per_batch - self.num_queued
+        return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
+
+    def room(self, num_batches: int) -> int:
+        """Rollouts to sample for the next `num_batches` batches, those in flight included.
+
+        Where too little is kept for one batch, because the rest went stale, its budget is exceeded.
+        """
+        lacking = num_batches * self.rollouts_per_batch - self.num_queued
+        if not self.drop_zero:
+            return lacking
+        unspent = num_batches * self.budget - self.num_sampled
+        return min(lacking, max(unspent, self.rollouts_per_batch - self.num_queued - _size(self.spare)))
 
     def add(self, group: CompleteGroup) -> bool:
-        """Queue the group, or drop it; True where it may train."""
+        """Keep the group, or drop it; True where it carries signal."""
         survivors = group.survivors
         if len(survivors) < 2:
             self.count("too_few_survivors", len(survivors))
             return False
         rewards = np.asarray([rollout.reward for rollout in survivors.values()], dtype=np.float32)
         gained = advantages(rewards, self.algorithm)
-        if self.drop_zero and not gained.any():
-            self.count("zero_advantage", len(survivors))
-            return False
-        request = group.request
-        self.queue.append([
+        request, has_signal = group.request, bool(gained.any())
+        samples = [
             Sample(rollout, float(advantage), request.group_id, member, request.task_index, group.version)
             for (member, rollout), advantage in zip(survivors.items(), gained, strict=True)
-        ])  # fmt: skip
+        ]
+        self.num_sampled += len(samples)
+        if has_signal or not self.drop_zero:
+            self.queue.append(samples)
+        else:
+            self.spare.append(samples)
+            while _size(self.spare) - len(self.spare[0]) >= self.most_spare:
+                self.count("zero_advantage", len(self.spare.popleft()))
         self._barren.clear()
-        return True
+        return has_signal
 
     def sweep(self, oldest_version: int) -> None:
-        """Drop queued groups that hold a token older than `oldest_version`."""
-        keep: deque[list[Sample]] = deque()
-        for group in self.queue:
-            if min(sample.oldest_version for sample in group) < oldest_version:
+        """Drop kept groups that hold a token older than `oldest_version`."""
+        for groups in (self.queue, self.spare):
+            stale = [group for group in groups if min(sample.oldest_version for sample in group) < oldest_version]
+            for group in stale:
                 self.count("stale_in_queue", len(group))
-            else:
-                keep.append(group)
-        self.queue = keep
+            if stale:
+                fresh = [group for group in groups if min(sample.oldest_version for sample in group) >= oldest_version]
+                groups.clear()
+                groups.extend(fresh)
 
     def cut(self, oldest_version: int) -> list[Sample] | None:
         """The next batch, every token of it at least `oldest_version`; None while there is not enough."""
         self.sweep(oldest_version)
-        if self.num_queued < self.rollouts_per_batch:
+        if not self.has_batch:
             return None
-        batch: list[Sample] = []
-        while len(batch) < self.rollouts_per_batch:
-            group = self.queue.popleft()
-            room = self.rollouts_per_batch - len(batch)
-            batch.extend(group[:room])
-            if group[room:]:
-                self.queue.appendleft(group[room:])
+        batch = _take(self.queue, self.rollouts_per_batch)
+        batch += _take(self.spare, self.rollouts_per_batch - len(batch))
+        self.num_sampled = max(0, self.num_sampled - self.budget)
         return batch
 
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
@@ -113,8 +139,6 @@ class Sink:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._barren.most_common())
         reason = self._barren.most_common(1)[0][0]
         advice = {
-            "zero_advantage": "every rollout of a group gets the same reward: "
-            "make the task easier or harder, warm-start longer, or raise orchestrator.algorithm.group_size",
             "timeout": "raise orchestrator.rollout_timeout_s, or lower orchestrator.admission.max_in_flight",
             "stale_in_flight": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",
             "stale_in_queue": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",
@@ -123,3 +147,19 @@ class Sink:
         raise RunFailed(
             f"orchestrator: the last {sum(self._barren.values())} rollouts gave nothing to train on ({reasons}); {advice}.{words}"
         )
+
+
+def _size(groups: deque[list[Sample]]) -> int:
+    return sum(len(group) for group in groups)
+
+
+def _take(groups: deque[list[Sample]], most: int) -> list[Sample]:
+    """Remove up to `most` samples from the front; the rest of a group that is split stays in front."""
+    taken: list[Sample] = []
+    while groups and len(taken) < most:
+        group = groups.popleft()
+        room = most - len(taken)
+        taken.extend(group[:room])
+        if group[room:]:
+            groups.appendleft(group[room:])
+    return taken

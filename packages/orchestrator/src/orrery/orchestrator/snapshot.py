@@ -1,6 +1,6 @@
 """Snapshot files: the orchestrator's share of a checkpoint, `checkpoints/step_<n>/orchestrator/`.
 
-- `queue.safetensors`: finished groups that are not trained yet, as columns; `state.json`: the rest.
+- `queue.safetensors`: finished groups that are not trained yet, with and without signal, as columns; `state.json`: the rest.
 - The folder appears whole (written aside, renamed). What an earlier attempt left under the same step is replaced: its step was never
   completed, or nobody would make it again.
 - Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
@@ -25,13 +25,13 @@ from orrery.transport import checkpoints, safetensors_columns
 from orrery.transport.columns import Columns
 from orrery.transport.routed_experts import COLUMN
 
-FORMAT = 3
+FORMAT = 4
 
 
 class _QueuedSample(msgspec.Struct):
     """What columns do not hold of a queued sample."""
 
-    group: int  # number of its group in the queue
+    group: int  # number of its group, spare groups after the queue's
     member: int
     advantage: float
     reward: float
@@ -50,7 +50,9 @@ class _State(msgspec.Struct):
     num_evaluation_groups: int
     digests: dict[int, str]
     queue: list[_QueuedSample]
-    rewards: list[tuple[int, float]]
+    num_spare_groups: int
+    num_sampled: int
+    rewards: list[tuple[int, float, bool]]
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -83,7 +85,7 @@ def _later(run_dir: Path, step: int) -> Path:
 
 
 def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
-    samples = [(number, sample) for number, group in enumerate(snapshot.queue) for sample in group]
+    samples = [(number, sample) for number, group in enumerate([*snapshot.queue, *snapshot.spare]) for sample in group]
     state = _State(
         FORMAT, step, snapshot.next_batch, snapshot.cursors, snapshot.in_flight, snapshot.evaluated, snapshot.num_evaluation_groups,
         snapshot.digests,
@@ -94,7 +96,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
             )
             for number, sample in samples
         ],
-        snapshot.rewards,
+        len(snapshot.spare), snapshot.num_sampled, snapshot.rewards,
     )  # fmt: skip
     aside = target.with_name(".orchestrator.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -125,13 +127,15 @@ def read(run_dir: Path, step: int) -> Snapshot:
             f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of {len(state.queue)} samples; "
             f"expected format {FORMAT} of step {step}; {remedy}"
         )
-    queue: list[list[Sample]] = []
+    groups: list[list[Sample]] = []
     for index, kept in enumerate(state.queue):
-        if kept.group == len(queue):
-            queue.append([])
-        queue[kept.group].append(_sample(columns, index, kept))
+        if kept.group == len(groups):
+            groups.append([])
+        groups[kept.group].append(_sample(columns, index, kept))
+    num_queued = len(groups) - state.num_spare_groups
     return Snapshot(
-        state.next_batch, state.cursors, state.in_flight, queue, state.evaluated, state.num_evaluation_groups, state.digests, state.rewards
+        state.next_batch, state.cursors, state.in_flight, groups[:num_queued], groups[num_queued:], state.num_sampled,
+        state.evaluated, state.num_evaluation_groups, state.digests, state.rewards,
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ from orrery.orchestrator.source import Source
 class Tally:
     """What happened since the last cut."""
 
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (position in manifest.tasks.train, reward), trained or not
+    # (position in manifest.tasks.train, reward, whether its group carries signal), trained or not
+    rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
 
@@ -51,10 +52,12 @@ class Snapshot:
     cursors: list[int]
     in_flight: list[GroupRequest]
     queue: list[list[Sample]]
+    spare: list[list[Sample]]  # groups without signal
+    num_sampled: int  # as `Sink` counts
     evaluated: int  # newest version whose evaluation is finished
     num_evaluation_groups: int
     digests: dict[int, str]  # of the weights of every version that engines have had
-    rewards: list[tuple[int, float]]  # of the tally since the last cut; its throughput begins again
+    rewards: list[tuple[int, float, bool]]  # of the tally since the last cut; its throughput begins again
 
 
 class State:
@@ -67,7 +70,7 @@ class State:
         self.clock = Clock(settings.max_off_policy_steps, manifest.stages.rl.num_steps)
         self.dispatch = Dispatch(Admission(settings.admission, manifest.inference.max_model_len_tokens))
         self.groups = Groups()
-        self.sink = Sink(settings.algorithm, settings.rollouts_per_batch, settings.drop_zero_advantage_groups)
+        self.sink = Sink(settings)
         self.wanted = 0  # the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
@@ -89,6 +92,8 @@ class State:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1  # it was cut, so it had been asked for, or nearly
             self.sink.queue.extend(snapshot.queue)
+            self.sink.spare.extend(snapshot.spare)
+            self.sink.num_sampled = snapshot.num_sampled
 
     # What to do ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class State:
             self.tally.since_s = now_s
         self.sink.sweep(self.clock.oldest_useful)
         num_batches = min(self.clock.batches_open_to(self.clock.version), self.newest_to_cut + 1 - self.clock.next_batch + 1)
-        room = num_batches * self.rollouts_per_batch - self._open_train_rollouts - self.sink.num_queued
+        room = self.sink.room(num_batches) - self._open_train_rollouts
         spare = self.dispatch.admission.free - self.dispatch.num_waiting
         while room > 0 and spare > 0:
             group = self.source.next()
@@ -187,8 +192,8 @@ class State:
         group = self.groups.add(outcome)
         if group is not None:
             self._open_train_rollouts -= group.request.size
-            self.tally.rewards.extend((group.request.task_index, rollout.reward) for rollout in group.survivors.values())
-            self.sink.add(group)
+            has_signal, task_index = self.sink.add(group), group.request.task_index
+            self.tally.rewards.extend((task_index, rollout.reward, has_signal) for rollout in group.survivors.values())
         self.sink.check_not_starved()
         return None
 
@@ -207,6 +212,8 @@ class State:
             cursors=list(self.source.cursors),
             in_flight=[*self.dispatch.open_train_groups(), *self.source.again],
             queue=[list(group) for group in self.sink.queue],
+            spare=[list(group) for group in self.sink.spare],
+            num_sampled=self.sink.num_sampled,
             evaluated=self.evaluations.last,
             num_evaluation_groups=self.evaluations.num_groups,
             digests=dict(self.digests),

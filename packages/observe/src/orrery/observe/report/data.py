@@ -82,6 +82,12 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
 
 
+def without_signal(run: RunData) -> float | None:
+    """Share of the rollouts sampled for training whose group had equal rewards; None where no batch counted them."""
+    counts = [(num, sampled) for num, sampled in run.batches.each("num_without_signal", "num_sampled") if sampled]
+    return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
+
+
 def _json(path: Path) -> Row:
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -9,7 +9,7 @@ from plotly.offline import get_plotlyjs
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.observe.duration import duration
 from orrery.observe.report import figures
-from orrery.observe.report.data import RunData, same_weights, shares, unfinished
+from orrery.observe.report.data import RunData, same_weights, shares, unfinished, without_signal
 
 SECTIONS = (
     ("Learning", (("Reward", figures.reward), ("Warm start", figures.warm_start), ("Entropy", figures.entropy))),
@@ -33,10 +33,13 @@ MAX_PAIRS = 8
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
-    """The run's last line: held-out reward after and before RL, how many rollouts it leaves out, wall time, where the report is."""
+    """Return the run's last line.
+
+    It has the held-out reward after and before RL, failed rollouts, the share without signal, the wall time and the report's place.
+    """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
-    parts = [reward, _left_out(run), duration(wall_s), f"report: {page}"]
+    parts = [reward, _left_out(run), _without_signal(run), duration(wall_s), f"report: {page}"]
     return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
 
 
@@ -47,6 +50,12 @@ def _left_out(run: RunData) -> str:
         return ""
     counts = [f"{policy['num_failed']} of {policy['num_failed'] + policy['num_rollouts']} {when} RL" for when, policy in policies]
     return f"without failed rollouts: {' and '.join(counts)}"
+
+
+def _without_signal(run: RunData) -> str:
+    """The share of rollouts whose group had equal rewards; empty where no batch counted them."""
+    share = without_signal(run)
+    return "" if share is None else f"{share:.0%} of training rollouts without signal"
 
 
 def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
@@ -63,6 +72,12 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
                 f"oldest trained token, versions behind (bound {run.manifest.orchestrator.max_off_policy_steps})",
             )
         )
+        if (share := without_signal(run)) is not None:
+            size, filled = run.manifest.orchestrator.rollouts_per_batch, run.batches.column("num_zero_advantage")
+            whole = f"{filled.count(size)} of {len(filled)} batches"
+            tiles.append(
+                (f"{share:.0%}", f"of training rollouts carried no signal (equal rewards in their group); {whole} had none at all")
+            )
         tiles.append((f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}", "batches with tokens of several versions"))
     if differences := same_weights(run):
         tiles.append(
