@@ -33,12 +33,12 @@ cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
 [ ! -e /etc/pip.conf ] || cp /etc/pip.conf "$root/etc/"
 for place in $(python3 -m pip config get global.find-links 2>/dev/null | tr ',' ' '); do [ ! -d "$place" ] || bind "$place"; done
 
-rm -rf "$root/root/orrery"
-git clone --quiet . "$root/root/orrery"
+rm -rf "$root/srv/orrery"
+git clone --quiet . "$root/srv/orrery"
 inside() { # COMMAND...
     local word kept=(PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM="${TERM:-dumb}")
     for word in $(compgen -e | grep -E '^(PIP_|UV_|SSL_|REQUESTS_|OPENBLAS_)'); do kept+=("$word=${!word}"); done
-    chroot "$root" /usr/bin/env -i "${kept[@]}" bash -c 'cd /root/orrery && "$@"' - "$@"
+    chroot "$root" /usr/bin/env -i "${kept[@]}" bash -c 'cd /srv/orrery && "$@"' - "$@"
 }
 echo "test-bare: $(git rev-parse HEAD) on Debian $(<"$root/etc/debian_version")"
 inside ${ORRERY_BARE_ONLY:-make demo}
