@@ -8,8 +8,10 @@ from orrery.manifest.errors import OrreryError
 
 try:
     PIPELINE = checked_in()
-except OrreryError as error:
+except (OrreryError, OSError) as error:
     sys.exit(f"error: {error}")
+for sentence in PIPELINE.broken:
+    print(f"warning: {sentence}; the runs of this file are left out", file=sys.stderr)
 
 
 wildcard_constraints:

@@ -9,7 +9,7 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
 (import 'lib/laws.libsonnet') + {
   local run = self,
 
-  schema_version: 1,
+  schema_version: 2,
   name: error 'name: a run takes its name from lib/named.libsonnet',
   seed: error 'seed: say it in the run file, for example seed: 1',
   python_lock_sha256: if self.hardware.accelerator == 'cpu' then cpu_lock else cuda_lock,

@@ -392,12 +392,14 @@ def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, 
     Status("rl", 4, "failed", "it broke", 1, HOST, None, time.time()).write(good)
     (bad / "status.json").write_text('{"stage": "rl"')
     (worse / "status.json").write_text('{"stage": "rl"}')
-    code, out, _ = orrery(capsys, "status")
-    assert code == 0 and f"{good.name}: rl failed" in out
+    code, out, err = orrery(capsys, "status")
+    assert code == 2 and f"{good.name}: rl failed" in out
     for path in (bad, worse):
-        assert f"{path}/status.json: not a launcher's status" in out
+        assert err.count(f"error: {path}/status.json: ") == 1
         with pytest.raises(OrreryError, match="remove it and start the run again"):
             statuses.read(path)
+        code, out, told = orrery(capsys, "status", path.name)
+        assert code == 2 and not out and told.startswith(f"error: {path}/status.json: ")
     assert {bad.name, worse.name} <= {one.what for one in examine(Workspace(checkout)) if one.found == "its status cannot be read"}
 
 

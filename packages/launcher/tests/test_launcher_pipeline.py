@@ -101,6 +101,15 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     assert len(before) == 1
 
 
+@pytest.mark.parametrize("text", ["[1, 2]", "{ odd: 1 }", "{ odd:"])
+def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkout, text):
+    (checkout / "jsonnet/runs/odd.jsonnet").write_text(text)
+    result = snakemake(checkout, "-n", "reverse_text")
+    assert result.returncode == 0, result.stderr
+    (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning: jsonnet/runs/odd.jsonnet")]
+    assert warning.endswith("; the runs of this file are left out") and "Traceback" not in result.stderr
+
+
 def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     shutil.copy(ROOT / "Makefile", checkout)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

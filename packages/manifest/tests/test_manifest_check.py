@@ -15,7 +15,7 @@ from orrery.manifest.cli import app, run_app
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import canonical_json, load
 from orrery.manifest.render import render, render_all
-from orrery.manifest.schema import TARGETS
+from orrery.manifest.schema import SCHEMA_VERSION, TARGETS
 from orrery.manifest.workspace import Workspace
 
 with tempfile.TemporaryDirectory() as _folder:
@@ -678,3 +678,64 @@ def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(checkou
     assert orrery("render") == 2
     assert capsys.readouterr().err.startswith("error: the check of tasks broke (it ended with code 1)")
     assert not (checkout / "manifests").exists()
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[1, 2]", "a list"), ("'words'", "a text"), ("null", "null"), ("3", "a number")])
+def test_a_spec_that_is_no_object_is_one_sentence(text, kind, checkout, capsys):
+    (checkout / "jsonnet/runs/odd.jsonnet").write_text(text)
+    assert orrery("check") == 2
+    out, err = capsys.readouterr()
+    assert not out and err == (
+        f"error: jsonnet/runs/odd.jsonnet: holds {kind}, and a run file is an object of runs by name; "
+        "jsonnet/runs/reverse_text.jsonnet is an example\n"
+    )
+
+
+def test_a_spec_that_nests_too_deep_or_cannot_be_read_is_one_sentence(checkout, capsys):
+    path = checkout / "jsonnet/runs/odd.jsonnet"
+    path.write_text("{ odd: " + "[" * 100 + "]" * 100 + " }")
+    assert orrery("check") == 2
+    assert "its value is refused (values nested deeper than 64)" in capsys.readouterr().err
+    path.unlink()
+    path.mkdir()
+    assert orrery("check") == 2
+    assert "error: import 'runs/odd.jsonnet': no such file under jsonnet/" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_what_to_do():
+    for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION + 1):
+        with pytest.raises(OrreryError) as error:
+            check({**GOOD, "schema_version": version}, "here")
+        assert str(error.value) == (
+            f"here: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "
+            "or finish this one with the Orrery that began it"
+        )
+
+
+HUGE = {
+    ("stages", "rl", "num_steps"): (10**30, "should be less than or equal to 1000000000"),
+    ("trainer", "mesh", "dp_shard"): (10**9, "should be less than or equal to 65536"),
+    ("hardware", "num_nodes"): (10**9, "should be less than or equal to 65536"),
+    ("inference", "num_replicas"): (10**9, "should be less than or equal to 65536"),
+    ("model", "num_heads"): (10**12, "should be less than or equal to 65536"),
+    ("model", "vocab_size"): (10**12, "should be less than or equal to 16777216"),
+    ("orchestrator", "rollout_timeout_s"): (1e300, "should be less than or equal to 31536000"),
+    ("seed",): (10**30, "should be less than or equal to 9007199254740992"),
+    ("name",): ("a" * 5000, "should have at most 100 characters"),
+}
+
+
+@pytest.mark.parametrize("path", HUGE, ids=".".join)
+def test_an_absurd_size_is_refused_by_name(path):
+    value, rule = HUGE[path]
+    with pytest.raises(OrreryError, match=rf"here: {'.'.join(path)} = .*: (String )?{rule}"):
+        check(broken(path, value), "here")
+
+
+def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
+    mesh = {**GOOD["trainer"]["mesh"], "dp_replicate": 60_000, "dp_shard": 60_000}
+    with pytest.raises(OrreryError, match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: a trainer has at most 65536 ranks"):
+        check(broken(("trainer", "mesh"), mesh), "here")
+    inference = {**GOOD["inference"], "num_replicas": 60_000, "tensor_parallel": 60_000, "router": ROUTER}
+    with pytest.raises(OrreryError, match="at most 65536 devices together"):
+        check(broken(("inference",), inference), "here")

@@ -138,7 +138,7 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
     [
         (None, r"model\.init\.path: .* holds no config\.json; name a Hugging Face directory"),
         ("{", r"config\.json: not JSON \(.*\); copy the directory again"),
-        ("[]", r"config\.json: not an object of JSON; copy the directory again"),
+        ("[]", r"config\.json: holds a list, and an object is expected; copy the directory again"),
         ('{"rope_scaling": {"rope_type": "yarn"}}', r"config\.json: transformers refuses the config \(.*factor.*\); mend"),
     ],
 )

@@ -104,7 +104,7 @@ def test_the_tail_yields_every_whole_row_once_and_waits_for_a_torn_one(tmp_path)
         pass
     path = tmp_path / "metrics/trainer.0.jsonl"
     with open(path, "a") as file:
-        file.write('{"step":3,')
+        file.write('{"time_s":3,"step":3,')
     for tail in (skipping, whole):
         assert [(name, row["step"]) for name, row in tail.new_rows()] == [("trainer.0", 2)]
     with open(path, "a") as file:

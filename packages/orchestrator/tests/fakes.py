@@ -42,7 +42,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         for i, weight in enumerate(weights)
     ]
     checked = Manifest.model_validate({
-        "schema_version": 1, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
+        "schema_version": 2, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
         "model": {
             "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02}, "tokenizer": {"kind": "characters", "alphabet": "abc"},
             "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,

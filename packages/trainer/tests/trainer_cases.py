@@ -69,7 +69,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
     sft |= {"trained_roles": ["assistant"], "validation": None}
     return Manifest.model_validate(
         {
-            "schema_version": 1,
+            "schema_version": 2,
             "name": "tiny",
             "seed": 5,
             "python_lock_sha256": "0" * 64,

@@ -74,7 +74,9 @@ def test_a_complete_checkpoint_verifies(tmp_path):
         (lambda f: (f / "trainer/rank_0.safetensors").write_bytes(b"Weights 1"), "rank_0.safetensors: its sha256"),
         (lambda f: (f / "orchestrator.json").unlink(), "orchestrator.json: is in files.json but missing"),
         (lambda f: (f / "trainer/extra").write_bytes(b""), "extra: is not in files.json"),
-        (lambda f: (f / "files.json").write_text("{"), "files.json: cannot be read"),
+        (lambda f: (f / "files.json").write_text("{"), "files.json: not JSON"),
+        (lambda f: (f / "files.json").write_text("[]"), "files.json: its value: should be an object"),
+        (lambda f: (f / "files.json").write_text('{"trainer/a": 1}'), r"files.json: trainer/a: should be a valid string"),
         (lambda f: (f / "COMPLETE").unlink(), "has no COMPLETE"),
     ],
 )

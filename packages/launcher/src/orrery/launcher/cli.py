@@ -6,14 +6,17 @@
 """
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError
 from orrery.observe.system_error import explain
+
+T = TypeVar("T")
 
 app = typer.Typer(
     name="orrery",
@@ -112,17 +115,31 @@ def status(
     workspace = find_workspace()
     on_cluster = load_site(workspace).slurm is not None
     if word is not None:
-        for run in members(word, workspace):
-            print("\n".join(describe(run, on_cluster=on_cluster)))
+        _print_each(lambda run: "\n".join(describe(run, on_cluster=on_cluster)), members(word, workspace))
         return
     shown = newest(workspace)
     if shown is None:
         profile = "slurm" if on_cluster else "local"
         raise OrreryError(f"no run has started here; type `snakemake --profile {profile} reverse_text` (`orrery check` lists the runs)")
-    print("\n".join(describe(find(shown.name, workspace), on_cluster=on_cluster)))
-    for path in all_runs(workspace):
-        if path != shown:
-            print(overview(path))
+
+    def line(path: Path) -> str:
+        return "\n".join(describe(find(path.name, workspace), on_cluster=on_cluster)) if path == shown else overview(path)
+
+    _print_each(line, [shown, *(path for path in all_runs(workspace) if path != shown)])
+
+
+def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
+    """Print what `text` says of every run. A run that cannot be read hides no other one; its sentence comes last, with a non-zero exit."""
+    errors = []
+    for run in runs:
+        try:
+            print(text(run))
+        except OrreryError as error:
+            errors.append(error)
+    for other in errors[:-1]:
+        print(f"error: {other}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
 
 
 @app.command()

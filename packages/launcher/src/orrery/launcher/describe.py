@@ -22,11 +22,8 @@ BLOCK_BYTES = 2**16
 
 
 def overview(path: Path) -> str:
-    """One line for a list of runs."""
-    try:
-        status = statuses.read(path)
-    except OrreryError as error:
-        return str(error)
+    """One line for a list of runs. Raises `OrreryError` where the run's status cannot be read."""
+    status = statuses.read(path)
     if status is None:
         return f"{path.name}: not started"
     state = "launcher died" if statuses.launcher_died(path, status) else status.state
@@ -34,12 +31,12 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Stages, jobs, processes with what each does or waits for, and what to type when nobody works on the run."""
+    """Stages, jobs, processes with what each does or waits for, and what to type when nobody works on the run.
+
+    Raises `OrreryError` where the run's status cannot be read.
+    """
     now_s = time.time() if now_s is None else now_s
-    try:
-        status = statuses.read(run.path)
-    except OrreryError as error:
-        return [str(error)]
+    status = statuses.read(run.path)
     jobs, silence = _jobs(run.path) if on_cluster else ([], [])
     if status is None:
         if jobs:
@@ -87,9 +84,9 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
 def _losses(run_dir: Path) -> list[str]:
     """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
     of_sft = (row for row in rows(run_dir / "metrics" / "trainer.0.jsonl") if row.get("stage") == "sft")
-    losses = merge_attempts(row for row in of_sft if "loss" in row or "validation_loss" in row)
-    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in losses if "loss" in row][-1:]
-    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in losses if row.get("validation_loss") is not None]
+    losses = merge_attempts(row for row in of_sft if _is_number(row.get("step")))
+    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in losses if _is_number(row.get("loss"))][-1:]
+    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in losses if _is_number(row.get("validation_loss"))]
     if validated:
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
@@ -97,13 +94,21 @@ def _losses(run_dir: Path) -> list[str]:
 
 def _signal(run_dir: Path, attempt: int) -> list[str]:
     """How many of the rollouts sampled for the attempt's newest batch carry no signal."""
-    of_rl = (row for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("stage") == "rl" and row["attempt"] == attempt)
-    newest = deque((row for row in of_rl if row.get("event") == "batch" and row.get("num_sampled")), 1)
+    of_rl = (
+        row for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("stage") == "rl" and row.get("attempt") == attempt
+    )
+    newest = deque((row for row in of_rl if row.get("event") == "batch" and _is_number(row.get("num_without_signal"))), 1)
     return [
-        f"  batch {row['step']}: {row['num_without_signal']} of {row['num_sampled']} sampled rollouts without signal "
+        f"  batch {row.get('step')}: {row['num_without_signal']} of {row['num_sampled']} sampled rollouts without signal "
         f"({row['num_without_signal'] / row['num_sampled']:.0%})"
         for row in newest
+        if _is_number(row.get("num_sampled")) and row["num_sampled"]
     ]
+
+
+def _is_number(value: object) -> bool:
+    """False for null, which a row says of what is not finite."""
+    return isinstance(value, int | float)
 
 
 def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:

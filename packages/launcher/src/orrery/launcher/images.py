@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_as
 from orrery.manifest.workspace import Workspace
 
 Image = Literal["base", "trainer", "inference", "orchestrator"]
@@ -69,7 +70,7 @@ def file_name(image: Image, hardware: Hardware, sif: str) -> str:
 def locked(workspace: Workspace) -> dict[str, Built]:
     """`containers/images.lock`, by `hardware/image`; {} where there is none yet."""
     path = workspace.root / LOCK
-    return {name: Built(**one) for name, one in json.loads(path.read_text()).items()} if path.exists() else {}
+    return read_as(path, dict[str, Built], f"check out the commit's own {LOCK}") if path.exists() else {}
 
 
 def find(workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False) -> Path:
@@ -102,7 +103,7 @@ def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: 
 
 
 def read_record(path: Path) -> Built:
-    return Built(**json.loads(path.read_text()))
+    return read_as(path, Built, "remove it, and the image is built again")
 
 
 def _image(role: str) -> Image:

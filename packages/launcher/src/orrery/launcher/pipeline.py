@@ -12,17 +12,21 @@ from orrery.launcher.submission import sbatch_options
 from orrery.manifest import plan as plans
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
-from orrery.manifest.render import render_all
+from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Run folders by target (a run's name, or a spec file's stem for all of its runs); manifests by folder."""
+    """Run folders by target (a run's name, or a spec file's stem for all of its runs); manifests by folder.
+
+    `broken`: a sentence for each spec file that does not render. Its runs are no targets; those of all other files are.
+    """
 
     folders: dict[str, list[str]]
     manifests: dict[str, Manifest]
+    broken: list[str]
     workspace: Workspace
     site: Site
 
@@ -44,15 +48,34 @@ class Pipeline:
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
+def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
+    """Every run of the files that render, and a sentence for each file that does not."""
+    try:
+        return render_all(workspace), []
+    except OrreryError as error:
+        first = error
+    whole, broken = [], []
+    for path in workspace.run_files:
+        try:
+            render_file(workspace, path)
+            whole.append(path)
+        except OrreryError as error:
+            broken.append(str(error))
+    if not broken:  # each file renders by itself: two of them name one run
+        raise first
+    return render_all(workspace, whole), broken
+
+
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
     """Every checked-in run; raises `OrreryError` for a manifest that is missing or stale."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}
     manifests: dict[str, Manifest] = {}
-    for run in render_all(workspace):
+    rendered, broken = _rendered(workspace)
+    for run in rendered:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
-        if not path.is_file() or path.read_text(encoding="utf-8") != pretty_json(run.manifest):
+        if not path.is_file() or path.read_bytes() != pretty_json(run.manifest).encode():
             state = "differs from what its spec renders to now" if path.is_file() else "is missing"
             raise OrreryError(
                 f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}); type `orrery render {name}` and review the change"
@@ -61,4 +84,4 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
         targets[name] = [folder]
         groups.setdefault(run.file.stem, []).append(folder)
         manifests[folder] = run.manifest
-    return Pipeline({**groups, **targets}, manifests, workspace, load_site(workspace))
+    return Pipeline({**groups, **targets}, manifests, broken, workspace, load_site(workspace))

@@ -4,6 +4,7 @@ A status that says `running` while nobody holds the run's lock is a launcher tha
 """
 
 import json
+import os
 import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 
 from orrery.launcher import lock, slurm
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import write_atomic
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
@@ -55,13 +57,9 @@ class Status:
 def read(run_dir: Path) -> Status | None:
     """None where no launcher has run yet; raises `OrreryError` where the file is not one that a launcher wrote."""
     path = run_dir / "status.json"
-    try:
-        row = json.loads(path.read_text())
-        return Status(**{**row, "roles": [RoleStatus(**role) for role in row["roles"]]})
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OrreryError(f"{path}: not a launcher's status ({error!r}); remove it and start the run again") from None
+    return read_as(path, Status, "it is not a launcher's status; remove it and start the run again")
 
 
 def launcher_died(run_dir: Path, status: Status) -> bool:

@@ -12,16 +12,17 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 from orrery.launcher.placement import KINDS
 from orrery.launcher.process import ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
-from orrery.launcher.submission import Component, gres, members, nodes
+from orrery.launcher.submission import Component, gres, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
 from orrery.observe.token import handed_over
 
@@ -61,22 +62,27 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     (CUDA IPC) only so; engines their own.
     """
     order = [process.role for process in plan.processes]
+    before = {one: num for each in plan.by_node.values() for one, num in zip(each, accumulate(_devices(each), initial=0), strict=False)}
+    computing = {node: sum(one.role in KINDS for one in each) for node, each in plan.by_node.items()}
     found: list[StepPlan] = []
     for number, part in enumerate(parts):
         inside = [process for process in plan.processes if process.node in nodes(part.group)]
         for role in dict.fromkeys(process.role for process in inside):
             processes = tuple(process for process in inside if process.role == role)
             together = [(process,) for process in processes] if role == "inference" else [processes]
-            found += [_step_plan(plan, number, part, each, slurm) for each in together]
+            found += [_step_plan(number, part, each, before[each[0]], computing[each[0].node], slurm) for each in together]
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
-def _step_plan(plan: StagePlan, number: int, part: Component, processes: tuple[ProcessPlan, ...], slurm: Slurm) -> StepPlan:
+def _devices(processes: Iterable[ProcessPlan]) -> list[int]:
+    return [process.num_devices for process in processes]
+
+
+def _step_plan(number: int, part: Component, processes: tuple[ProcessPlan, ...], before: int, computing: int, slurm: Slurm) -> StepPlan:
+    """`before`: devices of the node that processes before the first one have; `computing`: processes of the node that compute."""
     first = processes[0]
     num_nodes = len({process.node for process in processes})
-    tasks, here = len(processes) // num_nodes, members(plan, first.node)
-    before = sum(one.num_devices for one in here[: here.index(first)])
-    computing = sum(one.role in KINDS for one in here)
+    tasks = len(processes) // num_nodes
     return StepPlan(
         number, part.group, first.role, first.module, processes, first.node - part.group.first_node, num_nodes, max(1, part.cpus // tasks),
         max(1, part.cpus // computing) if first.role in KINDS else 1, gres(slurm, part.gpus) if part.gpus and first.num_devices else None,

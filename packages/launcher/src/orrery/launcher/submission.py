@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 
 from orrery.launcher.site import Slurm
-from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+from orrery.manifest.plan import NodeGroup, StagePlan
 from orrery.manifest.schema import Hardware
 
 MEMORY_MB = 6000  # of a node that a stage only needs a corner of; an engine starts in 2000, and every container costs some
@@ -34,7 +34,7 @@ def components(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> list[Compon
 
 
 def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slurm) -> Component:
-    devices = max(sum(process.num_devices for process in members(plan, node)) for node in nodes(group))
+    devices = max(sum(process.num_devices for process in plan.by_node.get(node, ())) for node in nodes(group))
     if hardware.accelerator == "cpu":
         gpus, cpus = 0, max(hardware.devices_per_node, devices)
     else:
@@ -46,10 +46,6 @@ def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slu
 
 def nodes(group: NodeGroup) -> range:
     return range(group.first_node, group.first_node + group.num_nodes)
-
-
-def members(plan: StagePlan, node: int) -> list[ProcessPlan]:
-    return [process for process in plan.processes if process.node == node]
 
 
 def gres(slurm: Slurm, count: int) -> str:

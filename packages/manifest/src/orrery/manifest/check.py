@@ -7,7 +7,6 @@
 
 import difflib
 import json
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -15,29 +14,22 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import SCHEMA_VERSION, Manifest
 
 _URGENCY = {"extra_forbidden": 0, "missing": 2}
 
 
 def check(data: Any, where: str) -> Manifest:
-    """The manifest that `data` is; raises `OrreryError` naming `where` and the first wrong field."""
+    """The manifest that `data` is; raises `OrreryError` naming `where` and the first wrong field, or another version of the schema."""
+    if isinstance(data, dict) and type(version := data.get("schema_version")) is int and version != SCHEMA_VERSION:
+        raise OrreryError(
+            f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "
+            f"or finish this one with the Orrery that began it"
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
         raise OrreryError(f"{where}: {sentence(error)}") from None
-
-
-def read_json(path: Path) -> Any:
-    """The JSON value in a file; raises `OrreryError` when it cannot be read."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OrreryError(
-            f"{path}: cannot be read ({error.strerror}); give a rendered manifest, such as manifests/reverse_text.json"
-        ) from None
-    except ValueError as error:
-        raise OrreryError(f"{path}: not JSON ({error}); manifests are written by `orrery render`") from None
 
 
 def nearest(name: str, among: list[str]) -> str | None:

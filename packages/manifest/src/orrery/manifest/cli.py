@@ -21,6 +21,7 @@ from orrery.manifest.diff import diff as differences
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import explain as explanations
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
+from orrery.manifest.json_file import read_object
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
@@ -80,8 +81,8 @@ def _folder(run: str) -> Path | None:
 def _is_receipt(path: Path) -> bool:
     """By name, or, wherever a copy of one lies, by what is in it."""
     try:
-        return path.name == RECEIPT or json.loads(path.read_bytes()).keys() == {"schema", "run", "stages"}
-    except (ValueError, AttributeError):
+        return path.name == RECEIPT or read_object(path, "").keys() == {"schema", "run", "stages"}
+    except OrreryError:
         return False
 
 
@@ -129,7 +130,7 @@ def check(names: Names = None) -> None:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file():
             raise OrreryError(f"{workspace.shown(path)}: is missing; run `orrery render {name}` and commit it")
-        if path.read_text(encoding="utf-8") != pretty_json(run.manifest):
+        if path.read_bytes() != pretty_json(run.manifest).encode():
             changed = differences(load(path), run.manifest)
             what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "") if changed else "its layout was edited"
             raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it")

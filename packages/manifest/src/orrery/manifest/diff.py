@@ -12,6 +12,7 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.fields import leaves, spelled
+from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Manifest
 
 RECEIPT, RECEIPT_SCHEMA = "receipt.json", 1
@@ -44,17 +45,21 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
 
 def read_receipt(path: Path) -> Receipt:
     """The receipt in a file; raises `OrreryError` where it is none that can be read here."""
+    remedy = "remove it, the next stage writes a new one"
+    receipt = read_object(path, remedy)
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
         schema = receipt["schema"]
-        whole = isinstance(receipt["run"]["id"], str) and all(stage["attempts"] for stage in receipt["stages"].values())
-    except OSError as error:
-        raise OrreryError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OrreryError(f"{path}: not a receipt ({error!r}); remove it, the next stage writes a new one") from None
+        whole = isinstance(receipt["run"]["id"], str) and all(_has_attempts(stage) for stage in receipt["stages"].values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OrreryError(f"{path}: not a receipt ({error!r}); {remedy}") from None
     if schema != RECEIPT_SCHEMA or not whole:
         raise OrreryError(f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it with the Orrery that wrote it")
     return receipt
+
+
+def _has_attempts(stage: Any) -> bool:
+    attempts = stage["attempts"]
+    return isinstance(attempts, list) and bool(attempts) and all(isinstance(attempt, dict) for attempt in attempts)
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:

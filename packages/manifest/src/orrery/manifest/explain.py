@@ -129,7 +129,7 @@ def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | Non
     """The line where a file spells a field out, by its braces and keys; `under_key`: inside a run's key, too."""
     stack: list[str | None] = []
     key: str | None = None
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")
     for token in _TOKEN.finditer(text):
         if token["key"]:
             key = token["key"].strip("'\"")

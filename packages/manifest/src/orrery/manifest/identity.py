@@ -9,13 +9,15 @@ import hashlib
 import json
 from pathlib import Path
 
-from orrery.manifest.check import check, read_json
+from orrery.manifest.check import check
+from orrery.manifest.json_file import read_json
 from orrery.manifest.schema import Manifest
 
 
 def load(path: str | Path) -> Manifest:
     """The manifest in a JSON file; raises `OrreryError` with one sentence."""
-    return check(read_json(Path(path)), str(path))
+    remedy = "give a rendered manifest, such as manifests/reverse_text.json, which `orrery render` writes"
+    return check(read_json(Path(path), remedy), str(path))
 
 
 def canonical_json(manifest: Manifest) -> bytes:

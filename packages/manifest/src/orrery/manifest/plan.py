@@ -8,6 +8,7 @@
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from orrery.manifest.errors import OrreryError
@@ -49,6 +50,14 @@ class StagePlan:
     after: tuple[StageName, ...]
     processes: tuple[ProcessPlan, ...]
     groups: tuple[NodeGroup, ...] = ONE_NODE
+
+    @cached_property
+    def by_node(self) -> dict[int, list[ProcessPlan]]:
+        """The processes of each node, in the plan's order."""
+        found: dict[int, list[ProcessPlan]] = {}
+        for process in self.processes:
+            found.setdefault(process.node, []).append(process)
+        return found
 
     @property
     def num_nodes(self) -> int:

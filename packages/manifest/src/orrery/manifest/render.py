@@ -8,7 +8,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 from orrery.manifest.check import check, nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
+from orrery.manifest.json_file import kind_of, parse_json
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import TARGETS, Manifest
 from orrery.manifest.workspace import Workspace
 
 T = TypeVar("T")
+_FAILS = b"error 'import'"  # the binding's own text for a callback that raises ends in stray bytes
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -46,9 +48,11 @@ class Evaluator:
         import _gojsonnet
 
         try:
-            value = json.loads(_gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import))
+            value = parse_json(_gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import))
         except RuntimeError as error:
             raise OrreryError(self._lost or self._sentence(str(error))) from None
+        except ValueError as error:
+            raise OrreryError(f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})") from None
         if self._lost:  # an import that no field of the value needed
             raise OrreryError(self._lost)
         return value
@@ -59,16 +63,20 @@ class Evaluator:
             if path.is_file():
                 if path not in self.closure:
                     self.closure.append(path)
-                return str(path), self.instead[path] if path in self.instead else path.read_bytes()
+                try:
+                    return str(path), self.instead[path] if path in self.instead else path.read_bytes()
+                except OSError as error:
+                    self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
+                    return name, _FAILS
         near = nearest(name, [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")])
         self._lost = f"import {name!r}: no such file under jsonnet/" + (f"; did you mean {near!r}?" if near else "")
-        return name, b"error 'import'"  # the binding's own text for a callback that raises ends in stray bytes
+        return name, _FAILS
 
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
         message = head.removeprefix("RUNTIME ERROR: ")
-        if message == head and (found := _FRAME.match(head)):  # a syntax error opens with its place
-            return f"{self.workspace.shown(found['file'])}:{found['line']}: {head.split(' ', 1)[-1]}"
+        if found := _FRAME.match(message):  # a syntax error opens with its place
+            return f"{self.workspace.shown(found['file'])}:{found['line']}: {message.split(' ', 1)[-1]}"
         frames = [f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")]
         return f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})" if frames else message
 
@@ -89,14 +97,14 @@ def run_files(workspace: Workspace) -> dict[str, Path]:
     def names(path: Path) -> list[str]:
         return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
 
-    return _of_all_files(workspace, lambda path: dict.fromkeys(names(path), path))
+    return _of_all_files(workspace, lambda path: dict.fromkeys(names(path), path), workspace.run_files)
 
 
-def _of_all_files(workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+def _of_all_files(workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]) -> dict[str, T]:
     """What `of_file` says of each file's runs, by their names. Raises `OrreryError` where a name is another's too."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
-    for path in workspace.run_files:
+    for path in paths:
         if path.stem in TARGETS:  # a file's stem is the target of all of its runs
             raise OrreryError(f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name")
         for name, value in of_file(path).items():
@@ -135,23 +143,33 @@ def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
 
 def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
     """Every run of a file."""
-    return [_rendered(workspace, name, data, path) for name, data in Evaluator(workspace)(import_of(workspace, path)).items()]
+    return _all_rendered(workspace, path, Evaluator(workspace)(import_of(workspace, path)))
 
 
-def render_all(workspace: Workspace) -> list[Rendered]:
-    """Every run of every file, by name; in one evaluation, for libraries and locks are the same in all."""
-    files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in workspace.run_files)
+def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
+    """Every run of `run_files`, or of every file, by name; in one evaluation, for libraries and locks are the same in all."""
+    run_files = workspace.run_files if run_files is None else run_files
+    files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
     runs_of = Evaluator(workspace)(f"{{{files}}}")
 
     def rendered(path: Path) -> dict[str, Rendered]:
-        return {name: _rendered(workspace, name, data, path) for name, data in runs_of[str(path)].items()}
+        return {run.manifest.name: run for run in _all_rendered(workspace, path, runs_of[str(path)])}
 
-    runs = _of_all_files(workspace, rendered)
+    runs = _of_all_files(workspace, rendered, run_files)
     return [runs[name] for name in sorted(runs)]
 
 
 def _run_of(workspace: Workspace, path: Path, name: str) -> str:
     return f"{import_of(workspace, path)}[{quoted(name)}]"
+
+
+def _all_rendered(workspace: Workspace, path: Path, runs: Any) -> list[Rendered]:
+    if not isinstance(runs, dict):
+        raise OrreryError(
+            f"{workspace.shown(path)}: holds {kind_of(runs)}, and a run file is an object of runs by name; "
+            f"jsonnet/runs/reverse_text.jsonnet is an example"
+        )
+    return [_rendered(workspace, name, data, path) for name, data in runs.items()]
 
 
 def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendered:
@@ -166,7 +184,7 @@ def write(workspace: Workspace, runs: Iterable[Rendered], wrote: Callable[[Path,
     paths = []
     for run in list(runs):
         path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)
-        changed = not path.is_file() or path.read_text(encoding="utf-8") != text
+        changed = not path.is_file() or path.read_bytes() != text.encode()
         if changed:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text.encode())

@@ -11,15 +11,26 @@ Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `n
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
 DISK_PAGE_BYTES = 4096
 SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes of a worker
 KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of cache of a multiple of that
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
+MAX_INT = 2**53  # beyond that Jsonnet's numbers are no longer exact
+MAX_COUNT = 2**16  # of ranks, of all engines' devices, for which a plan has a process each; of a network's layers, heads and experts
+MAX_STEPS = 10**9
+MAX_S = 365 * 86_400  # of a deadline: clocks and sockets take no more than some years
+MAX_SIZE = 2**24  # of a network's widths and lengths
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average, which at 1 takes in nothing new
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -89,9 +100,9 @@ class MoE(Record):
     - `routed_scale` multiplies what the routed experts add; the shared experts serve every token, unscaled.
     """
 
-    num_experts: PositiveInt
-    num_experts_per_token: PositiveInt
-    expert_intermediate_size: PositiveInt
+    num_experts: Count
+    num_experts_per_token: Count
+    expert_intermediate_size: Size
     normalize_top_k: bool
     num_dense_layers: NonNegativeInt
     num_shared_experts: NonNegativeInt
@@ -147,14 +158,14 @@ class Model(Record):
     family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
     init: Annotated[RandomInit | PretrainedInit, Field(discriminator="kind")]
     tokenizer: Annotated[CharacterTokenizer | PretrainedTokenizer, Field(discriminator="kind")]
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    max_positions: PositiveInt
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Size
+    max_positions: Size
     rope_theta: PositiveFloat
     rotary_fraction: Annotated[float, Field(gt=0.0, le=1.0)]
     rope_scaling: Llama3RopeScaling | None
@@ -207,8 +218,8 @@ class Hardware(Record):
     """The shape of the machine: it changes results (reduction orders), so it is part of the identity."""
 
     accelerator: Literal["cpu", "h200"]
-    num_nodes: PositiveInt
-    devices_per_node: PositiveInt
+    num_nodes: Count
+    devices_per_node: Count
 
 
 # Trainer ------------------------------------------------------------------------------------------------------------
@@ -222,12 +233,18 @@ class Mesh(Record):
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
     """
 
-    dp_replicate: PositiveInt
-    dp_shard: PositiveInt
-    cp: PositiveInt
-    ep: PositiveInt
+    dp_replicate: Count
+    dp_shard: Count
+    cp: Count
+    ep: Count
     cp_style: Literal["ulysses", "ring"]
     ep_backend: Literal["torch", "deepep"]
+
+    @model_validator(mode="after")
+    def ranks_can_be_planned(self) -> "Mesh":
+        if self.world_size > MAX_COUNT:
+            raise ValueError(f"dp_replicate·dp_shard·cp = {self.world_size}: a trainer has at most {MAX_COUNT} ranks; set them to less")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -596,10 +613,10 @@ class Inference(Record):
     - `max_restarts`: an engine that ends is started again, and updated before it serves, so often within a day; one more ends the stage.
     """
 
-    num_replicas: PositiveInt
+    num_replicas: Count
     prefill_replicas: NonNegativeInt
-    tensor_parallel: PositiveInt
-    data_parallel: PositiveInt
+    tensor_parallel: Count
+    data_parallel: Count
     expert_parallel: bool
     dtype: DType
     quantization: Literal["none", "fp8"]
@@ -617,6 +634,15 @@ class Inference(Record):
     @property
     def devices_per_replica(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def engines_can_be_planned(self) -> "Inference":
+        if (devices := self.num_replicas * self.devices_per_replica) > MAX_COUNT:
+            raise ValueError(
+                f"num_replicas·data_parallel·tensor_parallel = {devices}: engines have at most {MAX_COUNT} devices together; "
+                f"set them to less"
+            )
+        return self
 
     @model_validator(mode="after")
     def replicas_have_a_router(self) -> "Inference":
@@ -800,7 +826,7 @@ class Orchestrator(Record):
     max_batches_ahead: NonNegativeInt
     admission: Admission
     sampling: Sampling
-    rollout_timeout_s: PositiveFloat
+    rollout_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
     keep_batches: PositiveInt
     evaluation: Evaluation
 
@@ -903,7 +929,7 @@ class Validation(Record):
 class Sft(Record):
     """Supervised warm start before RL. Trained are the tokens of messages whose role is in `trained_roles`."""
 
-    num_steps: PositiveInt
+    num_steps: Steps
     examples_per_batch: PositiveInt
     optimizer: Optimizer
     schedule: Schedule
@@ -914,7 +940,7 @@ class Sft(Record):
 
 
 class Rl(Record):
-    num_steps: PositiveInt
+    num_steps: Steps
 
 
 class Evaluate(Record):
@@ -939,8 +965,8 @@ class Manifest(Record):
     locks/inference.cuda.txt | sha256sum` gives.
     """
 
-    schema_version: Literal[1]
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+    schema_version: Literal[2]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=100)]
     seed: NonNegativeInt
     python_lock_sha256: Sha256
     model: Model

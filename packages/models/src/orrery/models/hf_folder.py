@@ -20,6 +20,7 @@ from torch import Tensor
 
 from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sync, write_atomic
 from orrery.models.hf_tensors import HfTensor
 from orrery.models.placement import Box, slices
@@ -80,8 +81,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE_FILE]
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(read_object(index, "copy the directory again")["weight_map"].values()))
+        except (KeyError, AttributeError, TypeError) as error:
             raise OrreryError(f"{index}: not a safetensors index ({error!r}); copy the directory again") from error
         return [directory / name for name in names]
     raise OrreryError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; name a Hugging Face directory")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Model
 from orrery.models.families import hf_config
 from orrery.models.hf_folder import CONFIG_FILE
@@ -129,13 +130,7 @@ def _differ(model: Model, field: str | None, said: Any, file: Path, key: str, fo
 def _content(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise OrreryError(f"model.init.path: {file.parent} holds no {file.name}; name a Hugging Face directory")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OrreryError(f"{file}: not JSON ({error}); copy the directory again") from error
-    if not isinstance(content, dict):
-        raise OrreryError(f"{file}: not an object of JSON; copy the directory again")
-    return content
+    return read_object(file, "copy the directory again")
 
 
 def _settings(content: dict[str, Any], whose: str) -> Any:

@@ -16,7 +16,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
+
+from orrery.manifest.json_file import parse_json
 
 Row = dict[str, Any]
 
@@ -108,12 +111,37 @@ def rows(path: Path | str) -> Iterator[Row]:
         return
     with file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill
-            if isinstance(row, dict):
+            if (row := parse_row(line)) is not None:
                 yield row
+
+
+STAMPS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("step", "attempt", "version", "engine"), int | None),
+    **dict.fromkeys(("stage", "event", "name", "task", "policy"), str | None),
+    **dict.fromkeys(("time_s", "start_s", "end_s"), int | float),
+}
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row of one line; None where it is torn by a kill, or its stamps are not of the types that roles write."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and all(isinstance(row[key], kind) for key, kind in STAMPS.items() if key in row)
+    return row if is_row else None
+
+
+def used_by_process(row: Row) -> dict[str, dict[str, float]]:
+    """What each process used, in a row of the event `usage`: its numbers alone, whatever else stands there."""
+    processes = row.get("processes")
+    if not isinstance(processes, dict):
+        return {}
+    return {
+        process: {name: value for name, value in used.items() if isinstance(value, int | float)}
+        for process, used in processes.items()
+        if isinstance(used, dict)
+    }
 
 
 class Attempts:
@@ -136,7 +164,7 @@ class Attempts:
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
     """What counts: within a series, an attempt replaces older ones from its first step on."""
-    all_rows, attempts = list(all_rows), Attempts()
+    all_rows, attempts = [row for row in all_rows if "time_s" in row or "start_s" in row], Attempts()
     for row in all_rows:
         attempts.add(row)
     return sorted(filter(attempts.counts, all_rows), key=lambda row: row["time_s"] if "time_s" in row else row["start_s"])

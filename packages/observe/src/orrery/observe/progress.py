@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orrery.observe.health import Health
-from orrery.observe.metrics import Row
+from orrery.observe.metrics import Row, used_by_process
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Progress:
             return
         role, event = process.split(".")[0], row.get("event")
         if event == "usage":
-            self.usage.update(row["processes"])  # every process writes its own
+            self.usage.update(used_by_process(row))  # every process writes its own
         elif event == "batch":
             self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
             if row.get("num_sampled"):
@@ -54,7 +54,7 @@ class Progress:
         elif event == "admission":
             self._take(row, num_in_flight="in flight", limit="at most")
         elif event == "evaluation":
-            if isinstance(row.get("reward_mean"), int | float):
+            if isinstance(row.get("reward_mean"), int | float) and "task" in row:
                 self.held_out[row["task"]] = row["reward_mean"]
         elif event == "validation":
             self._take(row, validation_loss="validation loss")

@@ -4,11 +4,10 @@
 - A torn last line stays in the file until it is whole, or is passed over when the next row follows it.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from orrery.observe.metrics import Row
+from orrery.observe.metrics import Row, parse_row
 
 
 class MetricsTail:
@@ -33,11 +32,7 @@ class MetricsTail:
                 trouble = error
                 continue
             for line in lines:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
+                if (row := parse_row(line)) is not None and "time_s" in row:
                     yield path.name.removesuffix(".jsonl"), row
         if trouble is not None:
             raise trouble

@@ -32,6 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Model
 from orrery.tasks.task import Message, Role, Tool, ToolCall
 
@@ -140,7 +141,7 @@ class Renderer:
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
         folder = Path(folder)
         try:
-            config = json.loads((folder / "tokenizer_config.json").read_text())
+            config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception on a missing or broken file
             raise OrreryError(f"tokenizer: cannot read {folder}: {error}; it needs tokenizer.json and tokenizer_config.json") from error
@@ -356,8 +357,12 @@ class Renderer:
         stops = [self._token_id(self._globals.get("eos_token"))]
         path = folder / "generation_config.json"
         if path.is_file():
-            more = json.loads(path.read_text()).get("eos_token_id")
+            more = read_object(path, "copy the model's folder again").get("eos_token_id")
             stops += more if isinstance(more, list) else [more]
+            if odd := [one for one in stops if not isinstance(one, int | None)]:
+                raise OrreryError(
+                    f"{path}: eos_token_id {odd[0]!r}: it is a token's number, or a list of them; copy the model's folder again"
+                )
         stops = list(dict.fromkeys(i for i in stops if i is not None))
         if not stops:
             raise OrreryError(f"tokenizer: {folder} names no eos_token, so no turn would ever end")

@@ -3,14 +3,14 @@
 Files are mapped, not read: a box costs what it holds.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_object
 from orrery.models.placement import Box, intersection, relative, slices
 
 FORMAT = 1
@@ -65,7 +65,8 @@ class Stored:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a trainer's checkpoint. Raises RunFailed where there is none."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunFailed(f"{path}: not a file of a trainer's checkpoint ({error}); {REMEDY}") from error
+        return read_object(path, REMEDY)
+    except OrreryError as error:
+        raise RunFailed(str(error)) from error

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import sync, write_atomic
 from orrery.manifest.schema import Manifest
 from orrery.transport import visible
@@ -119,10 +120,7 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
     if not (folder / MARKER).exists():
         raise OrreryError(f"{folder}: has no {MARKER}, so it is not whole; {remedy}")
-    try:
-        expected = json.loads((folder / FILES).read_text())
-    except (OSError, ValueError) as error:
-        raise OrreryError(f"{folder / FILES}: cannot be read ({error}); {remedy}") from error
+    expected = read_as(folder / FILES, dict[str, str], remedy)
     found = _files(folder)
     for name in sorted(expected.keys() | set(found)):
         if name not in expected:

@@ -4,7 +4,7 @@ import time
 
 from orrery.manifest.publish import write_atomic
 from orrery.observe.process import role_process
-from orrery.observe.report.data import RunData, wall_s
+from orrery.observe.report.data import RunData, reading, wall_s
 from orrery.observe.report.page import render, summary
 
 
@@ -15,9 +15,11 @@ def main() -> None:
         run = RunData.load(me.run_dir)
         page = me.run_dir / "report" / "index.html"
         page.parent.mkdir(exist_ok=True)
-        html = render(run, wall_s(run))
+        with reading("metrics/"):
+            spent_s, others_s = wall_s(run), wall_s(run, "report")
+        html = render(run, spent_s)
         write_atomic(page, html.encode())
-        line = summary(run, wall_s(run, "report") + time.time() - start_s, page)
+        line = summary(run, others_s + time.time() - start_s, page)
         write_atomic(page.with_name("summary.txt"), (line + "\n").encode())
         me.log.info(line)
 

@@ -7,18 +7,21 @@
 - Always: one row at a time becomes numbers in columns (`table.py`), so that a run of weeks fits into memory. None is left out.
 """
 
-import json
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.manifest.json_file import read_object
 from orrery.manifest.plan import plan
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import Attempts, Row, rows
+from orrery.observe.metrics import Attempts, Row, rows, used_by_process
 from orrery.observe.report.spans import Span, Spans
 from orrery.observe.report.table import Table
 
@@ -61,18 +64,28 @@ class RunData:
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Raises OrreryError where `run_dir` holds no valid manifest."""
+        """Raises OrreryError where `run_dir` holds no valid manifest, or a file that no role has written so."""
         manifest = load(run_dir / "manifest.json")
         stages = [path.parent.name for path in (run_dir / "stages").glob("*/DONE")]
         return cls(
             run_dir=run_dir,
             manifest=manifest,
-            stages={stage: json.loads((run_dir / "stages" / stage / "DONE").read_text()) for stage in stages},
+            stages={stage: _done(run_dir / "stages" / stage / "DONE") for stage in stages},
             **_metrics(run_dir / "metrics"),
             spans=_spans(run_dir / "metrics"),
-            result=_json(run_dir / "stages" / "evaluate" / "result.json"),
+            result=_result(run_dir / "stages" / "evaluate" / "result.json"),
             evaluated=list(rows(run_dir / "rollouts" / "evaluate.jsonl")),
         )
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise OrreryError, naming `what`, where a row lacks a value that roles write, or has one of another type."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        logging.getLogger("report").debug("a damaged row", exc_info=error)
+        raise OrreryError(f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery report` again") from error
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
@@ -88,8 +101,29 @@ def without_signal(run: RunData) -> float | None:
     return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
 
 
-def _json(path: Path) -> Row:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _done(path: Path) -> Row:
+    remedy = "remove it and run the stage again"
+    row = read_object(path, remedy)
+    for key in ("attempt", "started_s", "ended_s", "wall_s"):
+        if not isinstance(row.get(key), int | float):
+            raise OrreryError(f"{path}: {key}: a launcher writes a number there, so no launcher wrote this marker; {remedy}")
+    return row
+
+
+def _result(path: Path) -> Row:
+    """The evaluate stage's result; of a run without one {}."""
+    if not path.exists():
+        return {}
+    remedy = "remove stages/evaluate/DONE and run the stage again"
+    result = read_object(path, remedy)
+    for when in ("before", "after"):
+        policy = result.get(when)
+        if not isinstance(policy, dict):
+            raise OrreryError(f"{path}: {when}: the evaluation writes an object there; {remedy}")
+        for key in ("reward_mean", "num_rollouts", "num_failed"):
+            if not isinstance(policy.get(key), int | float | None):
+                raise OrreryError(f"{path}: {when}.{key}: the evaluation writes a number there; {remedy}")
+    return result
 
 
 def unfinished(run: RunData) -> list[str]:
@@ -119,17 +153,18 @@ def _metrics(folder: Path) -> dict[str, Any]:
         if path.name.endswith(".spans.jsonl"):
             continue
         process, attempts, found = path.name.removesuffix(".jsonl"), Attempts(), set()
-        for row in rows(path):
-            attempts.add(row)
-            if row.get("event") == "usage":
-                _take_usage(row, usage, processors)
-            elif (kind := _kind(process, row)) == "engines":
-                engines[row["engine"]].append(row)
-            elif kind is not None:
-                tables[kind].append(row)
-                found.add(kind)
-        for kind in found:
-            tables[kind].settle(attempts)
+        with reading(str(path)):
+            for row in rows(path):
+                attempts.add(row)
+                if row.get("event") == "usage":
+                    _take_usage(row, usage, processors)
+                elif (kind := _kind(process, row)) == "engines":
+                    engines[row["engine"]].append(row)
+                elif kind is not None:
+                    tables[kind].append(row)
+                    found.add(kind)
+            for kind in found:
+                tables[kind].settle(attempts)
     for table in (*engines.values(), *processors.values()):
         table.sort("time_s")
     return tables | {"engines": engines, "processors": processors, "usage": list(usage.values())}
@@ -148,8 +183,8 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
     ends = usage.setdefault((stage, attempt), {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s})
     ends["first_s"], ends["last_s"] = min(ends["first_s"], time_s), max(ends["last_s"], time_s)
     if stage == "rl":
-        for process, used in row["processes"].items():
-            processors[process].append({"time_s": time_s, "cpu_percent": used["cpu_percent"]})
+        for process, used in used_by_process(row).items():
+            processors[process].append({"time_s": time_s, "cpu_percent": used.get("cpu_percent")})
 
 
 def _spans(metrics: Path) -> Spans:
@@ -157,14 +192,15 @@ def _spans(metrics: Path) -> Spans:
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")
-        for row in rows(path):
-            if row.get("stage") != "rl":
-                continue
-            if newest is None or row["attempt"] > newest:
-                found, newest = Spans(), row["attempt"]
-            if row["attempt"] == newest:
-                role = f"inference.{row['engine']}" if "engine" in row else process
-                found.add(Span(role, row["name"], row["start_s"], row["end_s"], row.get("step")))
+        with reading(str(path)):
+            for row in rows(path):
+                if row.get("stage") != "rl":
+                    continue
+                if newest is None or row["attempt"] > newest:
+                    found, newest = Spans(), row["attempt"]
+                if row["attempt"] == newest:
+                    role = f"inference.{row['engine']}" if "engine" in row else process
+                    found.add(Span(role, row["name"], row["start_s"], row["end_s"], row.get("step")))
     return found
 
 

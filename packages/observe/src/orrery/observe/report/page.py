@@ -9,7 +9,7 @@ from plotly.offline import get_plotlyjs
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.observe.duration import duration
 from orrery.observe.report import figures
-from orrery.observe.report.data import RunData, same_weights, shares, unfinished, without_signal
+from orrery.observe.report.data import RunData, reading, same_weights, shares, unfinished, without_signal
 
 SECTIONS = (
     ("Learning", (("Reward", figures.reward), ("Warm start", figures.warm_start), ("Entropy", figures.entropy))),
@@ -119,7 +119,9 @@ def render(run: RunData, wall_s: float) -> str:
     for title, entries in SECTIONS:
         drawn = []
         for caption, draw in entries:
-            if (figure := draw(run)) is not None:
+            with reading(f"metrics/, for the figure {caption!r}"):
+                figure = draw(run)
+            if figure is not None:
                 plots += 1
                 html = figure.to_html(
                     full_html=False, include_plotlyjs=False, div_id=f"figure-{plots}", config={"displayModeBar": False, "responsive": True}
@@ -131,16 +133,17 @@ def render(run: RunData, wall_s: float) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["duration"] = duration
     template = environment.from_string((Path(__file__).parent / "page.html").read_text())
-    return template.render(
-        name=run.manifest.name,
-        run_id=run_id(run.manifest),
-        plotly=get_plotlyjs(),
-        tiles=_tiles(run, wall_s),
-        sections=sections,
-        drops=_drops(run),
-        num_batches=len(run.batches),
-        pairs=_pairs(run),
-        stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
-        pauses_s=run.updates.column("pause_s"),
-        manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
-    )
+    with reading("metrics/ or rollouts/evaluate.jsonl"):
+        return template.render(
+            name=run.manifest.name,
+            run_id=run_id(run.manifest),
+            plotly=get_plotlyjs(),
+            tiles=_tiles(run, wall_s),
+            sections=sections,
+            drops=_drops(run),
+            num_batches=len(run.batches),
+            pairs=_pairs(run),
+            stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
+            pauses_s=run.updates.column("pause_s"),
+            manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
+        )

@@ -1,0 +1,114 @@
+"""Read JSON that a person or another process wrote.
+
+- In: a path, and what a reader types next where the file is broken. Out: plain data, or `OrreryError` in one sentence.
+- Only regular files are opened: a reader never waits for a pipe.
+- Refused beside what is no JSON: more than `MAX_BYTES`, values nested deeper than `MAX_DEPTH`, numbers that are not finite, and texts
+  that no file name and no terminal takes (NUL, half a surrogate pair).
+"""
+
+import json
+import math
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from orrery.manifest.errors import OrreryError
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 << 20
+MAX_DEPTH = 64
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Return the JSON value in a file. Raises `OrreryError` where it cannot be read; the sentence ends with `remedy`."""
+    try:
+        return parse_json(_bytes(path))
+    except OSError as error:
+        raise OrreryError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except ValueError as error:
+        raise OrreryError(f"{path}: not JSON ({error}); {remedy}") from None
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `OrreryError` where it cannot be read, or holds another value."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
+    return value
+
+
+def read_as(path: Path, kind: type[T], remedy: str) -> T:
+    """Return the value in a file as `kind`, whose types it must have. Raises `OrreryError` where it cannot be read or has others."""
+    value = read_json(path, remedy)
+    try:
+        return _adapter(kind).validate_json(  # type: ignore[arg-type]  # a type is hashable
+            json.dumps(value), strict=True
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "its value"
+        raise OrreryError(f"{path}: {field}: {first['msg'].removeprefix('Input ').lower()}; {remedy}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text in UTF-8. Raises ValueError, in words, for all that this module refuses."""
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"values nested deeper than {MAX_DEPTH}") from None
+    _check(value)
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """Name a JSON value's kind, as a sentence does."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _check(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                deeper.extend(one)
+                deeper.extend(one.values())
+            elif isinstance(one, list):
+                deeper.extend(one)
+            elif isinstance(one, str):
+                if "\0" in one:
+                    raise ValueError("a text with a NUL character")
+                if not one.isascii() and any("\ud800" <= character <= "\udfff" for character in one):
+                    raise ValueError("a text with half a surrogate pair")
+            elif isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"a number that is not finite ({one})")
+        if not deeper:
+            return
+        level = deeper
+    raise ValueError(f"values nested deeper than {MAX_DEPTH}")
+
+
+def _bytes(path: Path) -> bytes:
+    """The file's content. Raises OSError, also for what is no regular file or is too large."""
+    if path.is_dir():
+        raise OSError(None, "it is a folder")
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(None, "it is no regular file")
+        if info.st_size > MAX_BYTES:
+            raise OSError(None, f"it has {info.st_size} bytes, and at most {MAX_BYTES} are read")
+        return file.read()
