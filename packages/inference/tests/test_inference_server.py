@@ -33,7 +33,8 @@ def serve(monkeypatch, tmp_path, announce, serving):
         return await serving()
 
     vllm = ApiServer(None, None, bound, engine, build_and_serve)
-    me = SimpleNamespace(index=0, name="inference.0", health=SimpleNamespace(doing=lambda _: None, turns=lambda _: None))
+    health = SimpleNamespace(doing=lambda _: None, turns=lambda _: None, failed=lambda _: None)
+    me = SimpleNamespace(index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)

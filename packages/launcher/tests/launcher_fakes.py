@@ -51,6 +51,8 @@ def be_a_role() -> None:
                 raise wind_down.WoundDown(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
+            elif act == "fail of engine 0":
+                raise RunFailed("engine 0 is gone (/pause: ConnectionResetError); see its log")
             elif act == "fail and stay":
                 me.health.failed("the moon is in the way")
                 while True:

@@ -18,6 +18,7 @@ import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
 from orrery.launcher import lock, stage, status
+from orrery.launcher.blame import accused
 from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
 from orrery.launcher.stage import done_path, newest_checkpoint
@@ -61,6 +62,29 @@ def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
     assert "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from orchestrator (step 3): nothing came" in stderr
     assert f"its log is {run_dir}/logs/trainer.1.log; type `make demo` to start rl again" in stderr
     assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if_it_fails_too(run_dir, fails):
+    """An engine whose core has died notices it later than its callers."""
+    launcher = launch(run_dir, ("inference", ["until asked", "fail"]), ("orchestrator", ["fail of engine 0"]))
+    wait_for(lambda: "engine 0 is gone" in text(run_dir / "stages/rl/health/orchestrator.1.json"), 30)
+    if fails:
+        (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 1
+    if fails:
+        assert "rl: inference.0 ended with exit code 1 while acting (step 3): the moon is in the way; its log is" in stderr
+    else:
+        assert "rl: orchestrator.1 ended with exit code 1 while acting (step 3): engine 0 is gone" in stderr
+
+
+def test_which_processes_an_error_names():
+    names = ("inference.0", "inference.1", "router.0", "trainer.1", "orchestrator.0")
+    assert accused("engine 1 says that it is not well (/health: HTTP 500); see its log", names) == {"inference.1"}
+    assert accused("router is gone (/add_worker: TimeoutError)", names) == {"router.0"}
+    assert accused("the address of trainer.1 did not come", names) == {"trainer.1"}
+    assert accused("engine 7 is gone; see engine.log of trainer.12", names) == accused(None, names) == set()
 
 
 def test_a_role_that_breaks_before_it_begins_is_quoted(run_dir):

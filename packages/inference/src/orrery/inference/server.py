@@ -133,7 +133,9 @@ async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, lef
         if serving.done():
             serving.result()  # raises what it ended by
         if not stopping.is_set():
-            raise RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
+            died = RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
+            me.health.failed(str(died))  # before the server is taken down: its callers fail at once, and it is the cause
+            raise died
         winding_down = serving.result()
     try:
         await asyncio.wait_for(winding_down, HANG_UP_S)

@@ -36,6 +36,7 @@ import psutil
 from orrery.launcher import lock, receipt, slurm
 from orrery.launcher import status as statuses
 from orrery.launcher.allocation import Allocation
+from orrery.launcher.blame import ACCUSED_S, accused
 from orrery.launcher.environment import environment
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import share_cores, share_devices
@@ -542,15 +543,7 @@ class _Stage:
         return process.poll() is None and (health is None or health.doing != FAILED)
 
     def _failure(self) -> Outcome:
-        time.sleep(SETTLE_S)
-        self._see()
-
-        def order(process: Process | Task) -> tuple[bool, float]:
-            health = self.health.get(process.name)
-            return process.poll() != -signal.SIGKILL, self.sight.changed_s(process.name) if health and health.doing == FAILED else math.inf
-
-        said = [process for process in self.processes if (one := self.health.get(process.name)) and one.doing == FAILED]
-        first = min({*filter(self._failed, self.processes), *said}, key=order)
+        first = self._first_failed()
         sentence = self._sentence(first)
         if (outcome := self._lost(sentence.removeprefix(f"{self.stage}: "))) is not None:
             return outcome
@@ -560,6 +553,28 @@ class _Stage:
         evidence = f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""  # it left no word of its own
         refusal = f"; {self.refusal}" if self.refusal else ""
         return Outcome("failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1)
+
+    def _first_failed(self) -> Process | Task:
+        """The process that failed first; where its error names another one, that one, if it fails within ACCUSED_S too."""
+
+        def order(process: Process | Task) -> tuple[bool, float]:
+            health = self.health.get(process.name)
+            return process.poll() != -signal.SIGKILL, self.sight.changed_s(process.name) if health and health.doing == FAILED else math.inf
+
+        time.sleep(SETTLE_S)
+        limit_s = time.monotonic() + ACCUSED_S
+        while True:
+            self._see()
+            said = {name for name, health in self.health.items() if health.doing == FAILED}
+            failed = [process for process in self.processes if self._failed(process) or process.name in said]
+            first = min(failed, key=order)
+            health = self.health.get(first.name)
+            blamed = accused(health.error if health else None, {process.name for process in self.processes} - {first.name})
+            if guilty := [process for process in failed if process.name in blamed]:
+                return min(guilty, key=order)
+            if not blamed or time.monotonic() > limit_s:
+                return first
+            time.sleep(POLL_S)
 
     def _lost(self, seen: str) -> Outcome | None:
         """The outcome where a node of our job is gone, which is why we `seen` what we did."""
