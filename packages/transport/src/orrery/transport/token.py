@@ -39,3 +39,8 @@ def credential(token: str, purpose: Purpose) -> str:
 def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
     """The header that carries a credential; none where there is no token."""
     return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
+
+
+def derived_key(purpose: str) -> bytes:
+    """32 bytes that only holders of the run's token can compute; different for each `purpose`. The token itself is never sent."""
+    return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

@@ -84,7 +84,7 @@ class FilesSender:
         self._missing: dict[int, set[int]] = {}
         self._last_step: int | None = None
         self._wanted = -1
-        self._foreign: set[tuple[str, int]] = set()
+        self._foreign: dict[str, int] = {}  # file name -> hash of what it held when it was counted
         self._token_sha256 = _token_sha256(self._folder)
         _write(self._folder / "wire.json", Wire(self._token_sha256, None))
 
@@ -132,7 +132,7 @@ class FilesSender:
 
     def _look(self) -> None:
         """Read every rank's ask; remove what all ranks have acknowledged."""
-        for path in self._folder.glob("ask.*.json"):
+        for path in [self._folder / f"ask.rank_{rank}.json" for rank in range(self.num_ranks)]:
             ask = self._read(path)
             if ask is None:
                 continue
@@ -154,11 +154,10 @@ class FilesSender:
                 and hmac.compare_digest(ask.token_sha256.encode(), self._token_sha256.encode())
             ):
                 return ask
-        except msgspec.DecodeError:
+        except (msgspec.MsgspecError, RecursionError, ValueError):
             pass
-        seen = (path.name, hash(data))
-        if seen not in self._foreign:
-            self._foreign.add(seen)
+        if self._foreign.get(path.name) != hash(data):
+            self._foreign[path.name] = hash(data)
             self.num_foreign += 1
             log.warning("rollout wire: ignored %s: no ask of this run and protocol", path)
         return None

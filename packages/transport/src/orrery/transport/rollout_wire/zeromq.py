@@ -1,48 +1,54 @@
-"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank.
+"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank; bytes of micro-batches beside it (`bulk`).
 
+- Both ends derive both CurveZMQ key pairs from the run's token. The sender's public key is never sent, so a peer without the token
+  cannot finish the handshake, and libzmq hands nothing of it to this process. The token never travels.
+- Frames longer than MAX_ASK_BYTES (asks) and MAX_HEAD_BYTES (heads) end their connection before libzmq allocates them.
 - A receiver sends `Ask(step, rank, micro_step)`; `micro_step` −1 asks for the batch's head. The answer to a micro-batch is
-  its layout, then chunks of the run of bytes, each a message of its own: `[ask number, offset | bytes]`.
-- Credit: a receiver has at most two micro-batches asked for; inside one, the chunks that it has not read wait in the
-  sender as references to the parts, so neither end holds more than two micro-batches, and the sender holds no copy.
-- The gathering copy is the receiver's: chunks land in one buffer, which is the packed micro-batch.
-- An ask is repeated until it is answered, and under a new number where its chunks stop in the middle, so a lost connection
-  heals; an ask that was answered on the same connection is not answered twice. Messages that do not decode, or carry
-  another run's token, are counted and never believed.
+  its layout and a ticket, with which the receiver fetches the bytes into one buffer, which is the packed micro-batch.
+- Credit: a receiver has at most two micro-batches asked for, and the sender holds them as references to their parts.
+- An ask is repeated until it is answered, and under a new number where its bytes stop in the middle, so a lost connection
+  heals. An ask that was answered on the same connection is not answered twice. Messages that do not decode are counted.
 """
 
 import asyncio
-import hmac
+import contextlib
 import logging
-import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.transport.buffers import BufferPool
-from orrery.transport.column_bytes import Layout, chunks, columns_from, layout_of, segments
+from orrery.transport.column_bytes import Layout, columns_from, layout_of
 from orrery.transport.columns import Columns
+from orrery.transport.rollout_wire.bulk import BulkSender, Ticket, fetch
 from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
-from orrery.transport.token import run_token
+from orrery.transport.token import derived_key
 
-PROTOCOL = 1
-CHUNK_BYTES = 1 << 20
-RECEIVE_AHEAD_CHUNKS = 16
+PROTOCOL = 2
+MAX_ASK_BYTES = 4096
+MAX_HEAD_BYTES = 64 << 20
 ASK_AGAIN_S = 2.0
+FETCH_AGAIN_S = 0.1
+SILENCE_S = 10.0  # of a micro-batch's bytes, after which the receiver asks for the rest on another connection
+HANDSHAKE_S = 5.0
+NUM_HANDSHAKES = 5  # that fail one after another before the receiver says that the other end is not its orchestrator
 _HEAD = -1
-_CHUNK = struct.Struct("<QQ")  # ask number, offset in the run of bytes
+_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)  # nesting, and text that is not UTF-8, have errors of their own
 
 log = logging.getLogger(__name__)
 
 
 class Ask(msgspec.Struct, tag="ask"):
     protocol: int
-    token: str
     rank: int
     step: int
     micro_step: int
@@ -54,7 +60,6 @@ class Done(msgspec.Struct, tag="done"):
     """This rank has everything of `step`."""
 
     protocol: int
-    token: str
     rank: int
     step: int
 
@@ -72,6 +77,7 @@ class MicroBatchHead(msgspec.Struct, tag="micro_batch"):
     step: int
     micro_step: int
     layout: Layout
+    ticket: Ticket
 
 
 class Refusal(msgspec.Struct, tag="refusal"):
@@ -84,34 +90,64 @@ _to_sender = msgspec.msgpack.Decoder(Ask | Done)
 _to_receiver = msgspec.msgpack.Decoder(BatchHead | MicroBatchHead | Refusal)
 
 
+def _authenticate(socket: Any, is_sender: bool) -> None:
+    """Let `socket` speak with holders of the run's token only. Raises OrreryError where pyzmq cannot."""
+    if not zmq.has("curve"):
+        raise OrreryError("pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; install pyzmq's own wheel")
+    secret_keys = {role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}")) for role in ("sender", "receiver")}
+    mine = secret_keys["sender" if is_sender else "receiver"]
+    socket.curve_secretkey, socket.curve_publickey = mine, zmq.curve_public(mine)
+    if is_sender:
+        socket.curve_server = True
+    else:
+        socket.curve_serverkey = zmq.curve_public(secret_keys["sender"])
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES if is_sender else MAX_HEAD_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+
+_TURNED_AWAY = "and was turned away: the token is not this run's; both processes must be of one attempt; does another program listen there?"
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
 class ZmqSender:
     """See `contract.RolloutSender`."""
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
-        self.num_foreign = 0
+        self._num_ignored = 0
         self._keep = keep
-        self._token = run_token()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credit bounds what is queued; a full queue would drop
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
+            _authenticate(self._socket, is_sender=True)
+            self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OrreryError(f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port") from error
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._bulk = BulkSender(host)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
         self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[bytes, Ask] = {}  # peer -> its newest ask that nothing answers yet
-        self._answered: dict[bytes, int] = {}  # peer -> number of its last answered ask
+        self._waiting: dict[int, tuple[bytes, Ask]] = {}  # rank -> its peer and newest ask that nothing answers yet
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank -> its peer and the number of the last answered ask
         self._changed = asyncio.Condition()
         self._server: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def num_foreign(self) -> int:
+        """Peers turned away, and messages that were ignored."""
+        return self._num_ignored + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
         batch.check(self.num_ranks, self._last_taken)
@@ -120,7 +156,7 @@ class ZmqSender:
         self._held[batch.step] = batch
         self._missing[batch.step] = set(range(self.num_ranks))
         self._last_held = batch.step
-        for peer, ask in list(self._waiting.items()):
+        for peer, ask in list(self._waiting.values()):
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
@@ -135,14 +171,18 @@ class ZmqSender:
             raise RunFailed(f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log") from None
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.cancel()
+        for task in (self._server, self._watcher):
+            if task is not None:
+                task.cancel()
+        self._bulk.close()
         self._held.clear()
+        self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="rollout wire")
+            self._watcher = asyncio.create_task(self._watch_handshakes(), name="rollout wire, handshakes")
         async with self._changed:
             while True:
                 if self._server.done():
@@ -159,17 +199,12 @@ class ZmqSender:
                 message = self._read(parts)
                 if message is None:
                     continue
-                if not hmac.compare_digest(message.token.encode(), self._token.encode()):
-                    self._count_foreign("carries another run's token")
-                    refusal = Refusal(getattr(message, "number", 0), "the token is not this run's; both processes must be of one attempt")
-                    await self._post(peer, [_encode(refusal)])
-                    continue
                 if isinstance(message, Done):
                     self._acknowledge(message.rank, message.step)
                 else:
                     self._wanted = max(self._wanted, message.step)
                     self._acknowledge(message.rank, message.received)
-                    if self._answered.get(peer) != message.number:
+                    if self._answered.get(message.rank) != (peer, message.number):
                         await self._answer(peer, message)
                 async with self._changed:
                     self._changed.notify_all()
@@ -177,36 +212,43 @@ class ZmqSender:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def _watch_handshakes(self) -> None:
+        while True:
+            await recv_monitor_message(self._monitor)
+            self._count_foreign("a peer that does not hold this run's token")
+
     def _read(self, parts: list[bytes]) -> "Ask | Done | None":
         """The message, or None for one that is not of this protocol."""
         try:
             message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
-        except msgspec.DecodeError:
+        except _NOT_OF_THE_PROTOCOL:
             message = None
         if message is None or message.protocol != PROTOCOL or not 0 <= message.rank < self.num_ranks:
-            self._count_foreign("is no ask of this protocol")
+            self._count_foreign("a message that is no ask of this protocol")
             return None
         return message
 
     def _count_foreign(self, why: str) -> None:
-        self.num_foreign += 1
-        log.warning("rollout wire: ignored a message that %s (%d so far)", why, self.num_foreign)
+        self._num_ignored += 1
+        if self._num_ignored.bit_count() == 1:  # 1, 2, 4, 8, …: a flood must not fill the disk
+            log.warning("rollout wire: turned away %s (%d so far)", why, self._num_ignored)
 
     def _acknowledge(self, rank: int, up_to_step: int) -> None:
+        self._bulk.forget(rank, up_to_step)
         for step in [step for step in self._held if step <= up_to_step]:
             self._missing[step].discard(rank)
             if not self._missing[step]:
                 del self._held[step], self._missing[step]
 
     async def _answer(self, peer: bytes, ask: Ask) -> None:
-        self._waiting.pop(peer, None)
+        self._waiting.pop(ask.rank, None)
         batch = self._held.get(ask.step)
         skipped = [step for step in self._held if step < ask.step and ask.rank in self._missing[step]]
         if skipped:
             answer: Any = Refusal(ask.number, f"batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step")
         elif batch is None:
             if self._last_held is None or ask.step > self._last_held:
-                self._waiting[peer] = ask
+                self._waiting[ask.rank] = (peer, ask)
                 return
             answer = Refusal(ask.number, f"batch {ask.step} is gone, the wire is at batch {self._last_held}")
         elif ask.micro_step == _HEAD:
@@ -219,27 +261,20 @@ class ZmqSender:
                 layout = layout_of(micro_batch)
             except ValueError as error:
                 refusal = Refusal(ask.number, f"it cannot be sent: {error}")
-                await self._post(peer, [_encode(refusal)])
+                await self._post(peer, refusal)
                 raise OrreryError(f"batch {ask.step}: micro-batch {ask.micro_step} of rank {ask.rank} cannot be sent: {error}") from error
-            await self._post(peer, [_encode(MicroBatchHead(ask.number, batch.step, ask.micro_step, layout))])
-            offset = 0
-            for chunk in chunks(segments(micro_batch, layout), CHUNK_BYTES):
-                await self._post(peer, [_CHUNK.pack(ask.number, offset), chunk])
-                offset += len(chunk)
-            self._answered[peer] = ask.number
-            return
-        await self._post(peer, [_encode(answer)])
-        self._answered[peer] = ask.number
+            ticket = self._bulk.issue(ask.rank, batch.step, micro_batch, layout)
+            answer = MicroBatchHead(ask.number, batch.step, ask.micro_step, layout, ticket)
+        await self._post(peer, answer)
+        self._answered[ask.rank] = (peer, ask.number)
 
-    async def _post(self, peer: bytes, parts: list[Any]) -> None:
+    async def _post(self, peer: bytes, message: Any) -> None:
         """Queue one message; a peer that has gone will ask again under a new identity."""
         try:
-            await self._socket.send_multipart([peer, *parts], copy=False)
+            await self._socket.send_multipart([peer, _encode(message)], copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._waiting.pop(peer, None)
-            self._answered.pop(peer, None)
 
 
 class ZmqReceiver:
@@ -248,14 +283,24 @@ class ZmqReceiver:
     def __init__(self, run_dir: Path, url: str, rank: int) -> None:
         self.rank = rank
         self.url = url
-        self._token = run_token()
+        self._host = urlsplit(url).hostname or ""
         self._number = 0
         self._received = -1
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks that wait for a connection are small and few; see `_send`
         self._socket.setsockopt(zmq.LINGER, 500)  # lets the last `Done` out
-        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_AHEAD_CHUNKS)
+        try:
+            _authenticate(self._socket, is_sender=False)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._num_failed_handshakes = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(url)
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
@@ -266,6 +311,8 @@ class ZmqReceiver:
         return ReceivedBatch(step, self.rank, count, head.totals, head.info, self._stream(step, count, deadline_s))
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
 
@@ -285,32 +332,37 @@ class ZmqReceiver:
 
     def _done(self, step: int) -> None:
         self._received = step
-        self._socket.send(_encode(Done(PROTOCOL, self._token, self.rank, step)))
+        with contextlib.suppress(RunFailed):  # the next ask, if there is one, says the same and more
+            self._send(Done(PROTOCOL, self.rank, step), f"trainer rank {self.rank} has batch {step}")
+
+    def _send(self, message: Ask | Done, who: str) -> None:
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # libzmq has given the connection up, since what answers does not speak its protocol
+            raise RunFailed(f"{who} {_TURNED_AWAY}") from None
 
     def _ask(self, step: int, micro_step: int) -> Ask:
         self._number += 1
-        ask = Ask(PROTOCOL, self._token, self.rank, step, micro_step, self._number, self._received)
-        self._socket.send(_encode(ask))
+        ask = Ask(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
+        self._send(ask, self._who(ask))
         return ask
 
     def _await(self, ask: Ask, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float) -> Any:
-        """The head that answers `ask`; heads and chunks of older asks are passed over."""
+        """The head that answers `ask`; heads of older asks are passed over."""
         start = asked = time.monotonic()
         while True:
-            parts = self._next(min(start + deadline_s, asked + ASK_AGAIN_S))
+            frame = self._next(ask, min(start + deadline_s, asked + ASK_AGAIN_S))
             now = time.monotonic()
-            if parts is None:
+            if frame is None:
                 if now >= start + deadline_s:
                     raise RunFailed(f"{self._who(ask)}, but nothing came within {deadline_s:g} s; read logs/orchestrator.0.log")
-                self._socket.send(_encode(ask))
+                self._send(ask, self._who(ask))
                 asked = now
-            elif len(parts) == 1:
+            else:
                 try:
-                    message = _to_receiver.decode(parts[0].buffer)
-                except msgspec.DecodeError as error:
-                    raise RunFailed(
-                        f"{self._who(ask)}, but got bytes that are no answer ({error}); does another program listen there?"
-                    ) from error
+                    message = _to_receiver.decode(frame.buffer)
+                except _NOT_OF_THE_PROTOCOL as error:
+                    raise RunFailed(f"{self._who(ask)}, but got bytes that are no answer ({error}); are both of one version?") from error
                 if message.number not in (ask.number, 0):
                     continue
                 if isinstance(message, Refusal):
@@ -326,41 +378,47 @@ class ZmqReceiver:
         except ValueError as error:
             raise RunFailed(f"{self._who(ask)}, but its layout is damaged: {error}") from error
         buffer = self._buffers.take(head.layout.num_bytes)
-        numbers, filled = {ask.number}, 0
-        moved = asked = time.monotonic()
-        while filled < len(buffer):
-            parts = self._next(min(moved + deadline_s, asked + ASK_AGAIN_S))
-            if parts is None:
-                asked = time.monotonic()
-                if asked >= moved + deadline_s:
-                    raise RunFailed(
-                        f"{self._who(ask)}, but after {filled} of {len(buffer)} bytes nothing came for {deadline_s:g} s; "
-                        "read logs/orchestrator.0.log"
-                    )
-                numbers.add(self._ask(ask.step, ask.micro_step).number)  # a new one: the sender answers each number once
-                continue
-            if len(parts) != 2 or len(parts[0]) != _CHUNK.size:
-                continue
-            number, offset = _CHUNK.unpack(parts[0].buffer)
-            if number not in numbers or offset < filled:  # of an older ask, or here already
-                continue
-            chunk = parts[1].buffer
-            if offset != filled or filled + len(chunk) > len(buffer):
-                raise RunFailed(f"{self._who(ask)}, but a chunk at byte {offset} came where byte {filled} was next")
-            buffer[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
-            moved = asked = time.monotonic()
+        filled, moved = 0, time.monotonic()
+        while True:
+            reached = fetch(self._host, head.ticket, filled, buffer.data, min(SILENCE_S, deadline_s))
+            if reached == len(buffer):
+                break
+            now = time.monotonic()
+            moved = now if reached > filled else moved
+            filled = reached
+            if now >= moved + deadline_s:
+                raise RunFailed(
+                    f"{self._who(ask)}, but after {filled} of {len(buffer)} bytes nothing came for {deadline_s:g} s; "
+                    "read logs/orchestrator.0.log"
+                )
+            time.sleep(FETCH_AGAIN_S)
+            ask = self._ask(ask.step, ask.micro_step)  # under a new number: the sender answers each number once
+            head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
+            if head.layout.num_bytes != len(buffer):
+                raise RunFailed(f"{self._who(ask)}, but it has {head.layout.num_bytes} bytes now and had {len(buffer)} before")
         try:
             return columns_from(head.layout, buffer)
         except ValueError as error:
             raise RunFailed(f"{self._who(ask)}, but it does not decode: {error}") from error
 
-    def _next(self, until: float) -> list[zmq.Frame] | None:
-        """The parts of the next message, or None at `until`."""
-        timeout_ms = max(0, int((until - time.monotonic()) * 1000) + 1)
-        if not self._socket.poll(timeout_ms):
-            return None
-        return self._socket.recv_multipart(copy=False)
+    def _next(self, ask: Ask, until: float) -> zmq.Frame | None:
+        """The next message, or None at `until`. Raises RunFailed where the peer at the url is not this run's orchestrator."""
+        while True:
+            ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
+            if self._monitor in ready:
+                self._count_handshake(ask, recv_monitor_message(self._monitor)["event"])
+            if self._socket in ready:
+                return self._socket.recv_multipart(copy=False)[-1]
+            if not ready:
+                return None
+
+    def _count_handshake(self, ask: Ask, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_failed_handshakes = 0
+            return
+        self._num_failed_handshakes += 1
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._num_failed_handshakes >= NUM_HANDSHAKES:
+            raise RunFailed(f"{self._who(ask)} {_TURNED_AWAY}")
 
     def _who(self, ask: Ask) -> str:
         what = f"batch {ask.step}" if ask.micro_step == _HEAD else f"micro-batch {ask.micro_step} of batch {ask.step}"
