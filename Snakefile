@@ -3,15 +3,18 @@
 # A stage is done when its DONE is there. Folders are named by the manifest's hash: an edited spec makes a new run beside the old one.
 import sys
 
-from orrery.launcher.pipeline import checked_in
+from orrery.launcher.pipeline import checked_in, targets_of
 from orrery.manifest.errors import OrreryError
 
 try:
     PIPELINE = checked_in()
+    for sentence in PIPELINE.broken:
+        print(
+            f"warning: {sentence}; the runs of this file are left out", file=sys.stderr
+        )
+    PIPELINE.check_targets(targets_of(sys.argv))
 except (OrreryError, OSError) as error:
     sys.exit(f"error: {error}")
-for sentence in PIPELINE.broken:
-    print(f"warning: {sentence}; the runs of this file are left out", file=sys.stderr)
 
 
 wildcard_constraints:

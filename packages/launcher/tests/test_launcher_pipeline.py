@@ -119,6 +119,32 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     assert "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean 'reverse_text'?" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (["reverse_tex"], "run 'reverse_tex': no run, and no group of runs, has this name; did you mean 'reverse_text'?"),
+        (["-n", "reverse_text", "--", "reverse_text_seed"], "has this name; did you mean 'reverse_text_seed"),
+        (["zzzz"], "run 'zzzz': no run, and no group of runs, has this name; `ls manifests jsonnet/runs` shows all names"),
+        (["rl"], "run 'rl': no run, and no group of runs, has this name; "),
+        (["runs/FOLDERa/stages/rl/DONE"], "no checked-in manifest has the run folder 'FOLDERa'; did you mean 'FOLDER'?"),
+        (["./runs/FOLDER/stages/rk/DONE"], "this run has no stage 'rk'; choose from init, sft, rl, evaluate, report"),
+    ],
+)
+def test_a_misspelt_target_is_one_sentence_with_what_was_meant(checkout, targets, says):
+    [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
+    result = snakemake(checkout, "--profile", "local", *(target.replace("FOLDER", folder) for target in targets))
+    assert result.returncode == 1 and not (checkout / "runs").exists()
+    [line] = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+    assert line.startswith("error: ") and says.replace("FOLDER", folder) in line
+    assert "Exception" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_stage_is_a_target_by_its_marker(checkout):
+    [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
+    result = snakemake(checkout, "--profile", "local", f"runs/{folder}/stages/sft/DONE")
+    assert result.returncode == 0 and calls(checkout) == ["init", "sft"], result.stderr
+
+
 def test_a_run_without_sft_goes_from_init_to_rl(checkout):
     manifest = json.loads(subprocess.check_output([sys.executable, "-m", "orrery.manifest", "show", "reverse_text"], cwd=checkout))
     manifest["stages"]["sft"] = None

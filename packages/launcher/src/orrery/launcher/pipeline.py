@@ -4,17 +4,23 @@
 - Refuses with one sentence when a checked-in manifest is not what its spec renders to now: what runs is what was reviewed.
 """
 
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orrery.launcher.describe_plan import describe_stage
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.submission import sbatch_options
 from orrery.manifest import plan as plans
+from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
+
+MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,21 @@ class Pipeline:
     broken: list[str]
     workspace: Workspace
     site: Site
+
+    def check_targets(self, targets: Iterable[str]) -> None:
+        """Raise `OrreryError` for a target that is neither a run, nor a group of runs, nor the marker of a run's stage."""
+        for target in sorted({*targets} - {*self.folders}):
+            marker = MARKER.fullmatch(os.path.normpath(target))
+            if marker is None:
+                hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
+                raise OrreryError(f"run {target!r}: no run, and no group of runs, has this name; {hint}")
+            run, stage = marker["run"], marker["stage"]
+            if run not in self.manifests:
+                hint = _near(run, self.manifests, "type a run's name in place of the path")
+                raise OrreryError(f"target {target}: no checked-in manifest has the run folder {run!r}; {hint}")
+            stages = [one.name for one in plans.plan(self.manifests[run])]
+            if stage not in stages:
+                raise OrreryError(f"target {target}: this run has no stage {stage!r}; choose from {', '.join(stages)}")
 
     def before(self, run: str, stage: str) -> list[str]:
         """The markers that `stage` of the run folder `run` waits for."""
@@ -64,6 +85,20 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
     if not broken:  # each file renders by itself: two of them name one run
         raise first
     return render_all(workspace, whole), broken
+
+
+def targets_of(argv: Sequence[str]) -> list[str]:
+    """The targets on Snakemake's command line: `workflow` does not have them yet when the Snakefile is read."""
+    from snakemake.cli import get_argument_parser
+
+    if "snakemake" not in argv[0]:  # a program that uses Snakemake as a library
+        return []
+    return list(get_argument_parser().parse_args(argv[1:]).targets)
+
+
+def _near(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = nearest(name, list(known))
+    return f"did you mean {near!r}?" if near else otherwise
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
