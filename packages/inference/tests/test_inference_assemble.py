@@ -115,6 +115,13 @@ def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
     assert weights_dir(tmp_path, manifest) == tmp_path / "weights/sft"
 
 
+@pytest.mark.parametrize(("named", "vllm"), [(None, "WARNING"), ("debug", "DEBUG"), ("info", "INFO")])
+def test_vllm_logs_from_the_level_on_that_the_run_names(make_manifest, monkeypatch, named, vllm):
+    monkeypatch.setattr(os, "environ", {} if named is None else {"ORRERY_LOG_LEVEL": named})
+    engine_environment(make_manifest(), "127.0.0.1")
+    assert os.environ["VLLM_LOGGING_LEVEL"] == vllm
+
+
 def test_the_environment_keeps_what_placement_has_set(make_manifest, monkeypatch):
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)

@@ -250,6 +250,22 @@ def test_the_role_ends_with_a_sentence_when_vllm_router_does(tmp_path, engines):
     assert "error: router: vllm-router ended by itself (exit code -9)" in (run_dir / "logs" / "orrery.inference.router.0.log").read_text()
 
 
+def test_a_router_that_logs_all_logs_no_credential(tmp_path, engines, monkeypatch):
+    monkeypatch.setenv("ORRERY_LOG_LEVEL", "debug")
+    run_dir = make_run(tmp_path / "run", DENSE, num_replicas=2)
+    process, url = start_router(run_dir, engines)
+
+    async def scenario():
+        async with RouterClient(url, TOKEN) as client:
+            await client.generate([1], max_tokens=1, temperature=1.0, cache_salt="a", request_id="r")
+
+    asyncio.run(scenario())
+    stop(process)
+    log = (run_dir / "logs" / "orrery.inference.router.0.log").read_text()
+    assert "DEBUG orrery.observe.health: starting vllm-router" in log and "vllm_router_rs::policies" in log
+    assert not [secret for secret in (TOKEN, *(credential(TOKEN, each) for each in Purpose)) if secret in log]
+
+
 def test_a_router_that_is_asked_to_end_while_it_waits_for_engines_ends_at_once(tmp_path):
     run_dir = make_run(tmp_path / "run", DENSE, num_replicas=2)
     process = start_role("orrery.inference.router", run_dir, 0, TOKEN)

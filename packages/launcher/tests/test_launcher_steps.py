@@ -97,7 +97,8 @@ def inside(tmp_path, monkeypatch):
     return allocation(SITE, SITE.slurm, one.hardware, Workspace(ROOT)), stage(one, "rl"), run_dir, tmp_path
 
 
-def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
+def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside, monkeypatch):
+    monkeypatch.setenv("ORRERY_LOG_LEVEL", "debug")
     made, plan, run_dir, tmp_path = inside
     assert (made.job, made.restarts, made.nodes) == ("7", 1, (("a",), ("b",), ("c", "d")))
     tasks = made.start(plan, run_dir, 3, "s", "t0psecret")
@@ -112,6 +113,7 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside):
         words = argv.splitlines()
         variables, handed_over = env.rstrip("\n").rsplit("\n", 1)
         assert handed_over == "t0psecret" and "t0psecret" not in argv + variables
+        assert "APPTAINERENV_ORRERY_LOG_LEVEL=debug" in variables
         assert "--input=all" in words and "APPTAINERENV_ORRERY_TOKEN_FILE=-" in variables
         assert {"--overlap", "--mem=0", "--export=ALL", "--kill-on-bad-exit=1"} <= set(words)
         assert "SLURM_CPUS_PER_TASK" not in env and "APPTAINER_BIND=" not in env and "LD_PRELOAD" not in env

@@ -52,6 +52,26 @@ def test_an_orrery_error_is_one_line_without_a_traceback(tmp_path, error, code):
     assert read_health(tmp_path, "rl")["trainer.1"].error == "trainer.mesh: does not fit"
 
 
+@pytest.mark.parametrize(
+    ("level", "said"), [("debug", ["DEBUG", "INFO"]), ("Info", ["INFO"]), ("", ["INFO"]), ("warning", [])], ids=lambda value: str(value)
+)
+def test_a_role_logs_from_the_named_level_on(tmp_path, monkeypatch, level, said):
+    monkeypatch.setenv("ORRERY_LOG_LEVEL", level)
+    process = role(tmp_path, "me.log.info('by itself')\nwith me.health.waiting('batch 4 from orchestrator'):\n    pass")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 0, stderr
+    assert sorted({line.split()[2] for line in stderr.splitlines()}) == said
+    assert ("waiting for batch 4 from orchestrator" in stderr) is (level == "debug")
+
+
+def test_a_level_that_there_is_not_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORRERY_LOG_LEVEL", "loud")
+    process = role(tmp_path, "pass")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert stderr.strip() == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; choose from debug, info, warning, error"
+
+
 def test_another_exception_leaves_a_traceback_and_its_name_in_health(tmp_path):
     process = role(tmp_path, "raise KeyError('k')")
     _, stderr = process.communicate(timeout=20)

@@ -14,6 +14,7 @@ from orrery.inference.kv_transfer import name_devices, refuse_missing_rdma, refu
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
+from orrery.observe.logs import log_level
 from orrery.observe.network import free_ports, name_interface
 from orrery.transport.weight_wire import check_library
 
@@ -151,7 +152,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
     if manifest.inference.prefill_replicas:
         os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
         name_devices(manifest)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core
         os.environ.setdefault("OMP_NUM_THREADS", "1")

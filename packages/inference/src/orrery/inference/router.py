@@ -29,6 +29,7 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
 from orrery.observe.heartbeat import heartbeat
 from orrery.observe.lifeline import die_with_parent
+from orrery.observe.logs import log_level
 from orrery.observe.network import LOOPBACK, free_ports, without_proxy
 from orrery.observe.process import RoleProcess, role_process
 from orrery.transport import rendezvous
@@ -92,7 +93,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
             [*PROGRAM, url + AUTHORIZED if token else "", *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port)],
             preexec_fn=die_with_parent,
             # --log-level stops at the router's Python; its core would write a line a request
-            env={"RUST_LOG": "warn"} | os.environ,
+            env={"RUST_LOG": (log_level() or "warning").replace("warning", "warn")} | os.environ,
         )
         try:
             key = authorization(token, Purpose.GENERATE)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from orrery.launcher.site import Site
 from orrery.observe.deadline import SCALE
 from orrery.observe.lifeline import LAUNCHER_PID, START
+from orrery.observe.logs import LOG_LEVEL, log_level
 from orrery.observe.network import INTERFACE
 from orrery.observe.token import STANDARD_INPUT, TOKEN_FILE
 
@@ -55,6 +56,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         START: start,
         TOKEN_FILE: STANDARD_INPUT,  # where the secret comes that the roles of this attempt share
+        **({LOG_LEVEL: level} if (level := log_level()) else {}),
         SCALE: str(site.roles.deadline_scale),
         **site.environment,
     }

@@ -55,6 +55,7 @@ from orrery.observe.duration import duration
 from orrery.observe.health import DONE, FAILED, Health, health_dir, read_health
 from orrery.observe.heartbeat import HANG_S
 from orrery.observe.lifeline import START, adopt_orphans, hide_memory
+from orrery.observe.logs import log_level
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.names import listed
 from orrery.observe.network import free_ports
@@ -114,6 +115,7 @@ class Outcome:
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage to its end; raises `OrreryError` where it cannot start."""
+    log_level()  # a role that is told an unknown one would end
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # whatever the umask: what a run writes is not every user's to change
     with ExitStack() as stack:

@@ -16,6 +16,7 @@
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -26,6 +27,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 FAILED, DONE, STARTING, TERMINATED, WOUND_DOWN = "failed", "done", "starting", "terminated", "wound down"
 
@@ -142,6 +145,7 @@ class HealthFile:
             self._was = None
             self._deadline_s = None if deadline_s is None else self._since_s + deadline_s
             self._still_s = still_s
+            log.debug("%s, step %s", what, self._step)
             self._write()
 
     def beat(self, begun: int, completed: int, marks: int) -> None:
@@ -163,6 +167,7 @@ class HealthFile:
 
         `behind_s`, where it comes to all processes of this role at once: for how long one may still wait while the others go on.
         """
+        log.debug("waiting for %s", what)
         with self._lock:
             self._tickets += 1
             ticket, now_s = self._tickets, time.time()

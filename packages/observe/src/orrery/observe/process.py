@@ -30,6 +30,7 @@ from orrery.observe import network, shared_memory
 from orrery.observe.asked import STDERR, stacks_on_signal
 from orrery.observe.health import HealthFile
 from orrery.observe.lifeline import Lifeline
+from orrery.observe.logs import log_to_stderr, set_level
 from orrery.observe.metrics import MetricsFile
 from orrery.observe.system_error import explain
 from orrery.observe.token import take
@@ -100,7 +101,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     # Before the health file is there: whoever reads it may send SIGUSR1, which ends a process that does not handle it.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
-    _log_to_stderr()
+    log_to_stderr()
     _allow_open_files()
     me = parse_role(role, argv)
     if threading.current_thread() is threading.main_thread():
@@ -110,6 +111,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
     if me.lifeline.is_launched:
         usage.start()
     try:
+        set_level()
         take()  # before anything is started that could inherit it
         yield me
     except WoundDown as end:
@@ -149,13 +151,3 @@ def _allow_open_files() -> None:
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
     raise Terminated(TERMINATED)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
