@@ -1,0 +1,75 @@
+"""What it costs to score each model-written answer in a fork of its own: time from asking to the score, and processor time.
+
+Families whose scorers run answers (`eval`), parse them (sympy) or compare text. One scorer, one answer at a time. Each problem has eight
+answers, one of them right, as a group of rollouts gives them. The scorer has started, and scored its known answers, before.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.tasks.reasoning_gym import Family
+from orrery.tasks.scorers import HASH_SEED, Scorers
+from record import record
+
+FAMILIES = {"spiral_matrix": "eval", "countdown": "sympy", "polynomial_multiplication": "sympy", "leg_counting": "text"}
+GROUP = 8
+GOAL_MS = 30.0
+
+
+def processor_s(process: psutil.Process) -> float:
+    """Of the scorer and of all its forks so far."""
+    return sum(process.cpu_times()[:4])
+
+
+async def measured(scorers: Scorers, family: str, num_problems: int) -> dict[str, Any]:
+    items = [(seed, Family(family, {}).dataset(seed)[0]) for seed in range(num_problems)]
+    answers = [(seed, item["question"], item["answer"] if i == 0 else str(i)) for seed, item in items for i in range(GROUP)]
+    await scorers.score(family, {}, *answers[0])
+    process = psutil.Process(scorers._idle[0].process.pid)
+    before, waits_ms = processor_s(process), []
+    for answer in answers:
+        begin = time.perf_counter()
+        await scorers.score(family, {}, *answer)
+        waits_ms.append(1e3 * (time.perf_counter() - begin))
+    used_ms = 1e3 * (processor_s(process) - before) / len(answers)
+    return {"median_ms": statistics.median(waits_ms), "p99_ms": statistics.quantiles(waits_ms, n=100)[-1], "processor_ms": used_ms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=int, default=50)
+    args = parser.parse_args()
+    load_before, scorers = os.getloadavg()[0], Scorers()
+
+    async def every() -> dict[str, dict[str, Any]]:
+        return {family: await measured(scorers, family, args.problems) for family in FAMILIES}
+
+    found = asyncio.run(every())
+    record(
+        Path(__file__).with_suffix(".json"),
+        figure="a model-written answer scored in a process of its own, the slowest family's median",
+        value=max(row["median_ms"] for row in found.values()),
+        unit="ms",
+        goal=GOAL_MS,
+        better="lower",
+        details={"answers_a_family": args.problems * GROUP, "load_average_before": load_before, "families": FAMILIES},
+        rows=[
+            {"variant": family, "value": row["median_ms"], "unit": "ms", "better": "lower", "goal": GOAL_MS, **row}
+            for family, row in found.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # else a family's problems are others in the scorer
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED})
+    main()
