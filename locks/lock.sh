@@ -32,15 +32,9 @@ for name in "${names[@]}"; do
         uv) compile uv ;;
         cpu) compile cpu "${from[@]}" --overrides locks/overrides.txt ;;
         login | orchestrator | *.cpu) compile "$name" "${from[@]}" --overrides locks/overrides.txt --constraints locks/cpu.txt ;;
-        # The default index has torch's CUDA build. What trainer and engines share stands in the same version in both, but for what
-        # vLLM pins and the trainer's FlashAttention asks for in a newer one.
+        # The default index has torch's CUDA build. The trainer takes every version that engines have too: one environment can hold both.
         inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
-        trainer.cuda)
-            shared=locks/engines.txt
-            grep -oE '^[^ #]+==[^ ]+' locks/inference.cuda.txt | grep -vE '^(apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels)==' >"$shared"
-            UV_FIND_LINKS='' compile "$name" --constraints "$shared"
-            rm "$shared"
-            ;;
+        trainer.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/inference.cuda.txt ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
     esac
 done

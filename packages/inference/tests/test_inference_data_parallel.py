@@ -1,4 +1,4 @@
-"""The stores by which data-parallel ranks of an engine meet: both ways of opening one, that of vLLM 0.32 and that of 0.26."""
+"""The stores by which data-parallel ranks of an engine meet: both ways of opening one, vLLM's own and torch's."""
 
 import importlib
 import os
@@ -39,7 +39,7 @@ def through_torch():
     return store, port
 
 
-@pytest.mark.parametrize("open_store", [through_vllm, through_torch], ids=["0.32", "0.26"])
+@pytest.mark.parametrize("open_store", [through_vllm, through_torch], ids=["vLLM", "torch"])
 def test_a_store_listens_at_its_own_address_and_is_found_there(open_store):
     store, port = open_store()
     assert listening(port) == {LOOPBACK}

@@ -1,4 +1,4 @@
-"""vLLM's disk tier with a bound, behind vLLM's own manager of tiers, without an engine. Of whichever release is installed."""
+"""vLLM's disk tier with a bound, behind vLLM's own manager of tiers, without an engine."""
 
 import mmap
 import os
@@ -53,8 +53,7 @@ class Tiers:
         """A request whose blocks go to host memory, and from there to the disk."""
         context = self.request(name)
         stored = self.manager.prepare_store(keys, context)
-        places = stored.store_spec.chunk_ids if hasattr(stored.store_spec, "chunk_ids") else stored.store_spec.block_ids
-        for key, place in zip(stored.keys_to_store, places, strict=True):
+        for key, place in zip(stored.keys_to_store, stored.store_spec.chunk_ids, strict=True):
             self.memory.cast("B")[place * BLOCK : (place + 1) * BLOCK] = key[:1] * BLOCK
         self.manager.complete_store(keys, context)
         self.manager.on_request_finished(context)
@@ -139,7 +138,7 @@ def test_a_block_whose_file_went_between_its_lookup_and_its_load_is_missing_and_
     assert made.look(keys_of(1)[0], context, before_load=lambda: first.unlink(missing_ok=True)) is False
     assert made.look(keys_of(2)[0], context) is True
     place = made.manager.prepare_load(keys_of(2), context)
-    [place] = place.chunk_ids if hasattr(place, "chunk_ids") else place.block_ids
+    [place] = place.chunk_ids
     assert bytes(made.memory.cast("B")[place * BLOCK : (place + 1) * BLOCK]) == b"\x02" * BLOCK
     made.manager.complete_load(keys_of(2), context)
     made.manager.on_request_finished(context)

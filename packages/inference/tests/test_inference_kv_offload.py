@@ -16,7 +16,6 @@ import pytest
 from inference_servers import MIXTURE, await_published, engine, family, make_run, start_role, stop
 from network_alone import alone_in_a_network
 
-from orrery.inference import releases
 from orrery.inference.kv_offload import disk_folder, prepare_disk
 from orrery.inference.kv_offload import forget as forget_disk
 from orrery.inference.kv_store import master_program
@@ -312,8 +311,6 @@ def test_two_engines_share_a_mooncake_store_with_routes_in_a_network_of_their_ow
         master_program()
     except OrreryError as error:
         pytest.skip(f"NOT TESTED: {error}")
-    if not releases._has(releases.AUX_OUTPUT):
-        pytest.skip("NOT TESTED: this release of vLLM has routes in each engine alone, and is not started so")
     run_dir = make_run(tmp_path / "run", MIXTURE, num_replicas=2, inference=STORE, routed_experts=True)
     roles = {("kv_store", 0): "orrery.inference.kv_store", ("inference", 0): "orrery.inference", ("inference", 1): "orrery.inference"}
 

@@ -1,18 +1,12 @@
-"""One code path, two releases: the names, flags, addresses and metrics that Orrery uses of vLLM are there, in the source of a release.
-
-Of the installed release always; of another one where ORRERY_VLLM_SOURCE names the folder of its `vllm` package. Nothing here imports vLLM.
-"""
+"""The names, flags, addresses and metrics of vLLM that Orrery uses are in the source of the installed release. Nothing imports it."""
 
 import ast
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from inference_servers import REPOSITORY
@@ -22,12 +16,10 @@ from orrery.inference.assemble import server_arguments
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.manifest.release import LOCKED
 from orrery.transport import engine as client
 
 INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
-INSTALLED = Path(find_spec("vllm").submodule_search_locations[0])
-TREES = [INSTALLED, *(Path(folder) for folder in [os.environ.get("ORRERY_VLLM_SOURCE")] if folder)]
+TREE = Path(find_spec("vllm").submodule_search_locations[0])
 
 # What patches (and the worker extension) replace or rely on, beyond what they import: file, then class and attribute.
 CORRECTED = {
@@ -42,20 +34,6 @@ CORRECTED = {
         ("v1/engine/utils.py", "get_mp_context"),
         ("model_executor/models/registry.py", "_run_in_subprocess"),
     ],
-    "vllm_0_26.py": [
-        ("v1/executor/uniproc_executor.py", "get_distributed_init_method"),
-        ("v1/executor/multiproc_executor.py", "get_distributed_init_method"),
-        ("v1/engine/async_llm.py", "AsyncLLM.update_weights"),
-        ("v1/engine/async_llm.py", "AsyncLLM.finish_weight_update"),
-        ("v1/engine/core_client.py", "AsyncMPClient.get_output_async"),
-        ("v1/engine/core_client.py", "AsyncMPClient.outputs_queue"),
-        ("v1/engine/output_processor.py", "RequestState._new_completion_output"),
-        ("v1/engine/output_processor.py", "OutputProcessor.request_states"),
-        ("v1/engine/detokenizer.py", "IncrementalDetokenizer.num_output_tokens"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.request_finished"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler._req_status"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "RequestGroupState.next_stored_chunk_idx"),
-    ],
     "vllm_answers.py": [
         ("entrypoints/scale_out/token_in_token_out/serving.py", "ServingTokens.serve_tokens_full_generator"),
         ("entrypoints/scale_out/token_in_token_out/api_router.py", "JSONResponse"),
@@ -66,10 +44,6 @@ CORRECTED = {
         ("v1/engine/core.py", "EngineCoreProc._handle_client_request"),
         ("v1/engine/core.py", "EngineCoreProc.output_queue"),
         ("v1/engine/__init__.py", "EngineCoreOutput.new_logprobs"),
-    ],
-    "vllm_0_26_worker.py": [
-        ("v1/worker/gpu_worker.py", "Worker.init_device"),
-        ("config/parallel.py", "ParallelConfig.data_parallel_index"),
     ],
     "vllm_shared_memory.py": [
         ("distributed/device_communicators/cpu_communicator.py", "_CPUSHMDistributed.make_group_name"),
@@ -92,10 +66,7 @@ CORRECTED = {
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager.file_mapper"),
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._pool"),
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._block_size"),
-        ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._lookup_manager"),
         ("v1/kv_offload/tiering/fs/thread_pool.py", "DualQueueThreadPool.enqueue_store"),
-        ("v1/kv_offload/tiering/async_lookup.py", "AsyncLookupManager._lookup_state"),
-        ("v1/kv_offload/tiering/async_lookup.py", "LookupState.result"),
         ("v1/kv_offload/file_mapper.py", "FileMapper.base_path"),
         ("v1/kv_offload/file_mapper.py", "FileMapper.rank"),
     ],
@@ -137,32 +108,6 @@ CORRECTED = {
         ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.hash_block_size"),
         ("distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py", "MooncakeLookupResult.hit_length"),
     ],
-    "vllm_0_26_routes.py": [
-        ("config/vllm.py", "VllmConfig.try_verify_and_update_config"),
-        ("config/kv_transfer.py", "KVTransferConfig.is_kv_transfer_instance"),
-        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.routed_experts_by_slot"),
-        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.attn_gid"),
-        ("model_executor/layers/fused_moe/routed_experts_capturer.py", "RoutedExpertsManager.block_size"),
-        ("v1/core/block_pool.py", "BlockPool.cached_block_hash_to_block"),
-        ("v1/core/block_pool.py", "BlockHashToBlockMap.get_one_block"),
-        ("v1/core/kv_cache_manager.py", "KVCacheManager.get_block_ids"),
-        ("v1/core/sched/scheduler.py", "Scheduler._update_waiting_for_remote_kv"),
-        ("v1/core/sched/scheduler.py", "Scheduler._try_promote_blocked_waiting_request"),
-        ("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule"),
-        ("v1/core/sched/scheduler.py", "Scheduler._re_block_ids"),
-        ("v1/core/sched/scheduler.py", "Scheduler.enable_return_routed_experts"),
-        ("v1/core/sched/scheduler.py", "Scheduler.routed_experts_mgr"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler._lookup"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.update_state_after_alloc"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "RequestOffloadState.num_locally_computed_tokens"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "RequestGroupState.offload_keys"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "SchedulerOffloadConfig.blocks_per_chunk"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "GroupOffloadConfig.tokens_per_block"),
-        ("v1/kv_offload/tiering/manager.py", "TieringOffloadingManager.complete_store"),
-        ("model_executor/layers/fused_moe/cpu_fused_moe.py", "select_experts"),
-        ("model_executor/layers/fused_moe/runner/moe_runner.py", "MoERunner._apply_quant_method"),
-        ("model_executor/layers/fused_moe/router/base_router.py", "BaseRouter.capture_fn"),
-    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
@@ -173,26 +118,8 @@ CORRECTED = {
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens"),
     ],
 }
-NEW_ONLY = ("vllm.py", "vllm_routes.py", "vllm_routes_elsewhere.py", "vllm_routes_shared.py")
 PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/start_weight_update", "/update_weights",
          "/finish_weight_update", "/collective_rpc", "/health"]  # fmt: skip
-
-
-@pytest.fixture(params=TREES, ids=lambda tree: "installed" if tree == INSTALLED else "named")
-def tree(request, monkeypatch):
-    monkeypatch.setattr(releases, "_has", lambda file, name="": (path := request.param / file).is_file() and name in path.read_text())
-    return request.param
-
-
-def is_new(tree: Path) -> bool:
-    return (tree / releases.LAUNCHERS).is_file()
-
-
-def applies(file: Path, tree: Path) -> bool:
-    """Corrections for CPU are for the release that has a build for CPU; the old release has corrections of its own."""
-    if file.name.startswith("vllm_0_26"):
-        return not is_new(tree)
-    return is_new(tree) or file.parent.name != "patches" or file.name not in NEW_ONLY
 
 
 @cache
@@ -200,23 +127,17 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def imports(node: ast.AST, new: bool) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import from vLLM, of the branch that `_has(LAUNCHERS)` takes where it is asked."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("_has(LAUNCHERS)", "not _has(LAUNCHERS)"):
-            taken = child.body if new == (ast.unparse(child.test) == "_has(LAUNCHERS)") else child.orelse
-            for statement in taken:
-                yield from imports(ast.Module([statement], []), new)
-        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
+def imports(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import from vLLM."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
             yield from ((child.module, alias.name) for alias in child.names)
         elif isinstance(child, ast.Import):
             yield from ((alias.name, "") for alias in child.names if alias.name.split(".")[0] == "vllm")
-        else:
-            yield from imports(child, new)
 
 
-def module_file(tree: Path, module: str) -> Path | None:
-    path = tree.joinpath(*module.split(".")[1:])
+def module_file(module: str) -> Path | None:
+    path = TREE.joinpath(*module.split(".")[1:])
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
@@ -237,25 +158,23 @@ def attributes(class_: ast.ClassDef) -> set[str]:
     return kept | set(defined(class_.body))
 
 
-def test_every_name_that_we_import_is_there(tree):
+def test_every_name_that_we_import_is_there():
     missing, seen = [], 0
     for file in sorted(INFERENCE.rglob("*.py")):
-        if not applies(file, tree):
-            continue
-        for module, name in imports(parsed(file), is_new(tree)):
+        for module, name in imports(parsed(file)):
             seen += 1
-            found = module_file(tree, module)
-            if found is None or (name and name not in set(defined(parsed(found).body)) and module_file(tree, f"{module}.{name}") is None):
+            found = module_file(module)
+            if found is None or (name and name not in set(defined(parsed(found).body)) and module_file(f"{module}.{name}") is None):
                 missing.append(f"{file.name}: from {module} import {name}")
     assert not missing and seen > 20
 
 
-def test_every_attribute_that_a_correction_replaces_is_there(tree):
+def test_every_attribute_that_a_correction_replaces_is_there():
     missing = []
     for patch, places in CORRECTED.items():
-        for file, dotted in places if applies(INFERENCE / "patches" / patch, tree) else []:
+        for file, dotted in places:
             name, _, attribute = dotted.partition(".")
-            body = parsed(tree / file).body
+            body = parsed(TREE / file).body
             class_ = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
             there = attribute in attributes(class_) if class_ is not None else not attribute and name in set(defined(body))
             if not there:
@@ -264,14 +183,14 @@ def test_every_attribute_that_a_correction_replaces_is_there(tree):
 
 
 @pytest.mark.parametrize(("file", "name"), [("receiver.py", "Receiver"), ("adapters.py", "AdapterReceiver")])
-def test_a_weight_backend_has_every_method_that_a_release_asks_for(tree, file, name):
+def test_a_weight_backend_has_every_method_that_a_release_asks_for(file, name):
     def methods(path, class_name):
         class_ = next(node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == class_name)
         return [node for node in class_.body if isinstance(node, ast.FunctionDef)]
 
     asked = {
         method.name
-        for method in methods(tree / "distributed/weight_transfer/base.py", "WeightTransferEngine")
+        for method in methods(TREE / "distributed/weight_transfer/base.py", "WeightTransferEngine")
         if any(ast.unparse(decorator) == "abstractmethod" for decorator in method.decorator_list)
     }
     assert "receive_weights" in asked
@@ -292,55 +211,21 @@ def manifests():
         yield check(each, "test")
 
 
-def test_routes_in_a_shared_store_are_refused_by_the_release_that_has_them_in_each_engine_alone(tree):
-    content = next(manifests()).model_dump(mode="json")
-    tiers = {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 0}
-    store = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
-    for kv_offload in (tiers, store):
-        content["inference"] |= {"kv_offload": kv_offload}
-        is_refused = kv_offload is store and not is_new(tree)
-        with pytest.raises(OrreryError, match=r"routed_experts with inference.kv_offload.kind 'mooncake'") if is_refused else nullcontext():
-            assert releases.arguments(check(content, "test")) == {}
-
-
-def test_restarts_beside_mooncake_are_refused_by_the_release_whose_readers_would_hang(tree):
-    content = next(manifests()).model_dump(mode="json")
-    content["transport"]["routed_experts"] = False
-    apart = {"num_replicas": 2, "prefill_replicas": 1, "max_restarts": 1, "router": {"kind": "none"}}
-    for kv_transfer in ({"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}):
-        content["inference"] |= apart | {"kv_transfer": kv_transfer}
-        is_refused = kv_transfer["kind"] == "mooncake" and not is_new(tree)
-        with pytest.raises(OrreryError, match=r"max_restarts with inference.kv_transfer.kind 'mooncake'") if is_refused else nullcontext():
-            releases.arguments(check(content, "test"))
-
-
-def test_the_law_about_releases_says_of_each_what_its_source_has(tree):
-    locked = LOCKED["cpu" if is_new(tree) else "h200"]
-    assert [feature for feature, place in releases.FEATURES.items() if releases._has(*place)] == list(locked.features)
-
-
-def test_outputs_name_their_weights_where_the_engine_core_knows_them(tree):
-    assert releases.outputs_name_weights() == ("_weight_version" in (tree / "v1/engine/core.py").read_text()) == is_new(tree)
-
-
-def test_what_the_disk_tier_says_is_read_in_the_form_of_either_release():
-    for task in (partial(print, "a", b""), partial(print, ["a"], b"")):
-        assert releases.paths_stored(task) == ["a"]
-    told = [SimpleNamespace(success=False, **more) for more in ({}, {"successful_keys": None}, {"successful_keys": ["k"]})]
-    assert [list(releases.keys_loaded(one)) for one in told] == [[], [], ["k"]]
-
-
-def test_a_run_that_every_release_can_serve_is_rendered_where_none_is_installed(monkeypatch):
+def test_an_engine_where_vllm_is_not_installed_says_so_in_one_sentence(monkeypatch):
     monkeypatch.setattr(releases, "find_spec", lambda name: None)
-    assert releases.arguments(load(REPOSITORY / "manifests/reverse_text_moe_replay.json")) == {}
+    with pytest.raises(OrreryError, match=r"^inference: vLLM is not installed here; install locks/inference\.cuda\.txt"):
+        releases.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
 
 
-def test_every_flag_is_there(tree):
-    args = (tree / "engine/arg_utils.py").read_text()
-    frontend = tree / ("entrypoints/launchers/cli_args.py" if is_new(tree) else "entrypoints/openai/cli_args.py")
-    files = [frontend] + ([tree / "entrypoints/openai/cli_args.py"] if is_new(tree) else [])
-    fields = {name for file in files if file.is_file() for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
-              for name in attributes(node)}  # fmt: skip
+def test_a_command_line_is_written_where_vllm_is_not_installed(monkeypatch):
+    monkeypatch.setattr(releases, "find_spec", lambda name: None)
+    assert "--model" in server_arguments(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"), Path("w"), 0, "h", 1)
+
+
+def test_every_flag_is_there():
+    args = (TREE / "engine/arg_utils.py").read_text()
+    frontend = parsed(TREE / "entrypoints/launchers/cli_args.py")
+    fields = {name for node in ast.walk(frontend) if isinstance(node, ast.ClassDef) for name in attributes(node)}
     words = {word for manifest in manifests() for word in server_arguments(manifest, Path("w"), 0, "h", 1, Path("a"))}
     flags = {word for word in words if word.startswith("--")}
     assert {"--quantization", "--data-parallel-size", "--enable-expert-parallel", "--enable-return-routed-experts"} <= flags
@@ -348,17 +233,17 @@ def test_every_flag_is_there(tree):
     assert [flag for flag in flags if f'"{flag}"' not in args and flag[2:].replace("-", "_") not in fields] == []
 
 
-def test_every_address_and_metric_of_the_client_is_there(tree):
-    source = "\n".join(file.read_text() for file in sorted((tree / "entrypoints").rglob("*.py")))
+def test_every_address_and_metric_of_the_client_is_there():
+    source = "\n".join(file.read_text() for file in sorted((TREE / "entrypoints").rglob("*.py")))
     assert [path for path in PATHS if not re.search(rf'@router\.(?:post|get)\(\s*"{path}"', source)] == []
-    metrics = "\n".join(file.read_text() for file in (tree / "v1/metrics").rglob("*.py"))
+    metrics = "\n".join(file.read_text() for file in (TREE / "v1/metrics").rglob("*.py"))
     assert [name for name in client._METRICS if f'"{name.removesuffix("_total")}"' not in metrics] == []
 
 
-def test_what_the_quantization_flag_says_is_known(tree):
-    text = (tree / "config/quantization.py").read_text()
+def test_what_the_quantization_flag_says_is_known():
+    text = (TREE / "config/quantization.py").read_text()
     assert '"fp8_per_block"' in text and "ignore: list[str]" in text
     assert (
-        '"re:"' in (tree / "model_executor/layers/quantization/utils/quant_utils.py").read_text()
-        or "re:" in (tree / "model_executor/layers/quantization/compressed_tensors/utils.py").read_text()
+        '"re:"' in (TREE / "model_executor/layers/quantization/utils/quant_utils.py").read_text()
+        or "re:" in (TREE / "model_executor/layers/quantization/compressed_tensors/utils.py").read_text()
     )

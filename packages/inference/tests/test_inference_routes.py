@@ -1,7 +1,4 @@
-"""A real vLLM on CPU that returns routes, driven as a rollout drives it: they are the choices of our own network, and all are there.
-
-The engine answers with our account of versions (for vLLM 0.26) instead of its own, so that an update in flight proves that too.
-"""
+"""A real vLLM on CPU that returns routes, driven as a rollout drives it: they are the choices of our own network, and all are there."""
 
 import asyncio
 
@@ -31,7 +28,7 @@ def manifest(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(manifest):
-    process = start_role("labelled_engine", manifest[1], 0)
+    process = start_role("orrery.inference", manifest[1], 0)
     try:
         yield await_published(manifest[1], "inference", 0, process)
     finally:

@@ -8,8 +8,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from orrery.inference import releases
-from orrery.inference.patches import vllm_0_26
 from orrery.inference.patches.vllm_answers import written
 from orrery.inference.patches.vllm_whole_answers import CHUNK, Held, _telling
 
@@ -97,19 +95,18 @@ def test_a_request_of_one_token_leaves_nothing_behind():
     assert not held.parts
 
 
-def test_what_is_held_goes_out_before_a_call_with_the_name_of_its_weights_where_the_release_has_one():
-    told, name_weights = [], releases.outputs_name_weights()
+def test_what_is_held_goes_out_before_a_call_with_the_name_of_its_weights():
+    told = []
     core = SimpleNamespace(orrery_held=Held(), output_queue=SimpleNamespace(put_nowait=told.append), _weight_version="7")
     for step in range(2):
         core.orrery_held.pass_on(3, [output("a", step)], requests("a"))
-    _telling(lambda *_: told.append("handled"), name_weights)(core, "not a request", None)
+    _telling(lambda *_: told.append("handled"))(core, "not a request", None)
     (client, found), handled = told
     assert (client, [each.new_token_ids for each in found.outputs], handled) == (3, [[1]], "handled")
-    assert getattr(found, "weight_version", None) == ("7" if name_weights else None)
+    assert found.weight_version == "7"
 
 
-@pytest.mark.parametrize("span", [SimpleNamespace, vllm_0_26.Span], ids=["vLLM's", "our account's"])
-def test_an_answer_says_tokens_logprobs_routes_and_versions(span):
+def test_an_answer_says_tokens_logprobs_routes_and_versions():
     import base64
     import io
     import json
@@ -118,7 +115,7 @@ def test_an_answer_says_tokens_logprobs_routes_and_versions(span):
     routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     choice = SimpleNamespace(
         index=0, token_ids=(7, 8), finish_reason=None, logprobs=[{7: logprob[7]}, {8: logprob[8]}], routed_experts=routes,
-        weight_versions=[span(version="3", start=0, end=2)],
+        weight_versions=[SimpleNamespace(version="3", start=0, end=2)],
     )  # fmt: skip
     last = SimpleNamespace(outputs=[choice], prompt_token_ids=[1, 2], num_cached_tokens=1, kv_transfer_params={"x": [1]})
     answer = json.loads(written(last, "r", "policy"))

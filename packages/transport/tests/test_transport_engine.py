@@ -61,7 +61,6 @@ def test_the_request_says_what_was_asked_for_and_nothing_else():
                     "max_tokens": 4,
                     "temperature": 0.5,
                     "logprobs": 0,
-                    "output_kind": 2,
                     "detokenize": False,
                     "skip_special_tokens": False,
                     "stop_token_ids": [9],

@@ -84,7 +84,6 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += adapter_arguments(manifest, adapter)
-    arguments |= releases.arguments(manifest)
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if manifest.hardware.accelerator != "cpu":

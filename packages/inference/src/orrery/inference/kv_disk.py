@@ -4,12 +4,9 @@
   matter of a tier's `submit_store`. vLLM loads tiers and specs of others by name, so nothing of its is patched: loading this module names
   the tier, and `Tiers` is how a configuration has it loaded (`spec_module_path`).
 - A block is used when it is written, written again, or loaded. Room is made by the thread that writes, never by the scheduler's.
-- A file may be gone between the lookup that saw it and its load, which then fails. 0.32 gives back the blocks that it had, and has the
-  lookups of this tier answer that the others are missing: they are computed. 0.26 gives back all of them but not that answer: the lookup
-  says for as long as the request lives that the block is there, and the request waits for it for ever (vllm-project/vllm#49176). So
-  `get_finished_jobs` corrects the lookups here.
-- Versions: 0.26 (`test_inference_kv_disk.py` with its Python), 0.32 (seen). Remove the correction with 0.26, and the rest
-  where upstream's tier takes a bound.
+- A file may be gone between the lookup that saw it and its load, which then fails: vLLM keeps the blocks that it had before, and has the
+  lookups of this tier answer that the others are missing. They are computed.
+- Versions: 0.32 (seen). Remove where upstream's tier takes a bound.
 """
 
 from collections.abc import Iterable
@@ -21,7 +18,6 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from orrery.inference import releases
 from orrery.inference.bounded_folder import BoundedFolder
 from orrery.inference.kv_offload import DISK_TIER
 
@@ -32,42 +28,24 @@ class BoundedFiles(FileSystemTierManager):
     def __init__(self, *, max_bytes: int, **options: Any) -> None:
         super().__init__(**options)
         self._files = BoundedFolder(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"), max_bytes)
-        self._loading: dict[int, list[Any]] = {}  # keys, by job
         self._enqueue = self._pool.enqueue_store
         self._pool.enqueue_store = self._enqueue_stores  # type: ignore[method-assign]
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._loading[job_metadata.job_id] = keys = list(job_metadata.keys)
-        self._files.used(map(self.file_mapper.get_file_name, keys))
+        self._files.used(map(self.file_mapper.get_file_name, job_metadata.keys))
         super().submit_load(job_metadata)
-
-    def get_finished_jobs(self) -> Iterable[Any]:
-        results = list(super().get_finished_jobs())
-        for result in results:
-            keys = self._loading.pop(result.job_id, ())
-            if not result.success:
-                self._miss(set(keys) - set(releases.keys_loaded(result)))
-        return results
-
-    def _miss(self, keys: Iterable[Any]) -> None:
-        """Lookups that have seen these blocks have not."""
-        states = self._lookup_manager._lookup_state
-        for key in keys:
-            if key in states and states[key].result:
-                states[key].result = False
 
     def _enqueue_stores(self, job_id: int, n_tasks: int, tasks: Iterable[Any]) -> None:
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """In a thread of the pool."""
-        with self._files.writing(releases.paths_stored(task), self._block_size):
+        """In a thread of the pool. A task is a `functools.partial` whose first argument is the paths that it writes."""
+        with self._files.writing(task.args[0], self._block_size):
             task()
 
 
 class Tiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec`, loaded with this module: with a disk tier that has a bound, and what tiers of this release need."""
+    """`TieringOffloadingSpec`, loaded with this module: with a disk tier that has a bound."""
 
 
-releases.correct_tiers()
 SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)

@@ -6,7 +6,7 @@
   has left on disk is removed before it could be found.
 - Files on disk take at most `disk_bytes`, caches and routes together: what was used longest ago makes room (`kv_disk`).
 - A block that cannot be read back is computed again. Where routes are returned, so is one whose routes are not known
-  (`patches.vllm_routes_elsewhere`, of 0.26 `patches.vllm_0_26_routes`).
+  (`patches.vllm_routes_elsewhere`).
 """
 
 import json
@@ -27,7 +27,7 @@ from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
 
-HASH_SEED = "0"  # of block hashes: the same in all engines and all their starts (vLLM 0.26 draws one where none is set)
+HASH_SEED = "0"  # of block hashes: the same in all engines and all their starts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"  # the name of `kv_disk.BoundedFiles` in a configuration
 

@@ -19,10 +19,7 @@ class KvPeers:
         """As a prefill engine: free the blocks of these requests (NIXL) or transfers (Mooncake); those that were read are unknown here."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
-            over = {name: 0.0 for name in names if name in worker._reqs_to_send}
-            left = {name: end_s for name, end_s in worker._reqs_to_send.items() if name not in over}
-            worker._reqs_to_send.clear()
-            worker._reqs_to_send.update(over | left)  # 0.26 looks no further than the first that has time left
+            worker._reqs_to_send.update({name: 0.0 for name in names if name in worker._reqs_to_send})
             return
 
         async def expire() -> None:

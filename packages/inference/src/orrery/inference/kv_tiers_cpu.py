@@ -1,7 +1,7 @@
 """vLLM's host and disk tiers for an engine on CPU: the same managers, policies and files as on GPUs, with memory copies for device copies.
 
 vLLM refuses its native offloading on CPU, where a device's cache is host memory already; what a GPU run does is tried out here, on machines
-without one. Loaded by vLLM through `spec_module_path`, in the process that holds the worker. Versions: 0.26, 0.32.
+without one. Loaded by vLLM through `spec_module_path`, in the process that holds the worker. Versions: 0.32.
 
 - A copy is a `memmove` that is over when it returns, so streams have nothing to order and events nothing to wait for.
 - vLLM's own modules are told so by the names that they look up; nothing outside `v1/kv_offload/cpu` sees it.
@@ -13,11 +13,9 @@ import time
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import spec as cpu_spec
-from vllm.v1.kv_offload.tiering import spec as tiering_spec
 
 from orrery.inference.kv_disk import Tiers
 
@@ -73,18 +71,10 @@ class _Platform:
         return False
 
 
-class _Accelerator:
-    """`torch.accelerator`, by which 0.26 tells the workers of an engine apart; a worker on CPU is its rank."""
-
-    def current_device_index(self) -> int:
-        return get_world_group().local_rank
-
-
 class _Torch:
-    """torch, with events that need no device, and a device of its own for every worker."""
+    """torch, with events that need no device."""
 
     Event = _Event
-    accelerator = _Accelerator()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -111,7 +101,7 @@ def _stand_in() -> None:
         original(self, *args, gpu_tensors=[tensor.as_subclass(_OnDevice) for tensor in gpu_tensors], **options)
 
     gpu_worker.current_platform = cpu_spec.current_platform = _Platform()
-    gpu_worker.torch = tiering_spec.torch = _Torch()
+    gpu_worker.torch = _Torch()
     gpu_worker._select_swap_blocks_fn = lambda *_, **__: _copy
     handler.__init__ = on_device
 

@@ -2,8 +2,8 @@
 
 The model's `load_weights` runs once over tensors without storage, into parameters without storage; what it copies from where to where is
 written down, and nothing moves. So every parallel form (tensor, expert, data), every fusion (qkv, gate and up, stacked experts) and
-every model that vLLM can load is understood alike, in both releases, and by the code that loads checkpoints too. vLLM's own `sharded_rdt`
-learns slices the same way, but needs Ray and is not in 0.26; `nccl_m2n` gives whole tensors to every rank where parameters are fused.
+every model that vLLM can load is understood alike, and by the code that loads checkpoints too. vLLM's own `sharded_rdt`
+learns slices the same way, but needs Ray; `nccl_m2n` gives whole tensors to every rank where parameters are fused.
 
 - A published tensor must reach parameters as boxes: a loader that calculates with it, or picks single rows, is refused by name.
 - What a loader fills with a constant (padding of a vocabulary) is part of the plan.

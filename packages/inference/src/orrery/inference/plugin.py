@@ -31,7 +31,7 @@ def register() -> None:
     if SHARED in os.environ:
         vllm_shared_memory.name_shared_memory(os.environ[SHARED])
     releases.correct_engine()
-    vllm_whole_answers.hold_outputs(releases.outputs_name_weights())
+    vllm_whole_answers.hold_outputs()
     vllm_kv_transfer.pause_beside_unread_blocks()
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
         vllm_kv_transfer.bootstrap_on_one_address()

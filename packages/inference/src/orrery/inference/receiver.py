@@ -10,7 +10,7 @@
   through.
 - No failure leaves the worker's call: workers are asked for theirs afterwards (`attestation`), and one that has all gives it up with the
   one that has not. vLLM stops reading at the first worker of an engine that raises, and takes the others' answers for those to its next
-  call. Versions: 0.26, 0.32 (seen).
+  call. Versions: 0.32 (seen).
 """
 
 import abc
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -121,11 +121,6 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
         """Leave a model that can compute; gives what is held of a version that `is_whole`, else nothing."""
-
-    @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """vLLM 0.26 asks every backend for it. Trainers here publish by `orrery.transport.weight_wire` and know no vLLM."""
-        raise NotImplementedError("a trainer publishes by orrery.transport.weight_wire")
 
 
 class Receiver(Backend):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvloop
@@ -54,15 +55,17 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
     releases.correct(me.manifest)
-    vllm = releases.api_server()
-    args = vllm.make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
-    vllm.validate_parsed_serve_args(args)
+    from vllm.entrypoints.launchers.api_server import entry  # after the corrections, which it would bind the names of
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
+    validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
     # For the sockets and rendezvous files that vLLM makes under TMPDIR and leaves there. Directly under the system's: a socket's path may
     # have 107 characters.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
-        uvloop.run(_serve(me, vllm, args, left))
+        uvloop.run(_serve(me, entry, args, left))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting
         cause = root_cause(error, log, log_begin)
         raise RunFailed(f"inference {me.index}: vLLM did not start ({cause}); read logs/{me.name}.log") from error
@@ -110,17 +113,17 @@ def _exit_now(left: Left) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(me: RoleProcess, vllm: releases.ApiServer, args: Namespace, left: Left) -> None:
-    address, socket = vllm.setup_server(args, reuse_port=False)
+async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> None:
+    address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
     me.health.doing("starting the engine")
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
-    async with vllm.build_async_engine_client(args) as engine, heartbeat(me.health):  # before, vLLM waits for its core in the loop
+    async with entry.build_async_engine_client(args) as engine, heartbeat(me.health):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
         stopping = _announce_stop(engine, left)
-        serving = asyncio.ensure_future(vllm.build_and_serve(engine, address, socket, args))
+        serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args, left))
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         awaited = {serving, announcing, watching}

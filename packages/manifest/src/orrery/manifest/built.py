@@ -4,7 +4,6 @@ Each table below names what runs today; whoever builds more adds it there and no
 """
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.release import LOCKED, check_release
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
@@ -50,17 +49,10 @@ def check_built(manifest: Manifest) -> None:
             raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
 
 
-def check_startable(manifest: Manifest) -> None:
-    """Raises `OrreryError` with one sentence where a run cannot start with what the locks name."""
-    locked = LOCKED[manifest.hardware.accelerator]
-    check_built(manifest)
-    check_release(manifest, locked.name, locked.features.__contains__)
-
-
 def refusal(manifest: Manifest) -> str | None:
-    """What is to be told of a run that can be planned and not started, with what the locks name; or None."""
+    """What is to be told of a run that can be planned and not started; or None."""
     try:
-        check_startable(manifest)
+        check_built(manifest)
     except OrreryError as error:
         return f"it is planned and refuses to start: {error}"
     return None

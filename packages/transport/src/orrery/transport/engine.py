@@ -224,7 +224,6 @@ class EngineClient:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "logprobs": 0,  # of the sampled token alone
-            "output_kind": 2,  # RequestOutputKind.FINAL_ONLY: 0.26 would make an answer of every token, each longer than the last
             "detokenize": False,
             "skip_special_tokens": False,
         }
@@ -240,7 +239,6 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
         if kv_transfer is not None:
             body["kv_transfer_params"] = kv_transfer
-            sampling["extra_args"] = {"kv_transfer_params": kv_transfer}  # 0.26 reads it here alone, and says nothing of the other
         if self._model is not None:
             body["model"] = self._model
         what = f"request {request_id!r}"

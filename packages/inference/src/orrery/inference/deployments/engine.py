@@ -8,7 +8,7 @@ from typing import Any
 from orrery.inference.assemble import engine_variables, server_arguments
 from orrery.inference.kv_offload import HASH_SEED, offload_config, routes_environment
 from orrery.inference.kv_transfer import transfer_environment
-from orrery.manifest.built import check_startable
+from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest
@@ -66,7 +66,7 @@ def check_servable(manifest: Manifest) -> None:
             "transport.weights 'adapters': engines that wait for an adapter begin with one of the run's own making; set it to 'files', "
             "and serve the merged weights"
         )
-    check_startable(manifest)
+    check_built(manifest)
 
 
 def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:

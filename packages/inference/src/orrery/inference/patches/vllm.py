@@ -16,9 +16,8 @@
    and caches the answer in the home directory; on a fresh machine that is one more import of torch and vLLM. On CPU there is
    nothing to initialise. Versions: 0.32. Remove when the registry skips the subprocess on CPU.
 5. `import_without_compiler`. Upstream: `vllm.env_override` imports torch's compiler to add names to a list of its lowerings, a fifth of
-   what start-up takes, also where nothing is ever compiled; it goes on without where there is no compiler. Versions: 0.32 (0.26
-   imports it for more than that, and does not go on). Remove when it waits until the compiler is imported, as it does
-   for its other corrections of it.
+   what start-up takes, also where nothing is ever compiled; it goes on without where there is no compiler. Versions: 0.32.
+   Remove when it waits until the compiler is imported, as it does for its other corrections of it.
 6. `draw_again_after_a_part`. Upstream: a request with a seed whose prompt is prefilled in parts draws a token after each part, and
    `GPUModelRunner._bookkeeping_sync` takes the draw back by its generator's offset; a generator on CPU has none ("CPU Generator does
    not use offset"), and the engine core ends. Versions: 0.32 (seen). Remove when it puts the generator's state back:

@@ -1,9 +1,9 @@
-"""Corrections to vLLM 0.26 and 0.32, for engines that take adapters alone. Each is one call, made where it says.
+"""Corrections to vLLM 0.32, for engines that take adapters alone. Each is one call, made where it says.
 
 1. `keep_adapters`. Upstream: vLLM removes all adapters where it takes them for another's, and the next request brings back the one that
    its path names, from disk: that of the start. It does so at the end of each weight update (`reset_lora_state`: "invalidate LoRA state
-   after base weights are replaced", 0.32; here they have not been), and after each empty step of a data-parallel rank that waits for others
-   (`maybe_setup_dummy_loras`, both). Remove when an update can say that the base stays, and an empty step removes what it has added alone.
+   after base weights are replaced"; here they have not been), and after each empty step of a data-parallel rank that waits for others
+   (`maybe_setup_dummy_loras`). Remove when an update can say that the base stays, and an empty step removes what it has added alone.
 2. `keep_kernels_of_experts`. Upstream: with `--enable-lora` all experts get kernels that can add adapters, also where
    `--lora-target-modules` leaves experts out, and on CPU too, where these (Triton) do not run. Versions: 0.32 on CPU. Remove when
    `FusedMoEConfig.is_lora_enabled` follows the target modules: `test_inference_adapters.py` passes without the call.

@@ -1,10 +1,10 @@
-"""Correction to vLLM 0.26 and 0.32: an answer of /inference/v1/generate is written as bytes, not by way of models of each token.
+"""Correction to vLLM 0.32: an answer of /inference/v1/generate is written as bytes, not by way of models of each token.
 
 Upstream: `ServingTokens` makes two pydantic models of every token's log-prob, dumps them into dictionaries, and `json.dumps` writes those,
 with half a megabyte of routes scanned character by character; all of it when a request ends. Requests that end together wait for one
 another, and the engine for those that would follow. Here the same answer, less what repeats (a token's own entry among its top log-probs),
-is encoded once. Requests that ask for more than sampled log-probs go vLLM's way; in 0.26 their answers do not say versions. Versions: 0.26,
-0.32 (read; `test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without models of each token.
+is encoded once. Requests that ask for more than sampled log-probs go vLLM's way. Versions: 0.32
+(read; `test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without models of each token.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ import numpy as np
 LEAST = -9999.0  # as vLLM writes a log-prob that JSON cannot
 
 
-def write_answers(known: Any) -> None:
-    """In the process of the API server, before it is made; `known` is the class of answers that the endpoint looks for."""
+def write_answers() -> None:
+    """In the process of the API server, before it is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponseBase
 
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
-    class Written(known):  # type: ignore[misc]
+    class Written(GenerateResponseBase):  # type: ignore[misc]
         """An answer that is bytes already; of this class because the endpoint asks."""
 
         _body: bytes = PrivateAttr(b"")

@@ -1,11 +1,11 @@
-"""Corrections to vLLM 0.26 and 0.32 with data parallelism inside one server. None touches vLLM's files.
+"""Corrections to vLLM 0.32 with data parallelism inside one server. None touches vLLM's files.
 
 1. `answer_for_every_rank`. Upstream: `DPLBAsyncMPClient.call_utility_async` calls every data-parallel rank and returns "only the result
    from the first engine", so that /collective_rpc says which weights rank 0 holds and nothing of the others: a rank that got other weights
-   would pass the attestation. Versions: 0.26 and 0.32 (read). Remove when `collective_rpc` returns the results of all workers of all ranks.
+   would pass the attestation. Versions: 0.32 (read). Remove when `collective_rpc` returns the results of all workers of all ranks.
 2. `meet_at_one_address`. Upstream: data-parallel ranks meet by torch's TCPStore, which has no token, and listens on every interface,
-   whatever host it is told, unless it is handed a bound socket: in 0.26 by a tcp:// address, in 0.32 by `create_tcp_store`.
-   Versions: 0.26 (read) and 0.32 (seen: `test_inference_wide_engine.py`). Remove when vLLM always hands it one of its host.
+   whatever host it is told, unless it is handed a bound socket: by `create_tcp_store` or a tcp:// address. Versions:
+   0.32 (seen: `test_inference_wide_engine.py`). Remove when vLLM always hands it one of its host.
 """
 
 import asyncio

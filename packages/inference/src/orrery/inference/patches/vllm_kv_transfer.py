@@ -1,20 +1,20 @@
-"""Corrections to vLLM's KV connectors (0.26 and 0.32). None touches vLLM's files; each is one call, made where the comment says.
+"""Corrections to vLLM's KV connectors (0.32). None touches vLLM's files; each is one call, made where the comment says.
 
 1. `pause_beside_unread_blocks`. Upstream: a pause with mode "keep" completes when the engine has no work, and finished requests whose
    blocks another engine has yet to read count as work (`Scheduler.has_finished_requests`); with the reader paused too, the pause lasts
    until the blocks' lease runs out. Unread blocks neither run on the device nor change with the weights, and are read beside the engine.
-   Versions: 0.26 to 0.32 (seen). Remove when a "keep" pause returns at once with unread
+   Versions: 0.32 (seen). Remove when a "keep" pause returns at once with unread
    blocks: `test_inference_prefill_decode.py` passes without.
-2. `bootstrap_on_one_address`. Upstream: `MooncakeConnectorWorker` starts its bootstrap server on 0.0.0.0. Versions: 0.26 to 0.32 (seen).
+2. `bootstrap_on_one_address`. Upstream: `MooncakeConnectorWorker` starts its bootstrap server on 0.0.0.0. Versions: 0.32 (seen).
    Remove when it takes VLLM_HOST_IP.
 3. `device_index_on_cpu`. Upstream: `MooncakeConnectorWorker.__init__` asks `torch.accelerator` for the current device, which raises on a
    machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
 4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.patches.nixl`); vLLM loads NIXL in the engine core
-   alone, so it is corrected there. Versions: 0.26 to 0.32 (seen). Remove with that correction.
+   alone, so it is corrected there. Versions: 0.32 (seen). Remove with that correction.
 5. `pulls_that_end_with_their_engine`. Upstream: `MooncakeConnectorWorker` waits for the answer of a producer for a minute longer than
    VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, also of one that is dead; so long the request hangs, and holds its blocks when it is aborted. Nobody
    may end the wait before the producer has ended, which writes into those blocks: `give_up_pulls_of` is for who knows that it has.
-   Versions: 0.32 (seen); 0.26 has no way to fail a request (`releases.arguments`). Remove when a producer's death fails its pulls:
+   Versions: 0.32 (seen). Remove when a producer's death fails its pulls:
    `test_inference_prefill_decode.py` passes without.
 """
 

@@ -1,4 +1,4 @@
-"""Names of this run for the memory that vLLM's processes share; 0.26 and 0.32.
+"""Names of this run for the memory that vLLM's processes share (0.32).
 
 `name_shared_memory`, in each process before it makes any. Upstream: queues between an engine core and its workers (250 MB each for the
 answers of a worker) and, on CPU, memory that workers reduce in have random names in `/dev/shm`, and go with the processes that made them.

@@ -1,10 +1,10 @@
-"""Correction to vLLM 0.26 and 0.32: an engine core tells of a request that is answered whole every CHUNK tokens, not every token.
+"""Correction to vLLM 0.32: an engine core tells of a request that is answered whole every CHUNK tokens, not every token.
 
 Upstream: after each step the engine core sends every running request's token, log-prob (four arrays) and route to the API server, which
 takes them apart again, a request at a time. With hundreds of requests that takes longer than a step of a fast GPU, on either side
 (`benchmarks/inference/answer_cost.py`). Requests with `output_kind` FINAL_ONLY,
 which all of ours are, are answered once, at their end; nobody reads what is sent before. vLLM's `--stream-interval` acts in the API server,
-after that price is paid. Versions: 0.26, 0.32 (read; `test_inference_whole_answers.py`, and the engine's own tests). Remove when vLLM has
+after that price is paid. Versions: 0.32 (read; `test_inference_whole_answers.py`, and the engine's own tests). Remove when vLLM has
 an interval for the engine core.
 
 - The first output of a request goes at once (time to first token, the prompt's routes); so does the last, with all that was held.
@@ -29,14 +29,14 @@ LAST = ("request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_
         "spec_decode_metrics")  # fmt: skip
 
 
-def hold_outputs(name_weights: bool) -> None:
-    """In the process of an engine core, before it is made; outputs of a release that does `name_weights` say which sampled them."""
+def hold_outputs() -> None:
+    """In the process of an engine core, before it is made."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
     # A data-parallel core's own method calls this one.
-    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request, name_weights)  # type: ignore[method-assign]
+    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
 
 
 def _holding(step: Any) -> Any:
@@ -51,7 +51,7 @@ def _holding(step: Any) -> Any:
     return step_and_hold
 
 
-def _telling(handle: Any, name_weights: bool) -> Any:
+def _telling(handle: Any) -> Any:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 
     requests = (EngineCoreRequestType.ADD, EngineCoreRequestType.WAKEUP)
@@ -60,9 +60,7 @@ def _telling(handle: Any, name_weights: bool) -> Any:
         held = self.__dict__.get("orrery_held")
         if held is not None and request_type not in requests:
             for client, outputs in held.all().items():
-                found = EngineCoreOutputs(outputs=outputs)
-                if name_weights:
-                    found.weight_version = self._weight_version
+                found = EngineCoreOutputs(outputs=outputs, weight_version=self._weight_version)
                 self.output_queue.put_nowait((client, found))
         handle(self, request_type, request)
 

@@ -15,7 +15,7 @@ serve them as a model of its own, beside the weights that they started with.
 
 Direct kinds (`nccl`, `nixl`): nothing is gathered and nothing written. `slices` says, as data, who sends what to whom; `needs` of the
 engines' room learns what an engine rank needs. Of vLLM's own engines `nccl` and `ipc` send whole tensors to every rank, `nccl_m2n` does so
-for what is fused, `sharded_rdt` wants Ray, and the last two are not in 0.26; so the transport here is ours, and loading is vLLM's.
+for what is fused, and `sharded_rdt` wants Ray; so the transport here is ours, and loading is vLLM's.
 
 - A version can be had while the trainer holds it: from `publish` until the next optimizer step. `claim` is None once it is gone.
 - All engines named in a take must come (each is sent `/update_weights` with what `claim` gave); each rank arrives in the trainer's store,

@@ -15,7 +15,7 @@ from orrery.transport.weight_wire.meeting import Meeting, Place
 
 
 class Handle(msgspec.Struct):
-    """A bucket, as `torch.UntypedStorage._share_cuda_` tells of it (torch 2.11 to 2.13)."""
+    """A bucket, as `torch.UntypedStorage._share_cuda_` tells of it (torch 2.13)."""
 
     memory: bytes
     num_bytes: int
