@@ -1,4 +1,4 @@
-"""The referees that only GPUs can run: kernels, layouts over NCCL against one GPU, offloads, checkpoints at other meshes, flight recorders.
+"""The referees that only GPUs can run: kernels, rings and exchanged experts, layouts over NCCL, offloads, checkpoints, flight recorders.
 
 They are tests, which pass or fail; here their outcome is kept. A group of them is a process, which is ended when it takes too long; then
 all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart. With `--only` the other groups' rows
@@ -31,6 +31,7 @@ RECORD = Path(__file__).with_name("referees_gpu.json")
 TRAINER = "packages/trainer/tests"
 GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what pytest is told
     "kernels": (150, ["packages/kernels/tests"]),
+    "ring_and_experts": (120, [f"{TRAINER}/test_trainer_one_gpu.py"]),
     "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
     "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
     "offloads": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
