@@ -1,21 +1,18 @@
-"""What rollouts cost an engine: tokens/s through the orchestrator's client and the router, with log-probs and routes, against vLLM's own.
+"""What our engine and its surroundings cost: tokens/s through client, router, log-probs and routes, against plain vLLM in the same run.
 
-- Directly: an engine that returns neither log-probs nor routes, and a client that posts requests and counts tokens. vLLM 0.26 answers them
-  in its own way (the engine core tells of every step); 0.32 asks for one final answer itself, so that there, as on a CPU here, our way of
-  making that one serves both sides, and the figure is of log-probs, routes, client and router alone.
-- Through all: the same engine returning both, `orrery.orchestrator.rollout.play` for every request, by vllm-router; each rollout ends with
-  its column of routes in place.
-- Between the two (`rows`): each engine asked for log-probs and for one final answer, as our client asks, without router and client. What
-  routes cost an engine is the difference of these two: `routes_cost`, the median over rounds of the same number, whose goal is 3 % at
-  most. One row more is the second engine driven as the first is: what routes cost vLLM's own way of answering.
-- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
-  alternate. The figure is the median of the ratios of rounds of the same number. A CPU's engine shares its cores with the client, which a
-  GPU's does not: no goal there.
-- A round holds so many requests in flight all the time: who has an answer asks anew (`steady`). Answers end one by one, as those of a
-  run do, so what is done at an answer's end stands beside the sampling of others; were all to end in one step, the engine would wait.
+- Plain vLLM: `vllm serve` with the engine's flags that are vLLM's own, none of our code loaded, and a client that posts requests and
+  counts tokens. Once without log-probs and once with those of the sampled tokens.
+- Our engine, asked by the same client with log-probs; and through all: `orrery.orchestrator.rollout.play` for every request, by
+  vllm-router, each rollout with its column of routes in place at its end.
+- The figure is through all, as a share of plain vLLM with log-probs: the median of the ratios of rounds of the same number. Both engines
+  return routes where the model has experts. `--only-routes` measures what routes cost our engine instead.
+- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU all are there and rounds
+  alternate. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
+- A round holds so many requests in flight all the time: each answer is followed by a new request (`steady`). Answers end one by one, as
+  in a run. The time before the clock starts also compiles what vLLM compiles at its first requests.
 
     python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
-    python benchmarks/inference/throughput.py --only-routes --record routes_cost     # the two that tell what routes cost, and nothing else
+    python benchmarks/inference/throughput.py --only-routes --record routes_cost
     python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32 --record throughput_cpu
 """
 
@@ -26,9 +23,11 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -41,32 +40,46 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.inference.assemble import engine_variables, server_arguments, weights_dir
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 from orrery.models.families import hf_config
-from orrery.observe.process import RoleProcess, parse_role
+from orrery.observe.network import free_ports
+from orrery.observe.process import RoleProcess, parse_role, role_process
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.rollout import play
 from orrery.tasks.task import Judgement, Message, Problem
+from orrery.transport import rendezvous
 from orrery.transport.routed_experts import route_shape
 from record import record
 from roles import ALONE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
-GOAL = 0.95
+GOAL = 0.97
 SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
 ROUTES_GOAL = 0.03  # of an engine's tokens/s
-FINAL = {"logprobs": 0, "output_kind": 2}  # log-probs of what is sampled, and one answer at the end
-WITHOUT, WITH = "one final answer with log-probs, no routes", "one final answer with log-probs and routes"
-BETWEEN: dict[bool, dict[str, dict[str, int]]] = {False: {WITHOUT: FINAL}, True: {WITH: FINAL, "vLLM's own answers with routes": {}}}
-Stages = dict[bool, list[dict[str, float]]]  # rounds, by whether routes were kept
-Between = dict[str, list[float]]  # tokens/s of each round, by what is asked for
+OF_OURS = ("--weight-transfer-config", "--worker-extension-cls", "--middleware", "--cudagraph-capture-sizes")  # flags: our code and choices
+LOG_PROBS = {"logprobs": 0}  # of the sampled tokens alone
+PLAIN, OURS, BARE = "plain vLLM", "our engine", "our engine, no routes"
+THROUGH_ALL = "our engine through router and client"
+SERVERS: dict[str, dict[str, Sequence[str]]] = {
+    PLAIN: {"inference": (__file__, "--serve-plain")},
+    OURS: {"inference": SERVE, "router": ROUTER},
+    BARE: {"inference": SERVE, "router": ROUTER},
+}
+# By engine, its variants: the sampling parameters that a plain client adds; None for rollouts through all.
+WHOLE: dict[str, dict[str, dict[str, int] | None]] = {
+    PLAIN: {f"{PLAIN}, no log-probs": {}, f"{PLAIN}, log-probs": LOG_PROBS},
+    OURS: {f"{OURS}, log-probs": LOG_PROBS, THROUGH_ALL: None},
+}
+ONLY_ROUTES: dict[str, dict[str, dict[str, int] | None]] = {BARE: {BARE: LOG_PROBS}, OURS: {OURS: LOG_PROBS}}
+Rows = dict[str, list[float]]  # tokens/s of each round, by variant
 
 
-def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
-    """The checked-in run with one engine behind a router, room for all requests at once, and routes or none."""
+def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> Manifest:
+    """The checked-in run with one engine, behind a router if `is_routed`, room for all requests at once, and routes or none."""
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     moe, model = content["model"]["moe"], content["model"]
     cpu = content["hardware"]["accelerator"] == "cpu"
@@ -75,8 +88,10 @@ def manifest(args: argparse.Namespace, routes: bool) -> Manifest:
     content["inference"] |= {
         **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
-        "router": {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None},
     }  # fmt: skip
+    if is_routed:
+        policy = {"policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None}
+        content["inference"]["router"] = {"kind": "vllm_router", **policy}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
     content["hardware"]["num_nodes"] = 1  # one engine, and a trainer that is never started
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
@@ -95,6 +110,38 @@ def serve_dummies() -> None:
     arguments = role.server_arguments
     role.server_arguments = lambda *given: [*arguments(*given), "--load-format", "dummy"]
     role.main()
+
+
+def serve_plain() -> None:
+    """This process as `vllm serve` of dummies, without any of our code: the engine's flags but OF_OURS, and no plug-in."""
+    with role_process("inference") as me:
+        host, [port] = me.host, free_ports(1, me.host)
+        words = server_arguments(me.manifest, weights_dir(me.run_dir, me.manifest), me.index, host, port)
+        kept, is_dropped = [], False
+        for word in words:
+            is_dropped = word in OF_OURS if word.startswith("--") else is_dropped
+            kept += [] if is_dropped else [word]
+        variables = os.environ | engine_variables(me.manifest) | {"VLLM_PLUGINS": ""}
+        if me.manifest.hardware.accelerator == "cpu":
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *kept, "--load-format", "dummy"]
+        server = subprocess.Popen(command, env=variables)
+        try:
+            while server.poll() is None and not is_up(f"http://{host}:{port}/health"):
+                time.sleep(0.2)
+            rendezvous.publish(me, f"http://{host}:{port}")
+            sys.exit(server.wait())
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):
+            return True
+    except OSError:
+        return False
 
 
 def prompt(args: argparse.Namespace, vocab_size: int, number: int, index: int) -> np.ndarray:
@@ -223,30 +270,27 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
     return await steady(args, ask)
 
 
-async def rounds(args: argparse.Namespace, stages: dict[bool, RoleProcess], seen: Callable[[Stages, Between], None]) -> Stages:
-    """Rounds of each of these engines in turn, and then as many of what is between; `seen` hears after each number."""
-    rows: Stages = {routes: [] for routes in stages}
-    between: Between = {}
+Asked = dict[str, dict[str, dict[str, int] | None]]
+
+
+async def rounds(args: argparse.Namespace, asked: Asked, stages: dict[str, RoleProcess], seen: Callable[[Rows], None]) -> None:
+    """Rounds of these engines' variants in turn; `seen` is called after each number with the rows so far."""
+    rows: Rows = {}
     async with AsyncExitStack() as stack:
-        fleets = {routes: await stack.enter_async_context(await assemble.fleet(me)) for routes, me in stages.items()}
-
-        async def plain(routes: bool, number: int, **more: Any) -> dict[str, float]:
-            return await directly(args, fleets[routes].engines[0].url, stages[routes].manifest.model.vocab_size, number, **more)
-
-        for number in range(0 if args.only_routes else args.rounds):
-            for routes, me in stages.items():
-                found = await (through_all(args, me.manifest, fleets[routes], number) if routes else plain(routes, number))
-                print(f"{'through all' if routes else 'directly'}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
-                rows[routes].append(found)
-            seen(rows, between)
-        asked = [(routes, name, more) for routes in stages for name, more in BETWEEN[routes].items() if not args.only_routes or more]
+        fleets = {name: await stack.enter_async_context(await assemble.fleet(me)) for name, me in stages.items()}
         for number in range(args.rounds):
-            for index, (routes, name, more) in enumerate(asked, 1):
-                found = await plain(routes, 1000 * index + number, **more)  # prompts of its own
-                print(f"{name}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
-                between.setdefault(name, []).append(found["tokens_per_s"])
-            seen(rows, between)
-    return rows
+            index = 0
+            for name, me in stages.items():
+                for variant, more in asked[name].items():
+                    index += 1
+                    salt = 1000 * index + number  # prompts of its own
+                    if more is None:
+                        found = await through_all(args, me.manifest, fleets[name], salt)
+                    else:
+                        found = await directly(args, fleets[name].engines[0].url, me.manifest.model.vocab_size, salt, **more)
+                    print(f"{variant}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+                    rows.setdefault(variant, []).append(found["tokens_per_s"])
+            seen(rows)
 
 
 @contextmanager
@@ -267,16 +311,17 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
             me.metrics.close()
 
 
-def measure(args: argparse.Namespace, cases: tuple[bool, ...], seen: Callable[[Stages, Between], None]) -> Stages:
+def measure(args: argparse.Namespace, asked: Asked, names: Sequence[str], seen: Callable[[Rows], None]) -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
-        stages = {routes: stack.enter_context(stage(manifest(args, routes), {"inference": SERVE, "router": ROUTER})) for routes in cases}
-        return runner.run(rounds(args, stages, seen))
+        specs = {name: manifest(args, name != BARE, "router" in SERVERS[name]) for name in names}
+        stages = {name: stack.enter_context(stage(specs[name], SERVERS[name])) for name in names}
+        runner.run(rounds(args, asked, stages, seen))
 
 
-def routes_cost(between: Between) -> float | None:
-    """The share of an engine's tokens/s that routes take, where both were measured."""
-    pairs = [*zip(between.get(WITHOUT, []), between.get(WITH, []), strict=False)]
-    return statistics.median(1 - with_routes / without for without, with_routes in pairs) if pairs else None
+def ratio(rows: Rows, above: str, below: str) -> float | None:
+    """The median over rounds of the same number; None where either was not measured."""
+    pairs = [*zip(rows.get(above, []), rows.get(below, []), strict=False)]
+    return statistics.median(a / b for a, b in pairs) if pairs else None
 
 
 def main() -> None:
@@ -286,67 +331,54 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the engine's weights")
-    parser.add_argument("--only-routes", action="store_true", help="measure what routes cost an engine, without client and router")
+    parser.add_argument("--only-routes", action="store_true", help="measure what routes cost our engine, without client and router")
     parser.add_argument("--record", default="throughput", help="name of the JSON beside this script")
     args = parser.parse_args()
-
-    load_before = os.getloadavg()[0]
+    details = {"load_average_before": os.getloadavg()[0], **vars(args)}
+    asked = ONLY_ROUTES if args.only_routes else WHOLE
     on_cpu = manifest(args, False).hardware.accelerator == "cpu"
-    directly_alone: Stages = {}
-    found: Between = {}
+    rows: Rows = {}
 
-    def keep(rows: Stages, between: Between) -> None:
+    def keep(found: Rows) -> None:
         """After each round, so that a session which ends early keeps what it has."""
-        found.update(between)
-        each_row = [{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in found.items()]
-        told = {"load_average_before": load_before, **vars(args)}
+        rows.update(found)
+        variants = [{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in rows.items()]
+        path = Path(__file__).with_name(f"{args.record}.json")
         if args.only_routes:
-            if (cost := routes_cost(found)) is not None:
+            if (share := ratio(rows, OURS, BARE)) is not None:
                 record(
-                    Path(__file__).with_name(f"{args.record}.json"),
+                    path,
                     figure="tokens/s that routes take from an engine, as a share of those of one that returns log-probs alone",
-                    value=cost,
+                    value=1 - share,
                     unit="share",
                     goal=None if on_cpu else ROUTES_GOAL,
                     better="lower",
-                    details=told,
-                    rows=each_row,
+                    details=details,
+                    rows=variants,
                 )
-            return
-        through = rows.get(True, [])
-        direct = (directly_alone | rows)[False][: len(through)]
-        if not through:
-            return
-        record(
-            Path(__file__).with_name(f"{args.record}.json"),
-            figure="output tokens/s through orchestrator's client, router, log-probs and routes, as a share of vLLM's own",
-            value=statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(direct, through, strict=True)),
-            unit="share",
-            goal=None if on_cpu else GOAL,
-            better="higher",
-            details={
-                "directly": direct,
-                "through_all": through,
-                "tokens_per_s_directly": statistics.median(row["tokens_per_s"] for row in direct),
-                "tokens_per_s_through_all": statistics.median(row["tokens_per_s"] for row in through),
-                "routes_cost": routes_cost(found),
-                "routes_cost_goal": None if on_cpu else ROUTES_GOAL,
-                **told,
-            },
-            rows=each_row,
-        )
+        elif (share := ratio(rows, THROUGH_ALL, f"{PLAIN}, log-probs")) is not None:
+            record(
+                path,
+                figure="output tokens/s through client, router, log-probs and routes, as a share of plain vLLM's with log-probs",
+                value=share,
+                unit="share",
+                goal=None if on_cpu else GOAL,
+                better="higher",
+                details={**details, "our_engine_to_plain": ratio(rows, f"{OURS}, log-probs", f"{PLAIN}, log-probs")},
+                rows=variants,
+            )
 
-    # On a CPU both fit, and rounds that alternate see the same neighbours.
-    if on_cpu:
-        measure(args, (False, True), keep)
-    else:
-        directly_alone = measure(args, (False,), keep)
-        measure(args, (True,), keep)
+    # On a CPU all fit, and rounds that alternate see the same neighbours.
+    for names in [list(asked)] if on_cpu else [[name] for name in asked]:
+        measure(args, asked, names, keep)
 
 
 if __name__ == "__main__":
     if "--serve" in sys.argv:
         sys.argv.remove("--serve")
         serve_dummies()
+    elif "--serve-plain" in sys.argv:
+        sys.argv.remove("--serve-plain")
+        serve_plain()
     else:
         main()

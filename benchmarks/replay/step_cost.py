@@ -7,7 +7,7 @@ forward, backward, optimizer. Fewer layers than 48, so that weights and optimize
 
     python benchmarks/replay/step_cost.py
 
-On a host without network: with torch and the packages' `src` folders on PYTHONPATH (`benchmarks/trainer/gpu_site.sh` builds the wheels).
+On a host without network: `benchmarks/async/gpu_host.sh python benchmarks/replay/step_cost.py`.
 `--model reverse_text_moe --layers 2 --tokens 512 --document 128 --device cpu` shows on any machine that it works, and records nothing.
 """
 

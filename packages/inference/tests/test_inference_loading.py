@@ -1,11 +1,15 @@
 """Copies out of a bucket into layers: few of them, and the same elements in the same places as a copy a slice would put there."""
 
+import logging
+
 import pytest
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from orrery.inference import loading
 from orrery.inference.loading import WORD, Loading, runs
 from orrery.inference.needs import Destination, Needs
+from orrery.inference.patches.vllm import has_stale_head, say_nothing_of_unloaded
 from orrery.transport.weight_wire.buckets import in_bucket, shape_of
 from orrery.transport.weight_wire.meeting import Tensor
 from orrery.transport.weight_wire.slices import Slice
@@ -86,3 +90,32 @@ def check(monkeypatch, needs, tensors, slices, bucket, found):
     assert processed == [layer]
     for name, values in expected.items():
         assert torch.equal(getattr(layer, name).view(torch.int16), values.view(torch.int16)), name
+
+
+def module(kind, weight=None):
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    if weight is not None:
+        made.weight = torch.nn.Parameter(weight)
+    return made
+
+
+def test_a_head_is_stale_where_it_does_not_share_the_embeddings_weight():
+    embedding, head = (module(kind, torch.zeros(4, 2)) for kind in (VocabParallelEmbedding, ParallelLMHead))
+    model = torch.nn.ModuleList([embedding, head])
+    assert has_stale_head(model)
+    head.weight = embedding.weight
+    assert not has_stale_head(model)
+
+
+@pytest.mark.parametrize(("is_tied", "said"), [(True, ["Linear"]), (False, ["Linear", "ParallelLMHead"])])
+def test_vllm_warns_of_layers_that_should_have_been_loaded_alone(is_tied, said, caplog):
+    kinds = (torch.nn.Linear, torch.nn.ReLU, ParallelLMHead)
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.ReLU(), module(ParallelLMHead, torch.zeros(4, 2))])
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    with say_nothing_of_unloaded(model, is_tied):
+        for kind in kinds:
+            log.warning("%s: Failed to load weights", kind.__name__)
+        log.warning("another matter")
+    log.warning("%s: Failed to load weights", "ReLU")
+    assert caplog.messages == [*(f"{name}: Failed to load weights" for name in said), "another matter", "ReLU: Failed to load weights"]

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from orrery.inference.loading import Loading, Run, runs
 from orrery.inference.needs import Needs, learn, put_back
-from orrery.inference.patches.vllm import forget_moe_kernels, repack_tied_heads
+from orrery.inference.patches.vllm import forget_moe_kernels, has_stale_head, repack_tied_heads, say_nothing_of_unloaded
 from orrery.transport.fingerprint import MASK, tensor_fingerprint
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import read_weights
@@ -157,9 +157,14 @@ class Receiver(Backend):
 
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
         begin = time.perf_counter()
-        finalize_layerwise_reload(self.model, self.model_config)  # gives half-loaded layers storage again
-        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
+        is_tied = self.model_config.hf_text_config.tie_word_embeddings
+        with say_nothing_of_unloaded(self.model, is_tied):
+            finalize_layerwise_reload(self.model, self.model_config)  # gives half-loaded layers storage again
+        if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)
+        elif is_tied and has_stale_head(self.model):
+            self.failure = "the output head is tied to the embedding and has a weight of its own, which no update reaches"
+            return {}
         if not is_whole:
             return {}
         resident = {name: self._resident(name, consumed) for name, consumed in self._consumed.items()}
