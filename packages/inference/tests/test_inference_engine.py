@@ -181,7 +181,7 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
-def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tensor(server, policies, run_dir):
+def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tensor(server, policies):
     published, module = policies.publish()
 
     async def scenario(fleet):
@@ -196,7 +196,6 @@ def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tenso
     assert held["model.layers.0.self_attn.q_proj.weight"].how == "as_consumed"
     assert (generation.versions == published.version).all()
     assert np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
-    assert "Failed to load weights" not in (run_dir / "logs/orrery.inference.0.log").read_text()  # of layers that need none
 
 
 def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_version(server, policies):
