@@ -663,14 +663,55 @@ def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
     assert orrery("render", "words") == 0 and (checkout / "manifests" / "words.json").is_file()
 
 
-def test_a_pretrained_tokenizer_that_is_elsewhere_is_not_asked_for(checkout, monkeypatch):
+def without_weights(checkout):
+    """Let every run take a pretrained tokenizer that is not on this machine."""
     file = checkout / "jsonnet" / "models" / "dense.libsonnet"
     away = f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},\n    vocab_size: 100,"
     file.write_text("".join(f"    {away}\n" if "tokenizer:" in line else line for line in file.read_text().splitlines(keepends=True)))
+
+
+def test_a_pretrained_tokenizer_that_is_elsewhere_is_not_asked_for(checkout, monkeypatch):
+    without_weights(checkout)
     assert orrery("render", "words") == 0
     (checkout / "weights").mkdir()
     (checkout / "weights" / "tokenizer.json").write_text("{}")
     assert orrery("render", "words") == 2
+
+
+GYM = "{ family: 'leg_counting', config: {}, split: 'train' }"
+LONG = "{ family: 'chain_sum', config: { min_terms: 50000000, max_terms: 50000000 }, split: 'train' }"
+TEXT = "{ alphabet: 'ab', min_lenght: 1, max_length: 2, instruction: '', split: 'train' }"
+NO_FAMILY = "reasoning-gym has no 'legcounting'; did you mean 'leg_counting'?"
+NO_OPTION = "args.args.config: family leg_counting has no option 'max_animal'; did you mean 'max_animals'?"
+
+
+def few_shot(kind, args):
+    return "few_shot", f"{{ kind: '{kind}', args: {args}, num_examples: 1, system: null }}"
+
+
+ARGS = {
+    "a misspelt arg": ("reverse_text", TEXT, "args: there is no 'min_lenght'"),
+    "a family": ("reasoning_gym", GYM.replace("leg_", "leg"), f"args.family: {NO_FAMILY}"),
+    "a family within few_shot": (*few_shot("reasoning_gym", GYM.replace("leg_", "leg")), f"args.args.family: {NO_FAMILY}"),
+    "a config within few_shot": (*few_shot("reasoning_gym", GYM.replace("{}", "{ max_animal: 2 }")), NO_OPTION),
+    "a kind within few_shot": (*few_shot("reasoning_gim", GYM), "args.kind: there is no 'reasoning_gim'; did you mean 'reasoning_gym'?"),
+    "problems without end": ("reasoning_gym", LONG, "take more than 3 s; make them smaller"),
+}
+
+
+@pytest.mark.parametrize("what", ARGS)
+def test_args_of_a_task_are_checked_without_weights(what, checkout, capsys):
+    kind, args, sentence = ARGS[what]
+    without_weights(checkout)
+    assert orrery("render", "words") == 0
+    run = checkout / "jsonnet" / "runs" / "words.jsonnet"
+    capsys.readouterr()
+    task = f"{{ name: 'it', kind: '{kind}', args: {args}, weight: 1.0, seed: 1, max_turns: 1 }}"
+    run.write_text(f"local runs = {run.read_text()};\nruns {{ words+: {{ tasks+: {{ train: [{task}] }} }} }}\n")
+    assert orrery("check", "words") == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'it': ") and err.count("\n") == 1
+    assert sentence in err
 
 
 def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(checkout, monkeypatch, capsys):

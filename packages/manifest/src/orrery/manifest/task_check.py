@@ -2,8 +2,8 @@
 
 - In: manifests, each with what to call it. Out: nothing, or the `OrreryError` of the first that is not well.
 - Always: one process for all of them, since starting it costs more than its work.
-- Never: an import of `orrery.tasks`. Where that room is not installed there is nothing to ask; nor of a pretrained tokenizer that is
-  elsewhere, since specs are rendered on other machines than those that run them. The init stage asks again.
+- Never: an import of `orrery.tasks`. Where that room is not installed there is nothing to ask. Where a pretrained tokenizer is
+  elsewhere, tasks are built and prompts are not counted. The init stage asks again.
 - Not part of rendering: `snakemake` renders all runs at every start, and checked-in manifests have passed here.
 """
 
@@ -22,7 +22,6 @@ FIRST_LINE = "tasks.train[0]: "  # opens the lines of a manifest that passed: on
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
     """Raises `OrreryError`, one sentence with the name given to it, for the first manifest whose tasks do not build or do not fit."""
-    manifests = [(name, manifest) for name, manifest in manifests if _tokenizer_is_here(manifest)]
     if not manifests or find_spec("orrery.tasks") is None:
         return
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
@@ -37,8 +36,3 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
         raise OrreryError(f"the check of tasks broke ({last}); type `orrery check RUN` for each run to find which")
     num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
     raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")
-
-
-def _tokenizer_is_here(manifest: Manifest) -> bool:
-    tokenizer = manifest.model.tokenizer
-    return tokenizer.kind != "pretrained" or (Path(tokenizer.path) / "tokenizer.json").is_file()

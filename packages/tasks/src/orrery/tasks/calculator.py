@@ -16,9 +16,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from orrery.manifest.schema import Probability, Record
+from orrery.manifest.schema import Count, PositiveInt, Probability, Record
 from orrery.tasks.split import Split, draw
 from orrery.tasks.task import Judgement, Message, Problem, Tool, ToolCall
 
@@ -60,7 +60,7 @@ def evaluate(expression: str) -> int:
 class Calculator:
     class Args(Record):
         max_operand: PositiveInt
-        num_operations: PositiveInt
+        num_operations: Count
         operators: Annotated[str, Field(pattern=r"^[-+*]+$")]
         call_reward: Probability
         call_syntax: Literal["chat_format", "text"]

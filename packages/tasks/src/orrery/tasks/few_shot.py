@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
-from pydantic import PositiveInt
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Record, TaskUse
+from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import Judgement, Message, Problem
 
+NAME = "few_shot"  # of the task within
 EXAMPLES_SEED = 30_000  # beyond the seeds of every stream of problems (jsonnet/lib/run.libsonnet, `seeds`)
 
 
@@ -23,14 +23,18 @@ class FewShot:
     class Args(Record):
         kind: str
         args: dict[str, Any]
-        num_examples: PositiveInt
+        num_examples: Count
         system: str | None
 
     def __init__(self, args: Args, seed: int) -> None:
         from orrery.tasks import make  # which imports the kinds
 
         def task(seed: int, **changes: Any) -> Any:
-            return make(TaskUse(name="few_shot", kind=args.kind, args={**args.args, **changes}, weight=1.0, seed=seed, max_turns=1))
+            use = TaskUse(name=NAME, kind=args.kind, args={**args.args, **changes}, weight=1.0, seed=seed, max_turns=1)
+            try:
+                return make(use)
+            except OrreryError as error:  # its fields stand below this task's own
+                raise OrreryError(str(error).removeprefix(f"task {NAME!r}: ")) from error
 
         if args.kind == "few_shot":
             raise OrreryError("kind: few_shot within few_shot; raise num_examples instead")

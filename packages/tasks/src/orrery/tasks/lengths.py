@@ -10,19 +10,20 @@ import hashlib
 import math
 import random
 from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from orrery.manifest.schema import Record
+from orrery.manifest.schema import Count, PositiveInt, Record
 from orrery.tasks.task import Judgement, Message, Problem
 
 
 class Lengths:
     class Args(Record):
         median_tokens: PositiveInt
-        sigma: NonNegativeFloat
+        sigma: Annotated[float, Field(ge=0.0, le=10.0)]
         max_tokens: PositiveInt
-        prompt_words: PositiveInt
+        prompt_words: Count
 
         @model_validator(mode="after")
         def median_is_reached(self) -> "Lengths.Args":

@@ -9,9 +9,9 @@ import random
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from orrery.manifest.schema import Record
+from orrery.manifest.schema import Count, Record
 from orrery.tasks.split import Split, draw
 from orrery.tasks.task import Judgement, Message, Problem
 
@@ -19,8 +19,8 @@ from orrery.tasks.task import Judgement, Message, Problem
 class ReverseText:
     class Args(Record):
         alphabet: Annotated[str, Field(min_length=1)]
-        min_length: PositiveInt
-        max_length: PositiveInt
+        min_length: Count
+        max_length: Count
         instruction: str
         split: Split
 

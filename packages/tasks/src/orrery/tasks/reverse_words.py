@@ -7,9 +7,9 @@
 import random
 from collections.abc import Sequence
 
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 
-from orrery.manifest.schema import Record
+from orrery.manifest.schema import PositiveInt, Record
 from orrery.tasks.split import Split, draw
 from orrery.tasks.task import Judgement, Message, Problem
 
