@@ -19,7 +19,7 @@ import pytest
 from orrery.manifest.identity import canonical_json, load, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
-from orrery.transport.checkpoints import latest, verify
+from orrery.transport.checkpoints import steps, verify, whole_dir
 from orrery.transport.rollout_store import read_batch
 from orrery.transport.token import Purpose, authorization
 from orrery.transport.weight_wire import weight_dir
@@ -320,8 +320,8 @@ def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_go
     assert attempts == sorted(attempts)
     assert all(trained[step - 1]["attempt"] < trained[step]["attempt"] for step in kept), "it did not go on from the checkpoint"
     assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
-    assert latest(folder) == last
-    verify(folder / "checkpoints" / f"step_{last}")
+    assert steps(folder)[-1] == last
+    verify(whole_dir(folder, last))
     assert (folder / "weights" / "rl" / "model.safetensors").exists()
 
 
@@ -331,7 +331,7 @@ def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -
     The step of the checkpoint that the run's last words name, and those words.
     """
     step = 0
-    while step <= after_step or (latest(folder) or 0) < after_step:
+    while step <= after_step or max(steps(folder), default=0) < after_step:
         step = max((row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0)
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.05)
@@ -342,8 +342,8 @@ def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -
     assert time.monotonic() - killed_s < 15
     assert launcher.returncode == 1
     sentence = output.strip().splitlines()[-1]
-    kept = latest(folder)
+    kept = steps(folder)[-1]
     assert f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
-    assert kept is not None and kept >= after_step
+    assert kept >= after_step
     assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"*orrery-{folder.name[-12:]}-*")) == []
     return kept, sentence

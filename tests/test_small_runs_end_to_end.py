@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from two_turns import put_on_path
 
 from orrery.manifest.identity import canonical_json, run_dir
+from orrery.manifest.run_folder import begin
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.transport.rollout_store import read_batch
@@ -66,7 +67,7 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = run_dir(tmp_path / "runs", spec)
-    folder.mkdir(parents=True)
+    begin(folder)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
     put_on_path(tmp_path / "site")
     path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])

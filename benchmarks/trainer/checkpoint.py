@@ -95,7 +95,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
         reserve_s = time.perf_counter() - begin_s
         quiet = [steps.run() for _ in range(NUM_QUIET_STEPS)]
         for number in range(1, NUM_SAVES + 1):
-            learner.step, target = number, checkpoints.checkpoint_dir(folder, number)
+            learner.step, target = number, checkpoints.checkpoint_dir(folder, number, 1)
             world.barrier()
             begin_s = time.perf_counter()
             blocked_s = saver.copy(learner, target / "trainer")

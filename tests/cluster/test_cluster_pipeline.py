@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from simulated import NODES, Cluster, Terminal
 
+from orrery.manifest.run_folder import whole_checkpoints
+
 pytestmark = pytest.mark.timeout(420)
 
 SLURM = ("snakemake", "--profile", "slurm")
@@ -43,7 +45,7 @@ class Run:
         return [row["step"] for row in self.rows("trainer.0") if "loss" in row and row.get("stage") == "rl"]
 
     def checkpoints(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in self.path.glob("checkpoints/step_*/COMPLETE"))
+        return [one.step for one in whole_checkpoints(self.path)]
 
     def is_in(self, stage: str, terminal: Terminal) -> bool:
         if terminal.process.poll() is not None:

@@ -17,6 +17,7 @@ from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
+from orrery.manifest.run_folder import begin, begin_attempt
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
 
@@ -45,7 +46,10 @@ def write(path: Path, text: str = "x") -> Path:
 def other(checkout):
     """A run that was stopped in its RL stage, with one whole checkpoint and one that is torn."""
     run = find("reverse_text")
+    begin(run.path)
     write(run.path / "manifest.json", pretty_json(run.manifest))
+    for attempt in (1, 2):
+        assert begin_attempt(run.path) == attempt
     for stage in ("init", "sft"):
         write(done_path(run.path, stage), "{}")
     write(run.path / "stages/rl/health/trainer.0.json")
@@ -53,7 +57,7 @@ def other(checkout):
     write(run.path / "weights/wire/version_3/1.safetensors")
     for step, files in ((3, ("trainer/rank_0", "COMPLETE")), (6, ("trainer/rank_0",))):
         for file in files:
-            write(run.path / "checkpoints" / f"step_{step}" / file)
+            write(run.path / "checkpoints" / f"step_{step}.attempt_1" / file)
     write(run.path / "metrics/trainer.0.jsonl", '{"stage": "rl", "step": 3}\n')
     for file in ("samples.jsonl", "step_3.safetensors"):
         write(run.path / "rollouts" / file, "{}\n")
@@ -82,7 +86,8 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
     )
     assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
     assert set(files(run.path)) == {
-        ".lock", "adopted.json", "checkpoints/step_3/COMPLETE", "checkpoints/step_3/trainer/rank_0", "manifest.json",
+        ".lock", "adopted.json", "checkpoints/step_3.attempt_1/COMPLETE", "checkpoints/step_3.attempt_1/trainer/rank_0", "layout",
+        "manifest.json",
         "metrics/trainer.0.jsonl", "rollouts/samples.jsonl", "rollouts/step_3.safetensors", "stages/init/DONE",
         "stages/rl/health/trainer.0.json",
         "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
@@ -106,7 +111,7 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (lambda path: shutil.rmtree(path / "checkpoints/step_3"), "done: init, sft; rl begins"),
+        (lambda path: shutil.rmtree(path / "checkpoints/step_3.attempt_1"), "done: init, sft; rl begins"),
         (lambda path: done_path(path, "sft").unlink(), "done: init; sft goes on after step 2"),
         (
             lambda path: [write(done_path(path, stage)) for stage in ("rl", "evaluate", "report")],
@@ -116,7 +121,7 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
     ids=["no checkpoint yet", "in SFT", "finished"],
 )
 def test_where_it_stands_is_what_its_next_stage_finds(checkout, other, change, where):
-    write(other.path / "checkpoints/sft/step_2/COMPLETE")
+    write(other.path / "checkpoints/sft/step_2.attempt_1/COMPLETE")
     change(other.path)
     run = begun(checkout, other)
     assert adopt(run, other) == where

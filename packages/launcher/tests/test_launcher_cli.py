@@ -93,6 +93,24 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
         find(made.run_dir.name)
 
 
+@pytest.mark.parametrize("words", [("run", "rl"), ("status",), ("logs",), ("export",), ("stop",), ("report",)])
+def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_hides_no_other_run(checkout, capsys, words):
+    old, new = (job(name, "rl").run_dir for name in ("reverse_text", "calculator"))
+    for path in (new, old):
+        Status("rl", 4, "failed", "it broke", 1, HOST, None, time.time()).write(path)
+    (old / "layout").unlink()
+    command, *more = words
+    for name in ("reverse_text", old.name):
+        code, _, err = orrery(capsys, command, name, *more)
+        assert code and "Traceback" not in err
+        assert f"{old}: an older release of Orrery began this run (layout 1, and this release reads layout 2 alone)" in err
+    code, out, _ = orrery(capsys, "status")
+    assert code == 0 and f"{new.name}: rl failed" in out and f"{old}: an older release" in out
+    [typed] = re.findall("type `(mv .+?)`", err)
+    subprocess.run(typed.split(), check=True)
+    assert job("reverse_text", "rl").run_dir == old and orrery(capsys, "status", "reverse_text")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -191,8 +209,8 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     for stage in ("init", "sft"):
         (run_dir / "stages" / stage).mkdir(parents=True)
         (run_dir / "stages" / stage / "DONE").write_text("{}")
-    (run_dir / "checkpoints/step_10").mkdir(parents=True)
-    (run_dir / "checkpoints/step_10/COMPLETE").touch()
+    (run_dir / "checkpoints/step_10.attempt_1").mkdir(parents=True)
+    (run_dir / "checkpoints/step_10.attempt_1/COMPLETE").touch()
     health = HealthFile(run_dir, "rl", "trainer", 0, 4)
     health.doing("training", step=12)
     roles = [RoleStatus("trainer.0", HOST, 1, 20_001, [0], "running"), RoleStatus("inference.0", HOST, 2, 20_002, [1], "running", None, 2)]

@@ -161,11 +161,11 @@ def test_restarts_count_attempts_that_died_without_a_word(run_dir):
 
 def test_what_comes_out_is_told_by_digest_and_only_of_a_stage_that_is_done(run_dir):
     write(run_dir / "weights/rl/model.safetensors", "weights")
-    write(run_dir / "checkpoints/step_4/files.json", '{"trainer/rank_0.safetensors": "…"}')
-    write(run_dir / "checkpoints/step_4/trainer/rank_0.safetensors", "large")
+    write(run_dir / "checkpoints/step_4.attempt_1/files.json", '{"trainer/rank_0.safetensors": "…"}')
+    write(run_dir / "checkpoints/step_4.attempt_1/trainer/rank_0.safetensors", "large")
     assert "outputs" not in ended(run_dir, "rl", 1, "failed")["stages"]["rl"]
     assert ended(run_dir, "rl", 2)["stages"]["rl"]["outputs"] == {
-        "checkpoints/step_4/files.json": sha256('{"trainer/rank_0.safetensors": "…"}'),
+        "checkpoints/step_4.attempt_1/files.json": sha256('{"trainer/rank_0.safetensors": "…"}'),
         "weights/rl/model.safetensors": sha256("weights"),
     }
 

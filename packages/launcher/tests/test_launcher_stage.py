@@ -25,7 +25,7 @@ from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
 from orrery.observe.heartbeat import HANG_S
-from orrery.observe.metrics import MetricsFile
+from orrery.observe.metrics import MetricsFile, read
 from orrery.observe.progress import Progress
 from orrery.observe.tail import MetricsTail
 
@@ -100,9 +100,9 @@ def test_a_server_that_leaves_early_is_a_failure(run_dir):
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_kill_9_of_any_role_ends_the_stage_soon_and_names_it(run_dir, victim):
-    (run_dir / "checkpoints/step_5").mkdir(parents=True)
-    (run_dir / "checkpoints/step_5/COMPLETE").touch()
-    (run_dir / "checkpoints/step_9").mkdir()
+    (run_dir / "checkpoints/step_5.attempt_1").mkdir(parents=True)
+    (run_dir / "checkpoints/step_5.attempt_1/COMPLETE").touch()
+    (run_dir / "checkpoints/step_9.attempt_1").mkdir()
     acts = ["child", "ready", "wait"]
     roles = ("inference", "trainer", "orchestrator")
     launcher = launch(run_dir, *((role, acts) for role in roles))
@@ -509,9 +509,39 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
     assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr
 
 
+DIES_BEFORE_ITS_FIRST_STATUS = """
+import os, signal, sys
+from pathlib import Path
+import launcher_fakes
+from orrery.launcher.status import Status
+Status.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+launcher_fakes.launch(Path(sys.argv[1]))
+"""
+
+
+def test_an_attempts_number_is_not_given_again_though_its_launcher_died_before_its_first_status(run_dir):
+    assert end(launch(run_dir, ("trainer", [])))[0] == 0
+    (run_dir / "stages/rl/DONE").unlink()
+    died = subprocess.run([sys.executable, "-c", DIES_BEFORE_ITS_FIRST_STATUS, str(run_dir)], cwd=Path(__file__).parent)
+    assert died.returncode == -signal.SIGKILL and status.read(run_dir).attempt == 1
+    code, stderr = end(launch(run_dir, ("trainer", [])))
+    assert code == 0, stderr
+    receipts = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"]
+    assert [(one["attempt"], one["state"]) for one in receipts] == [(1, "done"), (2, "unrecorded"), (3, "done")]
+
+
+def test_the_newest_attempts_rows_count_though_its_status_was_removed(run_dir):
+    for reward in (1, 2, 3):
+        code, stderr = end(launch(run_dir, ("trainer", [str(reward)])))
+        assert code == 0, stderr
+        (run_dir / "status.json").unlink()
+        (run_dir / "stages/rl/DONE").unlink()
+    assert [(row["attempt"], row["reward"]) for row in read(run_dir / "metrics/trainer.0.jsonl") if "reward" in row] == [(3, 3)]
+
+
 def test_the_newest_checkpoint_is_that_of_the_stage(tmp_path):
-    for name in ("step_3", "sft/step_20", "sft/step_40", "sft/step_60"):
+    for name in ("step_3.attempt_1", "sft/step_20.attempt_1", "sft/step_40.attempt_1", "sft/step_60.attempt_1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for name in ("step_3", "sft/step_20", "sft/step_40"):
+    for name in ("step_3.attempt_1", "sft/step_20.attempt_1", "sft/step_40.attempt_1"):
         (tmp_path / "checkpoints" / name / "COMPLETE").touch()
     assert [newest_checkpoint(tmp_path, stage) for stage in ("init", "sft", "rl", "evaluate")] == [None, 40, 3, None]

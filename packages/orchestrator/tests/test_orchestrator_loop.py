@@ -37,8 +37,8 @@ def loop_of(me, manifest, fleet, trainer, state=None, task=None):
     return Loop(me, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
 
 
-def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20):
-    me, fleet, trainer = fakes.FakeMe(tmp_path, manifest), fleet or fakes.FakeFleet(), trainer or fakes.FakeTrainer()
+def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20, attempt=1):
+    me, fleet, trainer = fakes.FakeMe(tmp_path, manifest, attempt=attempt), fleet or fakes.FakeFleet(), trainer or fakes.FakeTrainer()
     loop = loop_of(me, manifest, fleet, trainer, state, task)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
     return me, fleet, trainer, loop
@@ -177,7 +177,7 @@ def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
 def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(tmp_path):
     manifest = fakes.manifest(checkpoint_steps=2)
     me, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
-    kept = snapshot.read(tmp_path, 4)
+    kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     sample = Sample(fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3)
     # A whole batch, which is cut before any engine has been updated.
     resumed = State(manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"}))
@@ -252,7 +252,7 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
 
 
 def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_begins(tmp_path):
-    torn = checkpoints.checkpoint_dir(tmp_path, 3) / "trainer"
+    torn = checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer"
     torn.mkdir(parents=True)
     assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
     assert not torn.parent.exists()
@@ -260,7 +260,7 @@ def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_beg
 
 def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, caplog):
     for step in (2, 4):
-        folder = checkpoints.checkpoint_dir(tmp_path, step, "sft")
+        folder = checkpoints.checkpoint_dir(tmp_path, step, 1, "sft")
         (folder / "trainer").mkdir(parents=True)
         (folder / "trainer" / "rank_0.json").touch()
         checkpoints.complete(folder)
@@ -371,11 +371,11 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
     class Checking(fakes.FakeTrainer):
         async def send(self, batch):
             if batch.step % 2 == 0:
-                assert snapshot.folder(tmp_path, batch.step).exists(), f"batch {batch.step} was sent before its checkpoint"
+                assert snapshot.folder(tmp_path, batch.step, 1).exists(), f"batch {batch.step} was sent before its checkpoint"
             await super().send(batch)
 
     _, _, first, _ = run(tmp_path, manifest, trainer=Checking())
-    resumed = State(manifest, snapshot.read(tmp_path, 4))
+    resumed = State(manifest, snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4))
     _, fleet, second, _ = run(tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed)
     assert [batch.step for batch in second.batches] == [5, 6] and fleet.updates[0] == 4
 
@@ -383,7 +383,7 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
         return [(int(part.sample["group_id"][0]), part.token["token_id"].tobytes()) for batch in batches for part in trained(batch)]
 
     done = {group for group, _ in samples_of(batch for batch in first.batches if batch.step <= 4)}
-    queue = {sample.group_id for group in snapshot.read(tmp_path, 4).queue for sample in group}
+    queue = {sample.group_id for group in snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue for sample in group}
     again = {group for group, _ in samples_of(second.batches)}
     assert not (done - queue) & again, "a group that was trained before the checkpoint was trained again"
 
@@ -404,7 +404,7 @@ class WindingDown(fakes.FakeTrainer):
             file.touch()
 
     def complete(self, step):
-        folder = checkpoints.checkpoint_dir(self.run_dir, step)
+        folder = checkpoints.checkpoint_dir(self.run_dir, step, 1)
         assert (folder / "orchestrator").is_dir(), "the orchestrator's half stands there before"
         (folder / "trainer").mkdir()
         (folder / "trainer" / "weights").write_text(str(step))
@@ -439,8 +439,8 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(tmp_path
         run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, state)
     step = ended.value.step
     assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
-    assert (checkpoints.latest(tmp_path) or 0) == step
-    assert (checkpoints.checkpoint_dir(tmp_path, step) / "later").exists() == (step in (2, 4))
+    assert max(checkpoints.steps(tmp_path), default=0) == step
+    assert (checkpoints.checkpoint_dir(tmp_path, step, 1) / "later.attempt_1").exists() == (step in (2, 4))
     wind_down.path(tmp_path, "rl").unlink()
 
     resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
@@ -463,13 +463,16 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
         trainer = WindingDown(tmp_path, manifest, after=2, first_version=2 * (attempt - 1))
         trainer.state = state = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=attempt))
         with pytest.raises(WoundDown):
-            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, state)
-    step = checkpoints.latest(tmp_path)
+            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, state, attempt=attempt)
+    [step] = checkpoints.steps(tmp_path)
     assert step == trainer.wound_down_at and trainer.batches == []
-    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, step))
-    newest = snapshot.read(tmp_path, step)
-    shutil.rmtree(checkpoints.checkpoint_dir(tmp_path, step) / "later")
-    assert snapshot.read(tmp_path, step).next_batch == newest.next_batch == step + 1, "without it, the state of the cut"
+    checkpoint = checkpoints.whole_dir(tmp_path, step)
+    checkpoints.verify(checkpoint)
+    assert sorted(path.name for path in checkpoint.glob("later*")) == ["later.attempt_1", "later.attempt_2"]
+    newest = snapshot.read(checkpoint, step)
+    for attempt in (2, 1):  # what attempt 2 had goes first
+        shutil.rmtree(checkpoint / f"later.attempt_{attempt}")
+        assert snapshot.read(checkpoint, step).next_batch == newest.next_batch == step + 1
 
 
 def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):

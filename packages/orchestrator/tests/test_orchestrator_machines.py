@@ -25,6 +25,7 @@ from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
 from orrery.orchestrator.source import Source
 from orrery.orchestrator.state import Snapshot
 from orrery.tasks.task import Message, ToolCall
+from orrery.transport import checkpoints
 from orrery.transport.routed_experts import RouteShape, without_routes
 
 GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
@@ -308,9 +309,9 @@ def example_snapshot():
 
 def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
     kept = example_snapshot()
-    snapshot.write(tmp_path, 4, kept, 1.0)
-    snapshot.write(tmp_path, 4, kept, 1.0)  # a later attempt replaces what a dead one left
-    back = snapshot.read(tmp_path, 4)
+    snapshot.write(tmp_path, 4, 1, kept, 1.0)
+    snapshot.write(tmp_path, 4, 1, kept, 1.0)  # replaces what is there
+    back = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
     assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
     assert back.rewards == kept.rewards and back.num_sampled == 17 and [len(group) for group in back.spare] == [3]
@@ -321,7 +322,7 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
             np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
         for name in ("messages", "reward", "truncated", "metrics"):
             assert getattr(old.rollout, name) == getattr(new.rollout, name), name
-    assert sorted(path.name for path in snapshot.folder(tmp_path, 4).parent.iterdir()) == ["orchestrator"]
+    assert sorted(path.name for path in snapshot.folder(tmp_path, 4, 1).parent.iterdir()) == ["orchestrator"]
 
 
 def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
@@ -329,24 +330,24 @@ def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
     said = [np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2) for each in kept.queue[0]]
     said[1] = without_routes(len(said[1]), shape)
     queue = [[replace(each, rollout=replace(each.rollout, routed_experts=of)) for each, of in zip(kept.queue[0], said, strict=True)]]
-    snapshot.write(tmp_path, 4, replace(kept, queue=queue, spare=[]), 1.0)
-    for new, routes in zip(snapshot.read(tmp_path, 4).queue[0], said, strict=True):
+    snapshot.write(tmp_path, 4, 1, replace(kept, queue=queue, spare=[]), 1.0)
+    for new, routes in zip(snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue[0], said, strict=True):
         assert new.rollout.routed_experts.dtype == np.uint16
         np.testing.assert_array_equal(new.rollout.routed_experts, routes)
         np.testing.assert_array_equal(cut.document(new, 1.0).token["routed_experts"], routes)
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):
-    snapshot.write(tmp_path, 2, Snapshot(3, [1], [], [], [], 0, -1, 0, {}, []), 1.0)
-    assert snapshot.read(tmp_path, 2).queue == []
+    snapshot.write(tmp_path, 2, 1, Snapshot(3, [1], [], [], [], 0, -1, 0, {}, []), 1.0)
+    assert snapshot.read(checkpoints.checkpoint_dir(tmp_path, 2, 1), 2).queue == []
 
 
 @pytest.mark.parametrize("file", ["state.json", "queue.safetensors"])
 def test_a_damaged_snapshot_is_one_sentence(tmp_path, file):
-    path = snapshot.write(tmp_path, 4, example_snapshot(), 1.0) / file
+    path = snapshot.write(tmp_path, 4, 1, example_snapshot(), 1.0) / file
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(OrreryError, match="step_4"):
-        snapshot.read(tmp_path, 4)
+        snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
 
 
 # What people see

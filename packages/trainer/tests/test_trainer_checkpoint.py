@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
     with checkpoint.Saver(learner.world) as saver:
         for step in (1, 2):
             train(learner, [step])
-            folder = checkpoints.checkpoint_dir(tmp_path, step)
+            folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
             if step == 2:
                 checkpoint.state_of(learner)[name].local[3, 4] = value
                 with pytest.raises(RunFailed, match=rf"^step 2: after its update {name} is not finite on rank 0; nothing of it is stored"):
@@ -128,8 +128,8 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
             else:
                 saver.copy(learner, folder / "trainer")
                 saver.write(lambda folder=folder: checkpoints.complete(folder))
-    assert checkpoints.latest(tmp_path) == 1 and not checkpoints.checkpoint_dir(tmp_path, 2).exists()
-    checkpoint.load(again, checkpoints.checkpoint_dir(tmp_path, 1) / "trainer")
+    assert checkpoints.steps(tmp_path)[-1] == 1 and not checkpoints.checkpoint_dir(tmp_path, 2, 1).exists()
+    checkpoint.load(again, checkpoints.checkpoint_dir(tmp_path, 1, 1) / "trainer")
     train(again, [2])
 
 
@@ -242,26 +242,26 @@ def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
 def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written_again(start, tmp_path, after_file):
     learner = make_learner(manifest(), start)
     train(learner, [1, 2])
-    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 2) / "trainer")
-    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2))
+    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     process = multiprocessing.get_context("spawn").Process(target=die_in_the_middle, args=(start, tmp_path, after_file))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    torn = checkpoints.checkpoint_dir(tmp_path, 3)
+    torn = checkpoints.checkpoint_dir(tmp_path, 3, 1)
     assert (torn / "trainer").exists() == (after_file == "step_3")
     if after_file == "half":
-        whole = checkpoints.checkpoint_dir(tmp_path, 2) / "trainer" / "rank_0.safetensors"
+        whole = checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer" / "rank_0.safetensors"
         assert 0 < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size < whole.stat().st_size
-    assert checkpoints.latest(tmp_path) == 2
-    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2))
-    checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2) / "trainer")
+    assert checkpoints.steps(tmp_path)[-1] == 2
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2, 1))
+    checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     train(learner, [3])
-    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 3) / "trainer")
-    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 3))
-    assert checkpoints.latest(tmp_path) == 3
-    assert json.loads((checkpoints.checkpoint_dir(tmp_path, 3) / "trainer" / "state.json").read_text())["step"] == 3
-    assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3).iterdir()) == ["COMPLETE", "files.json", "trainer"]
+    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer")
+    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 3, 1))
+    assert checkpoints.steps(tmp_path)[-1] == 3
+    assert json.loads((checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer" / "state.json").read_text())["step"] == 3
+    assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3, 1).iterdir()) == ["COMPLETE", "files.json", "trainer"]
 
 
 class Gate:
@@ -313,7 +313,7 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(sta
 def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start, tmp_path):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
     train(learner, [1, 2])
-    two, three = (checkpoints.checkpoint_dir(tmp_path, step) for step in (2, 3))
+    two, three = (checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (2, 3))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with checkpoint.Saver(learner.world) as saver:
         saver.copy(learner, two / "trainer")
@@ -328,13 +328,13 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
                     saver.check()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert checkpoints.latest(tmp_path) == 2
+        assert checkpoints.steps(tmp_path)[-1] == 2
         checkpoints.verify(two)
         checkpoint.load(again, two / "trainer")
         assert again.step == 2
         saver.copy(learner, three / "trainer")  # what is left of the first attempt is not in the way
         saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.note(0)}"]))
-    assert checkpoints.latest(tmp_path) == 3
+    assert checkpoints.steps(tmp_path)[-1] == 3
     checkpoints.verify(three)
     assert not list(three.glob("*.partial"))
 

@@ -34,7 +34,7 @@ def run_with_checkpoints(run_dir, steps, **fields):
     (run_dir / "manifest.json").write_bytes(canonical_json(spec))
     for step in steps:
         train(learner, [step])
-        folder = checkpoints.checkpoint_dir(run_dir, step)
+        folder = checkpoints.checkpoint_dir(run_dir, step, 1)
         checkpoint.save(learner, folder / "trainer")
         checkpoints.complete(folder)
     return spec, learner, run_dir
@@ -52,7 +52,9 @@ def test_an_export_has_the_bytes_of_the_policy_that_was_saved(tmp_path, case):
     assert (found / "model.safetensors").read_bytes() != (run_dir / "weights" / "init" / "model.safetensors").read_bytes()
     weights.save(learner.policy.network, spec.model, tmp_path / "in_parts", 20_000)
     (tmp_path / "parts").mkdir()
-    export.write(Stored(run_dir / "checkpoints" / "step_1" / "trainer"), spec, run_dir / "weights" / "init", tmp_path / "parts", 20_000)
+    export.write(
+        Stored(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"), spec, run_dir / "weights" / "init", tmp_path / "parts", 20_000
+    )
     files = {file.name: file.read_bytes() for file in (tmp_path / "parts").iterdir()}
     assert len(files) > 3
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "in_parts").iterdir()}
@@ -73,7 +75,7 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
     newest = dict(weights.named_hf_tensors(learner.policy.network))["model.norm.weight"]
     assert torch.equal(checkpoint_tensor(tmp_path / "newest", "model.norm.weight"), newest)
     assert not torch.equal(checkpoint_tensor(run_dir / "weights" / "step_1", "model.norm.weight"), newest)
-    (damaged := checkpoints.checkpoint_dir(run_dir, 2) / "trainer" / "rank_0.safetensors").write_bytes(b"torn")
+    (damaged := checkpoints.checkpoint_dir(run_dir, 2, 1) / "trainer" / "rank_0.safetensors").write_bytes(b"torn")
     shutil.copytree(run_dir, tmp_path / "young", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copytree(tmp_path / "young", tmp_path / "tuned")
     (tmp_path / "tuned" / "weights" / "sft").mkdir()

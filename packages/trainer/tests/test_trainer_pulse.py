@@ -42,7 +42,9 @@ def deeds():
         doing=lambda what, step=None, still_s=None: said.update({what: still_s}), waiting=lambda *_, **__: nullcontext()
     )
     metrics = SimpleNamespace(span=lambda *_, **__: nullcontext())
-    return SimpleNamespace(health=health, metrics=metrics, manifest=manifest(), run_dir=Path("run"), log=logging.getLogger()), said
+    return SimpleNamespace(
+        health=health, metrics=metrics, manifest=manifest(), run_dir=Path("run"), attempt=1, log=logging.getLogger()
+    ), said
 
 
 @pytest.mark.parametrize(("kind", "num_nodes", "limit_s"), [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)])
@@ -82,7 +84,7 @@ def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch
     learner = make_learner(spec, start)
     num_weights = len(list(learner.policy.named_parameters()))
     assert parts(lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)) == len(hf_tensors(learner.policy.network))
-    folder = checkpoints.checkpoint_dir(tmp_path, 0)
+    folder = checkpoints.checkpoint_dir(tmp_path, 0, 1)
     assert parts(lambda: checkpoint.save(learner, folder / "trainer")) > num_weights
     assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
     checkpoints.complete(folder, [f"trainer/{checkpoint.note(0)}"])

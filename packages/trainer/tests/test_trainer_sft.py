@@ -473,7 +473,7 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
     run_dir, right = start_run(tmp_path / "died", spec, start), sft.factor
 
     def die(schedule, step, num_steps):
-        while step == 6 and checkpoints.latest(run_dir, "sft") != 4:  # it becomes whole some time after its step
+        while step == 6 and checkpoints.steps(run_dir, "sft")[-1] != 4:  # it becomes whole some time after its step
             time.sleep(0.01)
         if step == 6:
             raise RunFailed("killed")

@@ -137,7 +137,7 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
             if change is not None:
                 change(step, columns, digests)
             if step % spec.trainer.checkpoint.interval_steps == 0 or step == spec.stages.rl.num_steps:
-                write_half(run_dir, step)
+                write_half(run_dir, step, attempt)
             plan = pack(columns.lengths, mesh.num_data_ranks, spec.trainer.memory.max_tokens_per_micro_batch)
             totals = count_totals([columns], World(0, 1, torch.device("cpu"), None))
             parts = [[[columns.select(samples)] for samples in plan[mesh.data_rank(rank)]] for rank in range(ranks)]
@@ -145,16 +145,16 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
         if winds_down:
             if steps:
                 await sender.wanted(steps[-1] + 1)
-                write_half(run_dir, steps[-1])
+                write_half(run_dir, steps[-1], attempt)
             await sender.send(Batch(steps.stop, [[] for _ in range(ranks)], {}, {"wind_down": True}))
         await sender.drained(DEADLINE_S)
     finally:
         sender.close()
 
 
-def write_half(run_dir: Path, step: int) -> None:
+def write_half(run_dir: Path, step: int, attempt: int) -> None:
     """The orchestrator's half of a checkpoint, unless it stands there already."""
-    half = checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
+    half = checkpoints.checkpoint_dir(run_dir, step, attempt) / "orchestrator"
     if not half.exists():
         half.mkdir(parents=True)
         (half / "state.json").write_text("{}")
@@ -163,7 +163,7 @@ def write_half(run_dir: Path, step: int) -> None:
 def await_checkpoint(run_dir: Path, step: int, stage: str = "rl") -> None:
     """Until it, or a later one, is whole: that comes some time after its step."""
     end_s = time.monotonic() + DEADLINE_S
-    while (checkpoints.latest(run_dir, stage) or 0) < step:
+    while max(checkpoints.steps(run_dir, stage), default=0) < step:
         assert time.monotonic() < end_s, f"no checkpoint of step {step}"
         time.sleep(0.02)
 
@@ -245,12 +245,12 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     assert newest.version == 5
     kept = [version for version in range(6) if WeightWatch(published).version(version)]
     assert kept == [2, 3, 4, 5]  # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest
-    stamped = json.loads((checkpoints.checkpoint_dir(straight, 5) / "trainer" / "published.json").read_text())
+    stamped = json.loads((checkpoints.checkpoint_dir(straight, 5, 1) / "trainer" / "published.json").read_text())
     assert list(stamped) == ["0", "1", "2", "3", "4", "5"] and stamped["5"] == newest.digest
     exported = load_file(straight / "weights" / "rl" / "model.safetensors")
     assert newest.fingerprints.keys() == exported.keys()
     assert checkpoints.steps(straight) == [4, 5]  # keep 2
-    checkpoints.verify(checkpoints.checkpoint_dir(straight, 5))
+    checkpoints.verify(checkpoints.checkpoint_dir(straight, 5, 1))
     assert Renderer(straight / "weights" / "rl").stop_token_ids
     export_checkpoint(straight, to=tmp_path / "exported")
     files = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
@@ -265,7 +265,7 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
         await_checkpoint(killed, 2)
     finally:
         stage.kill()
-    assert checkpoints.latest(killed) == 2
+    assert checkpoints.steps(killed)[-1] == 2
     in_shared_memory(killed, 2)
     ends = run_rl(killed, spec, range(3, 6), attempt=2)
     assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
@@ -293,9 +293,9 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, 
             step = steps.stop - 1
             said = read_health(run_dir, "rl", attempt)
             assert [said[f"trainer.{rank}"].sentence() for rank in range(num_ranks)] == [f"wound down at step {step}"] * num_ranks
-            assert (checkpoints.latest(run_dir) or 0) == step
+            assert max(checkpoints.steps(run_dir), default=0) == step
             if step:
-                checkpoints.verify(checkpoints.checkpoint_dir(run_dir, step))
+                checkpoints.verify(checkpoints.whole_dir(run_dir, step))
     assert final_weights(run_dir, "rl") == final_weights(straight, "rl")
     rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
     assert [(row["step"], row["attempt"]) for row in rows] == expected, "no batch is trained twice"
@@ -444,9 +444,9 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     finally:
         stage.kill()
     assert stage.ranks[0].returncode == -signal.SIGKILL
-    reached = checkpoints.latest(killed, "sft")
+    reached = checkpoints.steps(killed, "sft")[-1]
     assert 4 <= reached < 20
-    torn = checkpoints.checkpoint_dir(killed, reached + 2, "sft")  # as a kill in the middle of the next one leaves it
+    torn = checkpoints.checkpoint_dir(killed, reached + 2, 1, "sft")  # as a kill in the middle of the next one leaves it
     torn.mkdir(exist_ok=True)
     [(code, error)] = Stage(killed, "sft", attempt=2).end()
     assert code == 0, error
@@ -456,7 +456,7 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     expected = {row["step"]: row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
     assert [rows[step]["loss"] for step in range(1, 21)] == [expected[step]["loss"] for step in range(1, 21)]
     assert [step for step in rows if rows[step]["checkpoint_blocked_s"]] == list(range(2, 20, 2))
-    assert checkpoints.steps(killed, "sft") == [16, 18] and checkpoints.latest(killed) is None
+    assert checkpoints.steps(killed, "sft") == [16, 18] and not checkpoints.steps(killed)
 
 
 @pytest.mark.parametrize(("before", "after"), [({"dp_shard": 2}, {}), ({}, {"cp": 2})], ids=["two ranks to one", "one to two that share"])
@@ -468,7 +468,7 @@ def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, 
         await_checkpoint(moved, 4, "sft")
     finally:
         stage.kill()
-    reached, spec = checkpoints.latest(moved, "sft"), sft_spec(8, **after)
+    reached, spec = checkpoints.steps(moved, "sft")[-1], sft_spec(8, **after)
     (moved / "manifest.json").write_bytes(canonical_json(spec))  # as `orrery adopt` does in a folder of its own
     for code, error in Stage(moved, "sft", spec.trainer.mesh.world_size, attempt=2).end():
         assert code == 0 and f"resuming after step {reached}" in error, error

@@ -67,7 +67,7 @@ def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
     checkpoint.sync, checkpoint.write_atomic = then_die(checkpoint.sync), then_die(checkpoint.write_atomic)
     checkpoint.write = write_half if after_file == "half" else then_die(checkpoint.write)
     with checkpoint.Saver(learner.world) as saver:
-        saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3) / "trainer")
+        saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3, 1) / "trainer")
         saver.write()
         train(learner, [4])
 

@@ -19,7 +19,7 @@ from orrery.transport.columns import Columns
 
 
 def written(run_dir, step, whole=True):
-    folder = checkpoints.checkpoint_dir(run_dir, step)
+    folder = checkpoints.checkpoint_dir(run_dir, step, 1)
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "rank_0.safetensors").write_bytes(b"weights %d" % step)
     (folder / "orchestrator.json").write_text("{}")
@@ -38,30 +38,30 @@ def test_a_checkpoint_is_due_at_every_interval_and_after_the_last_step_of_rl():
 
 def test_the_stages_checkpoints_do_not_meet(tmp_path):
     for stage, step in (("rl", 2), ("sft", 4), ("sft", 6), ("rl", 8)):
-        folder = checkpoints.checkpoint_dir(tmp_path, step, stage)
+        folder = checkpoints.checkpoint_dir(tmp_path, step, 1, stage)
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(b"x")
         if step != 8:
             checkpoints.complete(folder)
     assert (checkpoints.steps(tmp_path), checkpoints.steps(tmp_path, "sft")) == ([2], [4, 6])
     assert checkpoints.discard_incomplete(tmp_path, "sft") == [] and checkpoints.discard_incomplete(tmp_path) == [8]
-    assert checkpoints.prune(tmp_path, 1, "sft") == [4] and checkpoints.prune(tmp_path, 1) == []
-    assert (checkpoints.latest(tmp_path), checkpoints.latest(tmp_path, "sft")) == (2, 6)
-    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 6, "sft"))
+    assert checkpoints.prune(tmp_path, 1, 1, "sft") == [4] and checkpoints.prune(tmp_path, 1, 1) == []
+    assert (checkpoints.steps(tmp_path)[-1], checkpoints.steps(tmp_path, "sft")[-1]) == (2, 6)
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 6, 1, "sft"))
 
 
 def test_only_complete_checkpoints_count(tmp_path):
-    assert checkpoints.latest(tmp_path) is None
+    assert not checkpoints.steps(tmp_path)
     for step in (2, 10):
         written(tmp_path, step)
     written(tmp_path, 12, whole=False)
-    assert checkpoints.latest(tmp_path) == 10
+    assert checkpoints.steps(tmp_path)[-1] == 10
     assert checkpoints.steps(tmp_path) == [2, 10]
-    half = tmp_path / "checkpoints" / f".{checkpoints.LATER}.8.tmp"  # a state of later that was being written when its process was killed
+    half = tmp_path / "checkpoints" / f".{checkpoints.LATER}.attempt_1.8.tmp"  # as its writer leaves it when it is killed
     (half / "orchestrator").mkdir(parents=True)
     assert checkpoints.discard_incomplete(tmp_path) == [12]
     assert not half.exists()
-    assert not checkpoints.checkpoint_dir(tmp_path, 12).exists()
+    assert not checkpoints.checkpoint_dir(tmp_path, 12, 1).exists()
 
 
 def test_a_complete_checkpoint_verifies(tmp_path):
@@ -156,19 +156,19 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     for step in (1, 2, 3):
         written(tmp_path, step)
     written(tmp_path, 4, whole=False)
-    assert checkpoints.prune(tmp_path, keep=2) == [1]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3", "step_4"]
+    assert checkpoints.prune(tmp_path, keep=2, attempt=1) == [1]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step_{step}.attempt_1" for step in (2, 3, 4)]
     with pytest.raises(OrreryError, match="keep at least 1"):
-        checkpoints.prune(tmp_path, keep=0)
+        checkpoints.prune(tmp_path, keep=0, attempt=1)
 
 
 def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was_killed(tmp_path, monkeypatch):
     written(tmp_path, 4)
     for step in (4, 6, 8):
-        (folder := checkpoints.checkpoint_dir(tmp_path, step, "sft")).mkdir(parents=True)
+        (folder := checkpoints.checkpoint_dir(tmp_path, step, 1, "sft")).mkdir(parents=True)
         (folder / "file").write_bytes(b"x")
         checkpoints.complete(folder)
-    (copied := tmp_path / "checkpoints" / "sft" / "step_6_good").mkdir()
+    (copied := tmp_path / "checkpoints" / "sft" / "step_6.attempt_1_good").mkdir()
 
     def dies(folder):
         raise KeyboardInterrupt
@@ -177,7 +177,7 @@ def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was
         patched.setattr(checkpoints, "sync", dies)  # after the first marker went
         checkpoints.discard_all(tmp_path, "sft")
     assert len(checkpoints.steps(tmp_path, "sft")) == 2
-    checkpoints.checkpoint_dir(tmp_path, 9, "sft").mkdir()  # one that was never whole
+    checkpoints.checkpoint_dir(tmp_path, 9, 1, "sft").mkdir()  # one that was never whole
     assert checkpoints.discard_all(tmp_path, "sft") == [4, 6, 8, 9]
     assert checkpoints.discard_all(tmp_path, "sft") == []
     assert list((tmp_path / "checkpoints" / "sft").iterdir()) == [copied] and checkpoints.steps(tmp_path) == [4]
@@ -192,7 +192,7 @@ def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, m
 
     monkeypatch.setattr(checkpoints.shutil, "rmtree", dies)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.prune(tmp_path, keep=1)
+        checkpoints.prune(tmp_path, keep=1, attempt=1)
     assert checkpoints.steps(tmp_path) == [2]
 
 
@@ -212,19 +212,19 @@ def test_a_checkpoint_that_will_not_go_ends_nothing_and_is_not_taken_for_whole(t
         written(tmp_path, step)
     with monkeypatch.context() as patched:
         is_in_use(patched)
-        assert checkpoints.prune(tmp_path, keep=1) == [1]
+        assert checkpoints.prune(tmp_path, keep=1, attempt=1) == [1]
         assert checkpoints.steps(tmp_path) == [2]
         assert checkpoints.discard_incomplete(tmp_path) == []
     [left, _] = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left.startswith(".discarded.")
     checkpoints.discard_incomplete(tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2.attempt_1"]
 
 
 def test_what_is_left_of_a_half_written_checkpoint_is_not_in_the_next_one_of_its_step(tmp_path, monkeypatch):
     folder = written(tmp_path, 3, whole=False)
-    (folder / "later").mkdir()
-    (folder / "later" / "COMPLETE").touch()
+    (folder / "later.attempt_1").mkdir()
+    (folder / "later.attempt_1" / "COMPLETE").touch()
     is_in_use(monkeypatch)
     assert checkpoints.discard_incomplete(tmp_path) == [3]
     checkpoints.verify(written(tmp_path, 3))
@@ -240,9 +240,43 @@ def test_a_marker_that_cannot_be_removed_keeps_its_checkpoint_whole(tmp_path, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Path, "unlink", refuses)
-        assert checkpoints.prune(tmp_path, keep=1) == []
+        assert checkpoints.prune(tmp_path, keep=1, attempt=1) == []
     assert checkpoints.steps(tmp_path) == [1, 2]
-    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 1))
+    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 1, 1))
+
+
+def of_attempt(run_dir, step, attempt, whole=True):
+    folder = checkpoints.checkpoint_dir(run_dir, step, attempt)
+    folder.mkdir(parents=True)
+    (folder / "file").write_text(f"attempt {attempt}")
+    if whole:
+        checkpoints.complete(folder)
+    return folder
+
+
+def test_an_attempt_that_goes_on_elsewhere_neither_writes_nor_prunes_what_the_next_one_has(tmp_path):
+    """A node that nobody reaches goes on with attempt 1, while attempt 2 goes on from step 1."""
+    of_attempt(tmp_path, 1, attempt=1)
+    partitioned = of_attempt(tmp_path, 2, attempt=1, whole=False)
+    assert checkpoints.discard_incomplete(tmp_path) == [2]
+    mine = of_attempt(tmp_path, 2, attempt=2)
+    assert partitioned != mine
+    for step in (2, 3, 4):
+        of_attempt(tmp_path, step, attempt=1)
+    assert checkpoints.prune(tmp_path, keep=1, attempt=1) == [1, 2, 3]
+    checkpoints.verify(mine)
+    assert (mine / "file").read_text() == "attempt 2"
+    assert checkpoints.latest(tmp_path) == (4, 1) and checkpoints.prune(tmp_path, keep=1, attempt=3) == [2]
+
+
+def test_a_run_goes_on_from_the_newest_step_and_of_that_from_the_newest_attempt(tmp_path):
+    for step, attempt in ((4, 1), (2, 2), (4, 3)):
+        of_attempt(tmp_path, step, attempt)
+    of_attempt(tmp_path, 6, attempt=4, whole=False)
+    assert checkpoints.latest(tmp_path) == (4, 3) and checkpoints.steps(tmp_path) == [2, 4]
+    assert checkpoints.whole_dir(tmp_path, 4) == checkpoints.checkpoint_dir(tmp_path, 4, 3)
+    with pytest.raises(OrreryError, match=r"checkpoints: no complete checkpoint of step 6; there are \[2, 4\]"):
+        checkpoints.whole_dir(tmp_path, 6)
 
 
 # Rendezvous -----------------------------------------------------------------------------------------------------------

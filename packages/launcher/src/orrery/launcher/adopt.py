@@ -26,6 +26,7 @@ from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
 from orrery.manifest.publish import write_atomic
+from orrery.manifest.run_folder import COMPLETE
 
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
         "inference", "orchestrator.admission", "orchestrator.keep_batches")  # fmt: skip
@@ -75,7 +76,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     where = f"done: {', '.join(done)}; {next_stage} {'begins' if step is None else f'goes on after step {step}'}"
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     write_atomic(made / ADOPTED, (json.dumps({"run": other.path.name, "done": done, "checkpoint": checkpoint}) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:  # attempts are counted on; nothing else of it is this run's
+    if (last := statuses.read(other.path)) is not None:  # when it worked last; nothing else of it is this run's
         message = f"adopted from {other.path.name}: {where}; type `{resume_command(run, next_stage)}` to go on"
         replace(
             last, stage=next_stage, state="stopped", message=message, launcher_pid=os.getpid(),
@@ -96,7 +97,7 @@ def _left(root: Path, folder: str, names: list[str]) -> list[str]:
     inside = Path(folder).relative_to(root)
     found = [name for name in names if (inside / name).as_posix() in LEFT]
     if inside.as_posix() in ("checkpoints", "checkpoints/sft"):
-        found += [name for name in names if name != "sft" and not (root / inside / name / "COMPLETE").exists()]
+        found += [name for name in names if name != "sft" and not (root / inside / name / COMPLETE).exists()]
     return found
 
 

@@ -12,6 +12,7 @@ from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
 from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.run_folder import check_layout
 from orrery.observe.duration import duration
 from orrery.observe.health import read_health
 from orrery.observe.metrics import merge_attempts, rows
@@ -23,6 +24,10 @@ BLOCK_BYTES = 2**16
 
 def overview(path: Path) -> str:
     """One line for a list of runs. Raises `OrreryError` where the run's status cannot be read."""
+    try:
+        check_layout(path)
+    except OrreryError as error:  # an older run is no failure; it stands in the list with what to type
+        return str(error)
     status = statuses.read(path)
     if status is None:
         return f"{path.name}: not started"

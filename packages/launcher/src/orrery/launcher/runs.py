@@ -17,6 +17,7 @@ from orrery.manifest.identity import id12, load, pretty_json, run_dir
 from orrery.manifest.plan import plan, stage
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.render import render_file
+from orrery.manifest.run_folder import begin, check_layout, has_layout
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
 
@@ -43,8 +44,8 @@ def runs_root(workspace: Workspace) -> Path:
 
 
 def all_runs(workspace: Workspace) -> list[Path]:
-    """Every run folder that a launcher has worked in, the newest first."""
-    found = [path.parent for path in runs_root(workspace).glob("[!.]*/status.json")]
+    """Every run folder that a launcher has worked in, the newest first; folders of other names are somebody's copies."""
+    found = [path.parent for path in runs_root(workspace).glob("*/status.json") if FOLDER.fullmatch(path.parent.name)]
     return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
 
 
@@ -94,10 +95,12 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """The manifest in a run folder, if there is one; raises `OrreryError` where it is not the one that the folder is named by."""
+    """The manifest in a run folder, if there is one; raises `OrreryError` where it is not the one that the folder is named by, or the
+    folder has another layout."""
     file = path / "manifest.json"
     if not file.exists():
         return None
+    check_layout(path)
     manifest = load(file)
     if run_dir(path.parent, manifest) != path:
         raise OrreryError(
@@ -130,7 +133,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
             f"{run.path.name}: {' + '.join(lock_files)} is not the lock that its manifest was rendered with; "
             f"type `orrery render {name}` for a run of the present lock{adopt}, or check the old lock out and type `make setup`"
         )
-    run.path.mkdir(parents=True, exist_ok=True)
+    begin(run.path)
     if not (run.path / "manifest.json").exists():
         write_atomic(run.path / "manifest.json", pretty_json(run.manifest).encode())
     sft = run.manifest.stages.sft
@@ -159,6 +162,6 @@ def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None
 
 
 def newest(workspace: Workspace) -> Path | None:
-    """The run that works now, else the one that worked last."""
-    paths = all_runs(workspace)
+    """The run that works now, else the one that worked last, of those that this release can read."""
+    paths = list(filter(has_layout, all_runs(workspace)))
     return next(iter([path for path in paths if lock.holder(path) is not None] or paths), None)

@@ -49,6 +49,7 @@ from orrery.launcher.view import View
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import write_atomic
+from orrery.manifest.run_folder import begin_attempt, whole_checkpoints
 from orrery.manifest.workspace import Workspace
 from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
 from orrery.observe.duration import duration
@@ -145,9 +146,7 @@ def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
     """The step of the stage's newest checkpoint that is whole (its marker is there)."""
     if stage not in ("sft", "rl"):
         return None
-    folder = run_dir / "checkpoints" / ("sft" if stage == "sft" else "")
-    steps = [path.parent.name.removeprefix("step_") for path in folder.glob("step_*/COMPLETE")]
-    return max((int(step) for step in steps if step.isdigit()), default=None)
+    return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)
 
 
 class _Interrupts:
@@ -188,7 +187,7 @@ class _Stage:
             _end_leftovers(self.run_dir, self.last)
         self._remove_weights()
         self._remove_scratch()
-        self.attempt = self.last.attempt + 1 if self.last else 1
+        self.attempt = begin_attempt(self.run_dir)
         hide_memory()
         self.token, self.start = secrets.token_hex(16), secrets.token_hex(8)
         self.processes: Sequence[Process | Task] = []

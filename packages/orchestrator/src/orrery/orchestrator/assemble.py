@@ -57,7 +57,7 @@ async def _endpoints(me: Any, role: str, count: int) -> list[rendezvous.Endpoint
         if is_left.is_set():  # the loop's end waits for its threads: SIGTERM would wait for the servers
             raise asyncio.CancelledError
         if request.look():
-            raise WoundDown(checkpoints.latest(me.run_dir) or 0)
+            raise WoundDown(newest.step if (newest := checkpoints.latest(me.run_dir)) else 0)
 
     try:
         return await asyncio.to_thread(rendezvous.await_endpoints, me, role, count, scaled(SERVERS_START_S), end_early)
@@ -94,10 +94,11 @@ def state(me: Any) -> State:
     checkpoints.discard_incomplete(me.run_dir)
     if removed := checkpoints.discard_all(me.run_dir, "sft"):  # that stage is done, and all that is wanted of it is `weights/sft`
         me.log.info("checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed)))
-    step = checkpoints.latest(me.run_dir)
-    if step is None:
+    newest = checkpoints.latest(me.run_dir)
+    if newest is None:
         return State(me.manifest)
-    resumed = State(me.manifest, snapshot.read(me.run_dir, step))
+    step = newest.step
+    resumed = State(me.manifest, snapshot.read(checkpoints.checkpoint_dir(me.run_dir, *newest), step))
     me.log.info("resuming after step %d: %d rollouts queued, %d groups to redo", step, resumed.sink.num_queued, len(resumed.source.again))
     return resumed
 

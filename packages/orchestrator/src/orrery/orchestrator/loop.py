@@ -55,6 +55,7 @@ class Loop:
         self._said: str | None = None
         self._has_warned = False
         self._wind_down = WindDownRequest(me)
+        self._first_step = state.clock.next_batch - 1  # the checkpoint that this attempt goes on from; 0 where there is none
 
     async def run(self) -> None:
         """Until the last batch is trained and the policy that it makes is evaluated. Raises WoundDown where it is asked to."""
@@ -102,7 +103,8 @@ class Loop:
             row = cut.row(batch, self.manifest, time.monotonic())
             self.pulse.ring()  # a new batch number may let new groups start
             if kept is not None:
-                await asyncio.to_thread(snapshot.write, self.me.run_dir, batch.step, kept, self.manifest.orchestrator.sampling.temperature)
+                temperature = self.manifest.orchestrator.sampling.temperature
+                await asyncio.to_thread(snapshot.write, self.me.run_dir, batch.step, self.me.attempt, kept, temperature)
             await self._send(batch, row)
         await self.stage.cancel(self.state.end_training())
 
@@ -188,7 +190,9 @@ class Loop:
             await self.sender.wanted(step + 1)
         if step:
             temperature = self.manifest.orchestrator.sampling.temperature
-            await asyncio.to_thread(snapshot.write_now, self.me.run_dir, step, self.state.snapshot(), temperature)
+            await asyncio.to_thread(
+                snapshot.write_now, self.me.run_dir, step, self.me.attempt, self.state.snapshot(), temperature, step == self._first_step
+            )
         await end_trainer(self.me, self.sender, step)
 
     async def _send_comparison(self) -> None:

@@ -1,11 +1,11 @@
-"""Snapshot files: the orchestrator's share of a checkpoint, `checkpoints/step_<n>/orchestrator/`.
+"""Snapshot files: the orchestrator's share of a checkpoint, `checkpoints/step_<n>.attempt_<k>/orchestrator/`.
 
 - `queue.safetensors`: finished groups that are not trained yet, with and without signal, as columns; `state.json`: the rest.
-- The folder appears whole (written aside, renamed). What an earlier attempt left under the same step is replaced: its step was never
-  completed, or nobody would make it again.
+- The folder appears whole (written aside, renamed).
 - Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
-- Winding down after batch n, the state is that of now, not of the cut. Where step n has its files already they stay, since the step is
-  whole with them: the newer state goes to `step_<n>/later/orchestrator/`, with a marker of its own, and is what a resumed run reads.
+- Winding down after batch n, the state is that of now, not of the cut. Where step n has its files already they stay, since the step
+  is whole with them: the newer state goes to `later.attempt_<k>/orchestrator/` in that checkpoint, with a marker of its own, and is
+  what a resumed run reads. It may be the checkpoint of an earlier attempt, where attempt k winds down before it has sent a batch.
 """
 
 import shutil
@@ -55,33 +55,43 @@ class _State(msgspec.Struct):
     rewards: list[tuple[int, float, bool]]
 
 
-def folder(run_dir: Path, step: int) -> Path:
-    return checkpoints.checkpoint_dir(run_dir, step) / "orchestrator"
+def folder(run_dir: Path, step: int, attempt: int) -> Path:
+    return checkpoints.checkpoint_dir(run_dir, step, attempt) / "orchestrator"
 
 
-def write(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
+def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float) -> Path:
     """Write step `step`'s folder; returns it."""
-    return _write(folder(run_dir, step), step, snapshot, temperature)
+    return _write(folder(run_dir, step, attempt), step, snapshot, temperature)
 
 
-def write_now(run_dir: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
-    """Write the state of some time after batch `step` was sent, before batch `step + 1` is cut; returns its folder."""
-    if not folder(run_dir, step).exists():
-        return write(run_dir, step, snapshot, temperature)
-    later = _later(run_dir, step)
-    aside = checkpoints.checkpoint_dir(run_dir, step).with_name(f".{later.name}.{step}.tmp")
+def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool) -> Path:
+    """Write the state of some time after batch `step` was sent, before batch `step + 1` is cut; returns its folder.
+
+    `is_resumed`: this attempt went on from `step` and has sent no batch.
+    """
+    if is_resumed:
+        checkpoint = checkpoints.whole_dir(run_dir, step)
+    elif folder(run_dir, step, attempt).exists():
+        checkpoint = checkpoints.checkpoint_dir(run_dir, step, attempt)
+    else:
+        return write(run_dir, step, attempt, snapshot, temperature)
+    later = checkpoints.later_dir(checkpoint, attempt)
+    aside = checkpoint.with_name(f".{later.name}.{step}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these two leaves the state of the cut, which is older and as good: groups that have ended since then are made again.
+    # A kill between these two leaves an older state, which is as good: groups that have ended since then are made again.
     checkpoints.discard(run_dir, later)
     aside.rename(later)
     sync(later.parent)
     return later / "orchestrator"
 
 
-def _later(run_dir: Path, step: int) -> Path:
-    return checkpoints.checkpoint_dir(run_dir, step) / checkpoints.LATER
+def _later(checkpoint: Path) -> Path | None:
+    """The newest attempt's later state in a checkpoint, or None."""
+    attempts = [path.parent.name.rpartition("_")[2] for path in checkpoint.glob(f"{checkpoints.LATER}.attempt_*/{checkpoints.MARKER}")]
+    newest = max((int(attempt) for attempt in attempts if attempt.isdecimal()), default=None)
+    return None if newest is None else checkpoints.later_dir(checkpoint, newest)
 
 
 def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
@@ -110,11 +120,10 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     return target
 
 
-def read(run_dir: Path, step: int) -> Snapshot:
-    """The newest that was written of `step`. Raises OrreryError where it is not whole."""
-    path, later = folder(run_dir, step), _later(run_dir, step)
-    remedy = f"remove {checkpoints.checkpoint_dir(run_dir, step)} to go on from the checkpoint before it"
-    if (later / checkpoints.MARKER).exists():
+def read(checkpoint: Path, step: int) -> Snapshot:
+    """The newest state in `checkpoint`, which is of `step`. Raises OrreryError where it is not whole."""
+    path, remedy = checkpoint / "orchestrator", f"remove {checkpoint} to go on from the checkpoint before it"
+    if (later := _later(checkpoint)) is not None:
         path, remedy = later / "orchestrator", f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays"
         checkpoints.verify(later, remedy)
     try:

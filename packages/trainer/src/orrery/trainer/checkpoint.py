@@ -1,6 +1,6 @@
 """Checkpoints: weights and optimizer state as each rank holds them, in safetensors, readable at any world size and mesh.
 
-    checkpoints/step_<n>/trainer/
+    checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: what rank i holds, box = [start, stop) a dimension
         rank_<i>.safetensors  those boxes, and the rank's random-number state
@@ -16,7 +16,7 @@
   waits until the one before it is done, so at most one is on its way.
 - Threads take part in no collective. Each rank's leaves its note of sha256; the first rank's waits for all notes, then renames the folder,
   which so appears whole; the others' main threads look for it before they meet the first rank in the next collective, whose own deadline
-  is shorter. `step_<n>` counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
+  is shorter. A checkpoint counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
   leaves nothing that is read, and a run goes on from the newest checkpoint that counts.
 - What fails in the thread ends its rank at the next step, with one sentence.
 - Why not torch.distributed.checkpoint: its metadata and its tensors are pickles.

@@ -46,7 +46,7 @@ def export_checkpoint(run_dir: Path, stage: str = "rl", step: int | None = None,
     to = to or run_dir / "weights" / name
     if to.exists():
         raise OrreryError(f"{to}: is there already; remove it, or name another folder with --to")
-    folder = checkpoints.checkpoint_dir(run_dir, step, stage)
+    folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
     start = run_dir / "weights" / ("init" if stage == "sft" or manifest.stages.sft is None else "sft")
     partial = to.with_name(f"{to.name}.partial")

@@ -61,7 +61,7 @@ class StageCheckpoints:
                     f"{folder}: the {self._beside}'s half is missing, though batch {step} was sent; see logs/{self._beside}.0.log"
                 )
             checkpoints.complete(folder, [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)])
-            checkpoints.prune(self._me.run_dir, self._me.manifest.trainer.checkpoint.keep, self._stage)
+            checkpoints.prune(self._me.run_dir, self._me.manifest.trainer.checkpoint.keep, self._me.attempt, self._stage)
             self._me.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
 
         self._saver.write(complete, whole=folder / checkpoints.MARKER)
@@ -72,7 +72,7 @@ class StageCheckpoints:
 
     @property
     def _folder(self) -> Path:
-        return checkpoints.checkpoint_dir(self._me.run_dir, self._learner.step, self._stage)
+        return checkpoints.checkpoint_dir(self._me.run_dir, self._learner.step, self._me.attempt, self._stage)
 
 
 def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
@@ -80,11 +80,12 @@ def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
     world = learner.world
     if stage != "rl" and world.is_first:  # there the orchestrator does it, before it writes its half
         checkpoints.discard_incomplete(me.run_dir, stage)
-    step = world.each(checkpoints.latest(me.run_dir, stage) or 0)[0]  # of the first rank: another node may see a new folder later
+    newest = checkpoints.latest(me.run_dir, stage) or (0, 0)
+    step, attempt = (world.each(number)[0] for number in newest)  # of the first rank: another node may see a new folder later
     if not step:
         return None
     me.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
-    folder = checkpoints.checkpoint_dir(me.run_dir, step, stage)
+    folder = checkpoints.checkpoint_dir(me.run_dir, step, attempt, stage)
     visible.appears(folder / checkpoints.MARKER)
     checkpoints.verify(folder, share=(world.rank, world.size), each=moved)
     world.barrier()  # nobody goes on before every share is known to be sound

@@ -1,11 +1,13 @@
 """Checkpoints: folders that count only once they are whole.
 
-- `checkpoints/step_<n>/<role>/…` is written by its roles; then `files.json` (sha256 of every file), then `COMPLETE`, last.
+- `checkpoints/step_<n>.attempt_<k>/<role>/…` is written by the roles of attempt k; then `files.json` (sha256 of every file), then
+  `COMPLETE`, last. No attempt writes into, completes or prunes what a newer one has written.
 - Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
   `complete` reads none of it.
-- That is the RL stage's place; the SFT stage's is `checkpoints/sft/step_<n>/…`, which goes when the RL stage begins.
+- That is the RL stage's place; the SFT stage's is `checkpoints/sft/…`, which goes when the RL stage begins.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
-- `step_<n>/later/` is the one folder that may come after the marker, which does not vouch for it; it has a marker of its own.
+- `later.attempt_<k>/` in a checkpoint is the one folder that may come after the marker, which does not vouch for it; it has a
+  marker of its own. Attempt k writes it, where it goes on from the checkpoint and winds down before another.
 - What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
   taken for whole nor in the way of a new checkpoint of the same step.
 """
@@ -24,10 +26,11 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.run_folder import COMPLETE, Checkpoint, checkpoint_named, checkpoints_dir, whole_checkpoints
 from orrery.manifest.schema import Manifest
 from orrery.transport import visible
 
-MARKER = "COMPLETE"
+MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
 CHUNK_BYTES = 32 << 20
@@ -39,14 +42,14 @@ class _Noted(msgspec.Struct):
     sha256: str
 
 
-def folder_of(run_dir: Path, stage: str = "rl") -> Path:
-    """Where the checkpoints of a stage are."""
-    folder = Path(run_dir) / "checkpoints"
-    return folder if stage == "rl" else folder / stage
+def checkpoint_dir(run_dir: Path, step: int, attempt: int, stage: str = "rl") -> Path:
+    """The folder that attempt `attempt` writes for `step`."""
+    return checkpoints_dir(run_dir, stage) / Checkpoint(step, attempt).name
 
 
-def checkpoint_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    return folder_of(run_dir, stage) / f"step_{step}"
+def later_dir(checkpoint: Path, attempt: int) -> Path:
+    """The folder in `checkpoint` for what attempt `attempt` had when it wound down later than at the checkpoint."""
+    return checkpoint / f"{LATER}.attempt_{attempt}"
 
 
 def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
@@ -62,13 +65,20 @@ def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
 
 def steps(run_dir: Path, stage: str = "rl") -> list[int]:
     """Steps with a complete checkpoint, rising."""
-    names = [path.parent.name.removeprefix("step_") for path in folder_of(run_dir, stage).glob(f"step_*/{MARKER}")]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted({one.step for one in whole_checkpoints(run_dir, stage)})
 
 
-def latest(run_dir: Path, stage: str = "rl") -> int | None:
-    """The step of the newest complete checkpoint, or None."""
-    return max(steps(run_dir, stage), default=None)
+def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
+    """The newest complete checkpoint, or None: the highest step's, and of that step the newest attempt's."""
+    return max(whole_checkpoints(run_dir, stage), default=None)
+
+
+def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
+    """The folder of the complete checkpoint of `step`, of the newest attempt that has one. Raises OrreryError where there is none."""
+    found = max((one for one in whole_checkpoints(run_dir, stage) if one.step == step), default=None)
+    if found is None:
+        raise OrreryError(f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; there are {steps(run_dir, stage)}")
+    return checkpoints_dir(run_dir, stage) / found.name
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
@@ -135,16 +145,21 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
                 raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
 
 
-def prune(run_dir: Path, keep: int, stage: str = "rl") -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints; returns the removed steps. What will not go is tried again another time."""
+def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
+    """Remove all but the newest `keep` complete checkpoints; returns the removed steps. What will not go is tried again another time.
+
+    Attempt `attempt` calls it, and a newer attempt's checkpoints are not touched.
+    """
     if keep < 1:
         raise OrreryError(f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1")
     removed = []
-    for step in steps(run_dir, stage)[:-keep]:
-        folder = checkpoint_dir(run_dir, step, stage)
+    for one in whole_checkpoints(run_dir, stage)[:-keep]:
+        if one.attempt > attempt:
+            continue
+        folder = checkpoints_dir(run_dir, stage) / one.name
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink()
-            removed.append(step)
+            removed.append(one.step)
             sync(folder)
             discard(run_dir, folder)
     return removed
@@ -153,15 +168,14 @@ def prune(run_dir: Path, keep: int, stage: str = "rl") -> list[int]:
 def discard_all(run_dir: Path, stage: str) -> list[int]:
     """Remove the checkpoints of a stage that is done, whole or not; returns the steps. What will not go is tried again another time."""
     removed = []
-    for folder in folder_of(run_dir, stage).glob("step_*"):
-        step = folder.name.removeprefix("step_")
-        if not step.isdigit():  # somebody's own copy
+    for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
+        if (one := checkpoint_named(folder.name)) is None:  # somebody's own copy
             continue
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink(missing_ok=True)
             sync(folder)
             discard(run_dir, folder)
-            removed.append(int(step))
+            removed.append(one.step)
     return sorted(removed)
 
 
@@ -179,16 +193,16 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
 
     For RL the orchestrator calls it before it cuts, for SFT the trainer before its first step: nobody writes yet.
     """
-    whole = set(steps(run_dir, stage))
+    whole = set(whole_checkpoints(run_dir, stage))
     removed = []
-    for folder in folder_of(run_dir, stage).glob("step_*"):
-        name = folder.name.removeprefix("step_")
-        if name.isdigit() and int(name) not in whole:
+    for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
+        one = checkpoint_named(folder.name)
+        if one is not None and one not in whole:
             try:
                 discard(run_dir, folder)
             except OSError as error:
                 raise OrreryError(f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again") from error
-            removed.append(int(name))
+            removed.append(one.step)
     for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
         for folder in (Path(run_dir) / "checkpoints").glob(left):
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +211,7 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
 
 def _files(folder: Path) -> list[str]:
     every = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return sorted(path.as_posix() for path in every if path.parts[0] != LATER and path.as_posix() not in (MARKER, FILES))
+    return sorted(path.as_posix() for path in every if not path.parts[0].startswith(f"{LATER}.") and path.as_posix() not in (MARKER, FILES))
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:

@@ -1,0 +1,118 @@
+"""A run's folder: the version of its layout, the numbers of its attempts, and the names of its checkpoints.
+
+- `layout` holds LAYOUT. A folder of another layout is refused; nothing migrates it.
+- `attempts/<k>/` is made before an attempt does anything else. Making a folder is exclusive and is synced, so no number is given
+  twice: not after a launcher that died before its first status, not after `status.json` was removed, not to two launchers at once.
+- `checkpoints/[sft/]step_<n>.attempt_<k>/` is written by attempt k alone. A process of an earlier attempt that still runs on a node
+  which nobody reaches writes into a folder of its own. A run goes on from the newest step that is whole.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import make_folder, sync, write_atomic
+
+LAYOUT = 2
+LAYOUT_FILE = "layout"
+ATTEMPTS = "attempts"
+COMPLETE = "COMPLETE"  # the marker of a whole checkpoint
+_CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
+
+
+# Layout ---------------------------------------------------------------------------------------------------------------
+
+
+def begin(run_dir: Path) -> None:
+    """Make the folder of a new run, with its layout; a folder that has begun stays as it is."""
+    make_folder(run_dir)
+    if not (run_dir / "manifest.json").exists():
+        write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
+
+
+def check_layout(run_dir: Path) -> None:
+    """Raise OrreryError where the folder of a run has another layout than this release's."""
+    file = run_dir / LAYOUT_FILE
+    try:
+        found = int(file.read_text())
+    except FileNotFoundError:
+        found = 1  # the first layout had no such file
+    except ValueError:
+        raise OrreryError(f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else {_anew(run_dir)}") from None
+    if found != LAYOUT:
+        which = "an older" if found < LAYOUT else "a newer"
+        raise OrreryError(
+            f"{run_dir}: {which} release of Orrery began this run (layout {found}, and this release reads layout {LAYOUT} alone); "
+            f"finish it with that release, or {_anew(run_dir)}"
+        )
+
+
+def has_layout(run_dir: Path) -> bool:
+    """Whether `check_layout` accepts the folder."""
+    try:
+        check_layout(run_dir)
+    except OrreryError:
+        return False
+    return True
+
+
+def _anew(run_dir: Path) -> str:
+    return f"type `mv {run_dir} {run_dir.with_name(f'.{run_dir.name}')}` and start the run again to begin anew"
+
+
+# Attempts -------------------------------------------------------------------------------------------------------------
+
+
+def begin_attempt(run_dir: Path) -> int:
+    """Claim the next attempt's number, from 1; durable when this returns, and never given again."""
+    folder = run_dir / ATTEMPTS
+    make_folder(folder)
+    number = last_attempt(run_dir) + 1
+    while True:
+        try:
+            os.mkdir(folder / str(number))
+        except FileExistsError:  # another launcher was faster
+            number += 1
+            continue
+        sync(folder)
+        return number
+
+
+def last_attempt(run_dir: Path) -> int:
+    """The newest attempt's number; 0 before the first."""
+    folder = run_dir / ATTEMPTS
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+class Checkpoint(NamedTuple):
+    """One attempt's checkpoint of a step. Checkpoints are ordered by step, those of one step by attempt."""
+
+    step: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.step}.attempt_{self.attempt}"
+
+
+def checkpoints_dir(run_dir: Path, stage: str = "rl") -> Path:
+    """Where the checkpoints of a stage are."""
+    folder = Path(run_dir) / "checkpoints"
+    return folder if stage == "rl" else folder / stage
+
+
+def checkpoint_named(name: str) -> Checkpoint | None:
+    """The checkpoint whose folder is called `name`; None for any other name."""
+    found = _CHECKPOINT.fullmatch(name)
+    return Checkpoint(int(found["step"]), int(found["attempt"])) if found else None
+
+
+def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
+    """The stage's checkpoints that have their marker, rising."""
+    found = (checkpoint_named(path.parent.name) for path in checkpoints_dir(run_dir, stage).glob(f"step_*/{COMPLETE}"))
+    return sorted(one for one in found if one is not None)
