@@ -13,5 +13,6 @@
     max_off_policy_steps: 2,
     max_batches_ahead: std.min(1, self.max_off_policy_steps),
     sampling+: { temperature: 1.0 },
+    on_timeout: 'zero',
   },
 }

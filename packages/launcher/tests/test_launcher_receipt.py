@@ -207,6 +207,12 @@ def test_where_held_out_rollouts_failed_the_receipt_says_how_many(run_dir):
 
     assert metrics(0, 0) == {"reward_before": 0.5, "reward_after": 0.5}
     counts = {"num_rollouts_before": 256, "num_failed_before": 0, "num_rollouts_after": 20, "num_failed_after": 236}
+    write(
+        run_dir / "stages/evaluate/result.json",
+        json.dumps({"before": {"reward_mean": 0.5, "num_timeouts": 0}, "after": {"reward_mean": 0.5, "num_timeouts": 9}}),
+    )
+    timed_out = ended(run_dir, "evaluate")["stages"]["evaluate"]["metrics"]
+    assert timed_out == {"reward_before": 0.5, "reward_after": 0.5, "num_timeouts_before": 0, "num_timeouts_after": 9}
     assert metrics(0, 236) == {"reward_before": 0.5, "reward_after": 0.5, **counts}
 
 

@@ -206,6 +206,22 @@ def test_failed_held_out_rollouts_are_told_beside_the_reward_that_leaves_them_ou
     assert _tiles(run, 252.3)[0] == ("0.31 → 0.87", f"held-out reward, before → after RL, {told}")
 
 
+def test_timeouts_are_told_in_training_and_held_out(run_dir):
+    assert ("0", "training rollouts timed out (each a reward of 0); held-out rollouts timed out: none") in _tiles(
+        RunData.load(run_dir), 1.0
+    )
+    path = run_dir / "metrics" / "orchestrator.0.jsonl"
+    write_rows(
+        path, [json.loads(line) | ({"dropped": {"timeout": 7}} if '"batch"' in line else {}) for line in path.read_text().splitlines()]
+    )
+    result = run_dir / "stages" / "evaluate" / "result.json"
+    result.write_text(json.dumps({when: {"reward_mean": 0.5, "num_timeouts": num} for when, num in (("before", 0), ("after", 9))}))
+    run = RunData.load(run_dir)
+    told = "timed out: 0 before RL and 9 after RL"
+    assert ("7", f"training rollouts timed out (each a reward of 0); held-out rollouts {told}") in _tiles(run, 1.0)
+    assert told in summary(run, 1.0, Path("x"))
+
+
 def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_before_they_were_counted_have_none(run_dir):
     told = "of training rollouts carried no signal (equal rewards in their group); 1 of 3 batches had none at all"
     assert ("56%", told) in _tiles(RunData.load(run_dir), 1.0)

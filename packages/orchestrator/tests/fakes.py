@@ -71,7 +71,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         },
         "orchestrator": {
             "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False}, "rollouts_per_batch": 8,
-            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500,
+            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500, "on_timeout": "failure",
             "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
             "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2},
@@ -114,11 +114,13 @@ def routes(start: int, end: int) -> Routes:
     return found
 
 
-def load(running: int, waiting: int = 0, kv_usage: float = 0.0, preemptions_total: int = 0, kv_tokens: int = 0) -> EngineMetrics:
+def load(
+    running: int, waiting: int = 0, kv_usage: float = 0.0, preemptions_total: int = 0, kv_tokens: int = 0, tokens: int = 0
+) -> EngineMetrics:
     """What an engine says of itself."""
     return EngineMetrics(
         running=running, waiting=waiting, kv_usage=kv_usage, kv_tokens=kv_tokens, preemptions_total=preemptions_total,
-        generation_tokens_total=0,
+        generation_tokens_total=tokens,
     )  # fmt: skip
 
 
@@ -176,6 +178,8 @@ class FakeFleet:
     in_flight: Counter = field(default_factory=Counter)
     paused: bool = False
     yields: int = 2
+    is_still: bool = False  # holds requests and makes no token of them
+    num_looks: int = 0
 
     async def generate(self, token_ids: np.ndarray, *, max_tokens: int, request_id: str, **options: Any) -> Generation:
         assert request_id not in self.in_flight, f"{request_id} twice in flight"
@@ -227,7 +231,8 @@ class FakeFleet:
         pass
 
     async def metrics(self) -> dict[int, Any]:
-        return {0: load(running=len(self.in_flight))}
+        self.num_looks += not self.is_still
+        return {0: load(running=len(self.in_flight), tokens=self.num_looks)}
 
 
 class FakeTrainer:

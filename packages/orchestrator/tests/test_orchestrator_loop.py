@@ -17,10 +17,12 @@ import pytest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
+from orrery.manifest.schema import Evaluate
 from orrery.observe import wind_down
 from orrery.observe.health import read_health
 from orrery.observe.wind_down import WoundDown
-from orrery.orchestrator import assemble, snapshot, stage, winding_down
+from orrery.orchestrator import assemble, evaluate, overdue, snapshot, stage, winding_down
+from orrery.orchestrator import loop as loop_module
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import GroupRequest, Request
@@ -303,6 +305,69 @@ def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_pa
     _, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
     assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr(loop_module, "ENGINE_POLL_S", 0.02)
+    monkeypatch.setattr(evaluate, "ENGINE_POLL_S", 0.02)
+
+
+def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_manifest_says_so(tmp_path, looks_often):
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero", num_steps=12)
+    script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
+    me, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
+    assert loop.state.sink.dropped["timeout"] == 1, "counted as one that does not train"
+    first, second = me.events("evaluation")[:2]
+    assert (first["num_rollouts"], first["num_failed"], first["failures"], first["num_timeouts"]) == (6, 0, {}, 1)
+    assert second["num_timeouts"] == 0
+    members = {int(part.sample["group_id"][0]): [] for batch in trainer.batches for part in trained(batch)}
+    for batch in trainer.batches:
+        for part in trained(batch):
+            advantage = part.token["advantage"][part.token["trained"]][0]
+            members[int(part.sample["group_id"][0])].append((float(part.sample["reward"][0]), float(advantage)))
+    assert len(members[0]) == 3, "the one that timed out has no answer to train"
+    mean = sum(reward for reward, _ in members[0]) / 4
+    assert all(advantage == pytest.approx(reward - mean) for reward, advantage in members[0])
+
+
+def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often, monkeypatch):
+    monkeypatch.setattr(overdue, "PROOF_S", 0.2)
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
+    fleet = fakes.FakeFleet(script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True)
+    me, _, _, loop = run(tmp_path, manifest, fleet)
+    assert (loop.state.sink.dropped["engine_still"], loop.state.sink.dropped["timeout"]) == (1, 0)
+    first = me.events("evaluation")[0]
+    assert (first["num_rollouts"], first["failures"], first["num_timeouts"]) == (5, {"engine_still": 1}, 0)
+
+
+def test_a_rollout_whose_judge_hangs_is_no_timeout(tmp_path, looks_often):
+    class Hanging(fakes.FakeTask):
+        async def judge(self, problem, messages):
+            if problem.index == 0:
+                await asyncio.Event().wait()
+            return super().judge(problem, messages)
+
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
+    _, _, trainer, loop = run(tmp_path, manifest, task=Hanging())
+    assert (loop.state.sink.dropped["no_answer"], loop.state.sink.dropped["timeout"]) == (4, 0) and len(trainer.batches) == 6
+
+
+@pytest.mark.parametrize(("on_timeout", "counts"), [("zero", (4, {}, 2)), ("failure", (2, {"timeout": 2}, 2))])
+def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(tmp_path, looks_often, on_timeout, counts):
+    manifest = fakes.manifest(rollout_timeout_s=0.2, on_timeout=on_timeout)
+    manifest = manifest.model_copy(
+        update={"stages": manifest.stages.model_copy(update={"evaluate": Evaluate(num_problems=2, rollouts_per_problem=2)})}
+    )
+    script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
+    me, fleet = fakes.FakeMe(tmp_path, manifest, stage="evaluate"), fakes.FakeFleet(script=script, version=3)
+    held_out = evaluate.HeldOut(me, fleet, fakes.FakeRenderer(), {"train": [], "evaluation": [fakes.FakeTask()]}, last_step=3)
+    result = asyncio.run(asyncio.wait_for(held_out.run(3), 20))
+    (row,) = result.rows
+    assert (row["num_rollouts"], row["failures"], row["num_timeouts"]) == counts
+    finished = [rollout.reward for _, rollout in result.rollouts]
+    assert len(finished) == 2 and row["reward_mean"] == sum(finished) / row["num_rollouts"]
+    assert evaluate.summary({"after": result})["after"]["num_timeouts"] == 2
 
 
 @pytest.mark.parametrize("set_by_s", [180.0, -3600.0])

@@ -20,6 +20,7 @@ from orrery.orchestrator.clock import Clock
 from orrery.orchestrator.evaluate import summary
 from orrery.orchestrator.evaluation import Evaluations, counted
 from orrery.orchestrator.groups import CompleteGroup
+from orrery.orchestrator.overdue import PROOF_S, Overdue
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
 from orrery.orchestrator.source import Source
@@ -167,6 +168,65 @@ def test_a_group_trains_on_two_survivors_and_not_on_one():
     assert [sample.advantage for sample in sink.cut(0)] == [-0.5, 0.5]
 
 
+def test_timeouts_that_are_zeros_belong_to_the_baseline_and_are_not_trained():
+    sink = sink_of(2)
+    assert not sink.add(replace(whole(0, {}), num_zeros=4)) and not sink.add(replace(whole(1, {2: 1}), num_zeros=0))
+    assert sink.add(replace(whole(2, {0: 1, 3: 1}), num_zeros=2)), "equal rewards, but for the timeouts"
+    assert [sample.advantage for sample in sink.cut(0)] == [0.5, 0.5]
+    assert sink.add(replace(whole(3, {1: 1}), num_zeros=1)), "one survivor and a zero are two rewards"
+    assert not sink.add(replace(whole(4, {0: 0, 1: 0}), num_zeros=2)), "all are 0"
+
+
+def test_the_row_of_an_evaluation_says_how_many_of_its_rewards_are_timeouts():
+    machine = evaluations()
+    first, second = machine.begin(0, 1.0)
+    for group in (first, second):
+        for member in range(2):
+            failed = Failed(Request(group, member, 0), "timeout", "slow", is_zero=True)
+            outcome = failed if group is first else Finished(failed.request, fakes.rollout(failed.request, [0], 1.0))
+            result = machine.add(outcome, 5.0)
+    (row,) = result.rows
+    assert (row["reward_mean"], row["num_rollouts"], row["num_failed"], row["num_timeouts"]) == (0.5, 4, 0, 2)
+    assert counted(row) == "4 rollouts, 2 of them timed out"
+
+
+def loads_of(*tokens, running=1):
+    return {index: fakes.load(running, tokens=number) for index, number in enumerate(tokens)}
+
+
+def test_a_rollout_is_timed_out_once_every_engine_that_has_requests_makes_tokens():
+    machine, slow = Overdue(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
+    machine.look(loads_of(1, 1))
+    assert machine.reasons([slow], lambda _: True, 10.0) == [], "whether engines live is not known yet"
+    machine.look(loads_of(5, 5))
+    machine.look({})
+    machine.look(loads_of(6, 5))
+    assert machine.reasons([slow], lambda _: True, 11.0) == [], "the second engine may be the one"
+    machine.look(loads_of(6, 5) | {1: fakes.load(0, tokens=5)})
+    ((request, reason, sentence),) = machine.reasons([slow], lambda _: True, 12.0)
+    assert (request, reason) == (slow, "timeout") and "rollout_timeout_s = 9 s" in sentence
+
+
+def test_engines_that_make_no_tokens_or_lost_the_request_are_no_timeout():
+    slow = Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
+    for running in (1, 0):
+        machine = Overdue(9.0)
+        for now_s in (10.0, 11.0, 10.0 + PROOF_S):
+            assert machine.reasons([slow], lambda _: True, now_s) == []
+            machine.look(loads_of(7, running=running))
+        assert [reason for _, reason, _ in machine.reasons([slow], lambda _: True, 11.0 + PROOF_S)] == ["engine_still"]
+
+
+def test_what_an_update_interrupts_is_looked_at_anew():
+    machine, slow = Overdue(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
+    machine.reasons([slow], lambda _: True, 10.0)
+    machine.look(loads_of(1))
+    assert machine.reasons([], lambda _: True, 11.0) == [], "it is not expired during an update"
+    machine.look(loads_of(2))
+    assert machine.reasons([slow], lambda _: True, 12.0) == []
+    assert [reason for _, reason, _ in machine.reasons([slow], lambda _: False, 13.0)] == ["no_answer"]
+
+
 def test_what_does_not_fit_leads_the_next_batch():
     sink = sink_of(5)
     for group in range(3):
@@ -244,7 +304,7 @@ def test_failed_evaluation_rollouts_are_left_out_of_the_mean_and_counted_by_reas
     result = finish(machine, machine.begin(0, 1.0), 0, [1.0, None])
     assert result.rows == [
         {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2},
-         "start_s": 1.0, "end_s": 5.0}
+         "num_timeouts": 0, "start_s": 1.0, "end_s": 5.0}
     ]  # fmt: skip
     assert counted(result.rows[0]) == "2 rollouts, 2 failed: 2 engine"
 
@@ -256,9 +316,13 @@ def test_a_task_whose_rollouts_fail_keeps_its_weight_in_the_reward_of_a_policy()
     assert [group.task_index for group in groups] == [0, 1, 0, 1]
     result = finish(machine, groups, 0, [1.0, 0.0, 1.0, None])
     content = summary({"after": result})
-    assert content["after"] == {"reward_mean": 0.5, "num_rollouts": 6, "num_failed": 2, "failures": {"engine": 2}}
-    assert content["tasks"]["held_out"]["after"] == {"reward_mean": 1.0, "num_rollouts": 4, "num_failed": 0, "failures": {}}
-    assert content["tasks"]["hard"]["after"] == {"reward_mean": 0.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2}}
+    assert content["after"] == {"reward_mean": 0.5, "num_rollouts": 6, "num_failed": 2, "failures": {"engine": 2}, "num_timeouts": 0}
+    none = {"num_failed": 0, "failures": {}, "num_timeouts": 0}
+    assert content["tasks"]["held_out"]["after"] == {"reward_mean": 1.0, "num_rollouts": 4} | none
+    assert content["tasks"]["hard"]["after"] == {"reward_mean": 0.0, "num_rollouts": 2} | none | {
+        "num_failed": 2,
+        "failures": {"engine": 2},
+    }
     assert counted(result.rows[0]) == "4 rollouts"
 
 

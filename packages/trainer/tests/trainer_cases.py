@@ -138,6 +138,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "rollouts_per_batch": 4,
                 "drop_zero_advantage_groups": True,
                 "max_sampled_ratio": 3.0,
+                "on_timeout": "zero",
                 "max_off_policy_steps": 2,
                 "max_batches_ahead": 1,
                 "keep_batches": 500,

@@ -325,6 +325,8 @@ def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
     if result.is_file():
         policies = {when: policy for when, policy in json.loads(result.read_text()).items() if when in ("before", "after")}
         table |= {f"reward_{when}": policy["reward_mean"] for when, policy in policies.items()}
+        if any(policy.get("num_timeouts") for policy in policies.values()):
+            table |= {f"num_timeouts_{when}": policy["num_timeouts"] for when, policy in policies.items()}
         if any(policy.get("num_failed") for policy in policies.values()):
             table |= {f"{name}_{when}": policy[name] for when, policy in policies.items() for name in ("num_rollouts", "num_failed")}
     return {name: value for name, value in table.items() if value is not None}

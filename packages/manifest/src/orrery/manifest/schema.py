@@ -815,6 +815,8 @@ class Orchestrator(Record):
 
     - `drop_zero_advantage_groups`: leave groups of equal rewards out, as long as `max_sampled_ratio` allows.
     - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the batch as ordinary members.
+    - `on_timeout`: a rollout that takes longer than `rollout_timeout_s` is dropped and counted, or is a reward of 0 in evaluations and in
+      its group's baseline. It is never trained itself.
     - `keep_batches`: of trained batches, the newest whose tokens, log-probs and routes stay in the run's folder.
     """
 
@@ -827,6 +829,7 @@ class Orchestrator(Record):
     admission: Admission
     sampling: Sampling
     rollout_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
+    on_timeout: Literal["failure", "zero"]
     keep_batches: PositiveInt
     evaluation: Evaluation
 

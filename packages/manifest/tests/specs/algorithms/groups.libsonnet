@@ -9,6 +9,7 @@
     algorithm+: { kind: 'grpo', group_size: 4, normalize_std: false },
     drop_zero_advantage_groups: true,
     max_sampled_ratio: 3.0,
+    on_timeout: 'zero',
     max_off_policy_steps: 1,
     max_batches_ahead: 0,
     keep_batches: 20,

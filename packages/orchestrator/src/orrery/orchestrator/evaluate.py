@@ -21,6 +21,7 @@ from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, counted
+from orrery.orchestrator.overdue import TIMEOUT, Overdue
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
@@ -70,7 +71,8 @@ class HeldOut:
 
     def __init__(self, me: Any, fleet: Any, renderer: Any, tasks: dict, last_step: int):
         settings = me.manifest.stages.evaluate
-        self.timeout_s = me.manifest.orchestrator.rollout_timeout_s
+        self.overdue = Overdue(me.manifest.orchestrator.rollout_timeout_s)
+        self._timeouts_are_zero = me.manifest.orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
             me.manifest.tasks.evaluation, max(last_step, 1), settings.num_problems, settings.rollouts_per_problem, last_step
         )
@@ -94,7 +96,7 @@ class HeldOut:
         pace = Pace(ENGINE_POLL_S, time.monotonic())
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await look(self.me, self.fleet, self.dispatch.admission, pace)
+            self.overdue.look(await look(self.me, self.fleet, self.dispatch.admission, pace))
             self.pulse.ring()
 
     async def _play(self, version: int) -> EvaluationResult:
@@ -105,10 +107,10 @@ class HeldOut:
             while self.result is None:
                 self.stage.check()
                 self.fleet.check()
-                for request in self.dispatch.expired(time.monotonic(), self.timeout_s, self.fleet.is_serving):
-                    self._failed(
-                        request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
-                    )
+                now_s = time.monotonic()
+                expired = self.dispatch.expired(now_s, self.overdue.timeout_s, self.fleet.is_serving)
+                for request, reason, detail in self.overdue.reasons(expired, self.stage.is_generating, now_s):
+                    self._failed(request, reason, detail)
                     self.stage.cancel([request])
                 if self.fleet.is_serving:
                     self.stage.play(self.dispatch.start(version, time.monotonic()))
@@ -125,7 +127,7 @@ class HeldOut:
         if reason == ENGINE_GONE and self.dispatch.again(request.name):
             self.pulse.ring()
             return
-        self._leave(Failed(request, reason, detail))
+        self._leave(Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero))
 
     def _leave(self, outcome: Finished | Failed) -> None:
         if self.dispatch.leave(outcome.request.name):
@@ -136,8 +138,9 @@ class HeldOut:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """`result.json`: reward of each policy, and by task.
 
-    `num_rollouts` finished and `num_failed` did not, by reason in `failures`. A task's `reward_mean` is over those that finished; a
-    policy's is the mean over tasks, each weighted with all that it was asked, so that failing moves no weight to another task.
+    `reward_mean` of a task is over `num_rollouts`, timeouts among them where they count as rewards of 0 (`num_timeouts` has them all).
+    `num_failed` have no reward, by reason in `failures`. A policy's mean is over tasks, each weighted with all that it was asked, so that
+    failing moves no weight to another task.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():
@@ -148,9 +151,10 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
             "num_rollouts": sum(row["num_rollouts"] for row in result.rows),
             "num_failed": sum(row["num_failed"] for row in result.rows),
             "failures": dict(sorted(failures.items())),
+            "num_timeouts": sum(row["num_timeouts"] for row in result.rows),
         }
         for row in result.rows:
-            kept = ("reward_mean", "num_rollouts", "num_failed", "failures")
+            kept = ("reward_mean", "num_rollouts", "num_failed", "failures", "num_timeouts")
             content["tasks"].setdefault(row["task"], {})[policy] = {key: row[key] for key in kept}
     return content
 

@@ -3,8 +3,9 @@
 - Due at the first version engines hold, whenever a multiple of `interval_steps` is reached or passed, and after the last batch.
 - While one is active, updates wait: every token of it is of one version. A rollout that mixes versions ends the run.
 - The held-out set is problems 0..num_problems of every evaluation task, the same each time.
-- A failed rollout, one that ran out of time too, is no reward, as in training: it is left out of its task's mean, and counted by reason
-  in the row. A task of which nothing is left is an error.
+- A failed rollout is no reward, as in training: it is left out of its task's mean, and counted by reason in the row. A task of which
+  nothing is left is an error.
+- A rollout that ran out of time is a reward of 0 or such a failure, as `orchestrator.on_timeout` says. The row counts timeouts either way.
 - Only a finished evaluation counts: one that a kill interrupts is due again.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import TaskUse
 from orrery.orchestrator.clock import NO_VERSION
+from orrery.orchestrator.overdue import TIMEOUT
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.rollout import Rollout
 
@@ -26,6 +28,7 @@ class _Active:
     num_missing: int
     rollouts: list[tuple[Request, Rollout]] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
+    zeros: Counter[int] = field(default_factory=Counter)  # by task index, timeouts that are rewards of 0
     words: dict[int, str] = field(default_factory=dict)  # of each task its last failure's
 
 
@@ -92,6 +95,8 @@ class Evaluations:
                     f"{versions.min()} to {versions.max()}; an update ran while the version was pinned, which is a defect: report it"
                 )
             active.rollouts.append((outcome.request, outcome.rollout))
+        elif outcome.is_zero:
+            active.zeros[outcome.request.group.task_index] += 1
         else:
             active.failures[outcome.request.group.task_index, outcome.reason] += 1
             active.words[outcome.request.group.task_index] = outcome.detail
@@ -105,6 +110,7 @@ class Evaluations:
     def _row(self, active: _Active, task_index: int, now_s: float) -> dict:
         name = self.tasks[task_index].name
         rewards = [rollout.reward for request, rollout in active.rollouts if request.group.task_index == task_index]
+        rewards += [0.0] * active.zeros[task_index]
         failures = {reason: num for (index, reason), num in sorted(active.failures.items()) if index == task_index}
         if not rewards:
             raise RunFailed(
@@ -118,12 +124,15 @@ class Evaluations:
             "num_rollouts": len(rewards),
             "num_failed": sum(failures.values()),
             "failures": failures,
+            "num_timeouts": active.zeros[task_index] + failures.get(TIMEOUT, 0),
             "start_s": active.start_s,
             "end_s": now_s,
         }
 
 
 def counted(row: dict) -> str:
-    """How many rollouts a row's mean is of, in words: `250 rollouts`, `236 rollouts, 20 failed: 20 timeout`."""
+    """How many rollouts a row's mean is of, in words: `250 rollouts, 3 of them timed out`, `236 rollouts, 20 failed: 20 judge`."""
+    zeros = row["num_timeouts"] - row["failures"].get(TIMEOUT, 0)
     failed = f", {row['num_failed']} failed: {', '.join(f'{num} {reason}' for reason, num in row['failures'].items())}"
-    return f"{row['num_rollouts']} rollouts{failed if row['num_failed'] else ''}"
+    timed_out = f", {zeros} of them timed out" if zeros else ""
+    return f"{row['num_rollouts']} rollouts{timed_out}{failed if row['num_failed'] else ''}"

@@ -12,17 +12,19 @@ from orrery.orchestrator.rollout import Rollout
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """`survivors` by member; members that are missing failed."""
+    """`survivors` by member; members that are missing failed, `num_zeros` of them with a reward of 0."""
 
     request: GroupRequest
     version: int  # at dispatch
     survivors: dict[int, Rollout]
+    num_zeros: int = 0
 
 
 @dataclass
 class _Gathered:
     version: int
     num_left: int = 0
+    num_zeros: int = 0
     survivors: dict[int, Rollout] = field(default_factory=dict)
 
 
@@ -43,11 +45,13 @@ class Groups:
         group.num_left += 1
         if isinstance(outcome, Finished):
             group.survivors[outcome.request.member] = outcome.rollout
+        else:
+            group.num_zeros += outcome.is_zero
         if group.num_left < request.size:
             return None
         del self._gathered[request.key]
         # By member, not by arrival: the same rollouts make the same batch, whatever the order of events.
-        return CompleteGroup(request, group.version, dict(sorted(group.survivors.items())))
+        return CompleteGroup(request, group.version, dict(sorted(group.survivors.items())), group.num_zeros)
 
     def drop(self, dropped: GroupDropped) -> int:
         """Forget the group; the number of finished rollouts lost with it."""

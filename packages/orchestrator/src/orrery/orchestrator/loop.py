@@ -17,12 +17,14 @@ import time
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from orrery.manifest.errors import RunFailed
 from orrery.observe.deadline import scaled
 from orrery.observe.pace import Pace
 from orrery.orchestrator import cut, samples, snapshot
 from orrery.orchestrator.activity import Activity
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
 from orrery.orchestrator.evaluation import EvaluationResult, counted
+from orrery.orchestrator.overdue import Overdue
 from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
@@ -48,6 +50,7 @@ class Loop:
         self.manifest = state.manifest
         self.pulse = Pulse()
         self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self.manifest.stages.rl.num_steps)
+        self.overdue = Overdue(self.manifest.orchestrator.rollout_timeout_s)
         self.updates = Updates(me, state, self.stage, fleet, watch)
         self.activity = Activity(me.metrics.add_span)
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
@@ -80,8 +83,7 @@ class Loop:
         while not self.state.done:
             self.stage.check()
             self.fleet.check()
-            for request in self.state.expired(time.monotonic(), self.fleet.is_serving):
-                self._time_out(request)
+            self._end_overdue(time.monotonic())
             if not self._wind_down.is_made and self.fleet.is_serving:  # what is in flight may still end, and is kept if it does
                 self.stage.play(self.state.start(time.monotonic()))
             self._observe_own_engine()
@@ -123,6 +125,7 @@ class Loop:
             if self.state.updating:  # what is paused says nothing of what fits
                 continue
             loads = await look(self.me, self.fleet, self.state.dispatch.admission, self._pace)
+            self.overdue.look(loads)
             for index, load in loads.items():
                 if self._routed:
                     self.activity.observe(index, load.running + load.waiting, time.time())
@@ -137,11 +140,12 @@ class Loop:
         self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
         self._settle(self.state.failed(request, reason, detail, time.time()))
 
-    def _time_out(self, request: Request) -> None:
-        limit_s = self.manifest.orchestrator.rollout_timeout_s
-        # First out of the books, then out of the engine: what comes back in between is void.
-        self._failed(request, "timeout", f"rollout {request.name} took more than orchestrator.rollout_timeout_s = {limit_s:g} s")
-        self.stage.cancel([request])
+    def _end_overdue(self, now_s: float) -> None:
+        expired = self.state.expired(now_s, self.fleet.is_serving)
+        for request, reason, detail in self.overdue.reasons(expired, self.stage.is_generating, now_s):
+            # First out of the books, then out of the engine: what comes back in between is void.
+            self._failed(request, reason, detail)
+            self.stage.cancel([request])
 
     def _settle(self, result: EvaluationResult | None) -> None:
         if result and result.version == self.state.clock.num_batches:
@@ -199,6 +203,11 @@ class Loop:
         """What comes after the last batch: rollouts of the last version, to be scored and not trained."""
         evaluation, temperature = self._evaluation, self.manifest.orchestrator.sampling.temperature
         assert evaluation is not None and evaluation.version == self.state.clock.num_batches
+        if not evaluation.rollouts:
+            raise RunFailed(
+                f"evaluation of version {evaluation.version}: every rollout timed out, so no log-prob can be compared; "
+                f"raise orchestrator.rollout_timeout_s"
+            )
         step = evaluation.version + 1
         compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
         documents = [cut.document(sample, temperature) for sample in compared]

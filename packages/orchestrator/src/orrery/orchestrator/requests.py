@@ -48,11 +48,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A rollout that came to nothing. `reason` is a word that is counted, `detail` the sentence behind it."""
+    """A rollout that came to nothing. `reason` is a word that is counted, `detail` the sentence behind it.
+
+    With `is_zero` it counts as a reward of 0, in an evaluation and in its group's baseline. It is not trained itself.
+    """
 
     request: Request
     reason: str
     detail: str
+    is_zero: bool = False
 
 
 @dataclass(frozen=True)

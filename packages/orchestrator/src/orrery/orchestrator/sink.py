@@ -1,6 +1,7 @@
 """Sink: whole groups in, batches out; what may train waits here.
 
-- A group trains on its survivors, if two or more remain; else it is dropped (`too_few_survivors`).
+- A group trains on its survivors, if two or more rewards remain; else it is dropped (`too_few_survivors`). Rewards of 0 for members that
+  ran out of time belong to the baseline, and their tokens are not trained: they have no finished answer.
 - Advantages are computed once, over the whole group. A group whose advantages are all zero carries no signal.
 - `drop_zero_advantage_groups` keeps such groups aside in `spare`. Once `max_sampled_ratio` times the batch has been sampled, they fill it
   as ordinary members: the loss keeps its denominator, so little signal makes a small step.
@@ -81,11 +82,11 @@ class Sink:
     def add(self, group: CompleteGroup) -> bool:
         """Keep the group, or drop it; True where it carries signal."""
         survivors = group.survivors
-        if len(survivors) < 2:
+        if not survivors or len(survivors) + group.num_zeros < 2:
             self.count("too_few_survivors", len(survivors))
             return False
-        rewards = np.asarray([rollout.reward for rollout in survivors.values()], dtype=np.float32)
-        gained = advantages(rewards, self.algorithm)
+        rewards = [*(rollout.reward for rollout in survivors.values()), *[0.0] * group.num_zeros]
+        gained = advantages(np.asarray(rewards, dtype=np.float32), self.algorithm)[: len(survivors)]
         request, has_signal = group.request, bool(gained.any())
         samples = [
             Sample(rollout, float(advantage), request.group_id, member, request.task_index, group.version)

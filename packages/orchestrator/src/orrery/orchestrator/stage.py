@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, play
@@ -39,11 +41,28 @@ class Stage:
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._compared_version = compared_version
         self._playing: dict[str, asyncio.Task[None]] = {}
+        self._generating: set[str] = set()  # names of requests that an engine has now
         self._defect: BaseException | None = None
 
     @property
     def num_playing(self) -> int:
         return len(self._playing)
+
+    def is_generating(self, request: Request) -> bool:
+        """Whether an engine has this rollout now, and not its task or judge."""
+        return request.name in self._generating
+
+    async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
+        """`Engine.generate`, noted while it lasts; the option `session` is the rollout's name."""
+        name = options["session"]
+        self._generating.add(name)
+        try:
+            return await self.engine.generate(token_ids, **options)
+        finally:
+            self._generating.discard(name)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(request_ids)
 
     def play(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -93,7 +112,7 @@ class Stage:
             problem_index=group.problem_index,
             max_turns=use.max_turns,
             renderer=self.renderer,
-            engine=self.engine,
+            engine=self,
             sampling=settings.sampling,
             max_model_len_tokens=self.manifest.inference.max_model_len_tokens,
             cache_salt=str(request.version),

@@ -19,6 +19,7 @@ from orrery.orchestrator.clock import NO_VERSION, Clock
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.groups import Groups
+from orrery.orchestrator.overdue import TIMEOUT
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.sink import Sample, Sink
@@ -87,6 +88,7 @@ class State:
             cursors=snapshot.cursors if snapshot else None,
             again=snapshot.in_flight if snapshot else (),
         )  # fmt: skip
+        self._timeouts_are_zero = settings.on_timeout == "zero"
         self._open_train_rollouts = 0  # members of groups that are not whole yet, whatever has become of each
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
@@ -115,7 +117,7 @@ class State:
         return self.dispatch.start(self.clock.version, now_s)
 
     def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
-        """Requests to cancel for taking too long; report each as failed with "timeout". An update's pause is not theirs."""
+        """Requests that take too long; `Overdue` says why, and each is then to be failed. An update's pause is not theirs."""
         return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
@@ -184,7 +186,7 @@ class State:
             return None
         if request.group.purpose == "train":
             self.sink.count(reason, 1, detail)
-        return self._leave(Failed(request, reason, detail), now_s)
+        return self._leave(Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero), now_s)
 
     def _leave(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
         if outcome.request.group.purpose == "evaluation":
@@ -193,7 +195,8 @@ class State:
         if group is not None:
             self._open_train_rollouts -= group.request.size
             has_signal, task_index = self.sink.add(group), group.request.task_index
-            self.tally.rewards.extend((task_index, rollout.reward, has_signal) for rollout in group.survivors.values())
+            rewards = [*(rollout.reward for rollout in group.survivors.values()), *[0.0] * group.num_zeros]
+            self.tally.rewards.extend((task_index, reward, has_signal) for reward in rewards)
         self.sink.check_not_starved()
         return None
 

@@ -39,7 +39,7 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
     """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
-    parts = [reward, _left_out(run), _without_signal(run), duration(wall_s), f"report: {page}"]
+    parts = [reward, _left_out(run), _timed_out(run), _without_signal(run), duration(wall_s), f"report: {page}"]
     return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
 
 
@@ -50,6 +50,12 @@ def _left_out(run: RunData) -> str:
         return ""
     counts = [f"{policy['num_failed']} of {policy['num_failed'] + policy['num_rollouts']} {when} RL" for when, policy in policies]
     return f"without failed rollouts: {' and '.join(counts)}"
+
+
+def _timed_out(run: RunData) -> str:
+    """How many held-out rollouts ran out of time; empty where none did."""
+    counts = [(run.result.get(when, {}).get("num_timeouts", 0), when) for when in ("before", "after")]
+    return f"timed out: {' and '.join(f'{num} {when} RL' for num, when in counts)}" if any(num for num, _ in counts) else ""
 
 
 def _without_signal(run: RunData) -> str:
@@ -78,6 +84,9 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
             tiles.append(
                 (f"{share:.0%}", f"of training rollouts carried no signal (equal rewards in their group); {whole} had none at all")
             )
+        in_training = dict(_drops(run)).get("timeout", 0)
+        means = "each a reward of 0" if run.manifest.orchestrator.on_timeout == "zero" else "left out"
+        tiles.append((str(in_training), f"training rollouts timed out ({means}); held-out rollouts {_timed_out(run) or 'timed out: none'}"))
         tiles.append((f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}", "batches with tokens of several versions"))
     if differences := same_weights(run):
         tiles.append(

@@ -1,0 +1,60 @@
+"""Overdue: tell a rollout that is slow from one that a dead engine, task or judge holds.
+
+- In: the rollouts past `rollout_timeout_s`, and what the engines say of themselves. Out: a reason for each that has one.
+- `timeout`: every engine with requests made tokens after the rollout's time was over, so it is the rollout that is slow.
+- `engine_still`: one of them made none for PROOF_S. `no_answer`: the rollout's task or judge was at work, and not an engine.
+- Only `timeout` may count as a reward of 0 (`orchestrator.on_timeout`). The others are failures of the machinery.
+- Pure: no clock, no engine.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import or_
+
+from orrery.observe.deadline import scaled
+from orrery.orchestrator.requests import Request
+from orrery.transport.engine import EngineMetrics
+
+TIMEOUT = "timeout"
+PROOF_S = 30.0  # scaled; an engine that generates says so within a second
+
+
+@dataclass
+class _Case:
+    since_s: float
+    tokens: dict[int, int] = field(default_factory=dict)  # by engine, when it was first seen after `since_s`
+    proven: bool = False
+
+
+class Overdue:
+    """Rollouts past their time whose reason is not known yet."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._cases: dict[str, _Case] = {}
+
+    def look(self, loads: Mapping[int, EngineMetrics]) -> None:
+        """Take in what every engine that gets requests says; empty where one did not answer."""
+        for case in self._cases.values():
+            for index, load in loads.items():
+                case.tokens.setdefault(index, load.generation_tokens_total)
+            moved = [load.generation_tokens_total != case.tokens[index] for index, load in loads.items()]
+            idle = [load.running + load.waiting == 0 for load in loads.values()]
+            case.proven |= any(moved) and all(map(or_, moved, idle))
+
+    def reasons(self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float) -> list[tuple[Request, str, str]]:
+        """Return (request, reason, sentence) for each that has one. `expired` are all that are past their time now."""
+        requests, found = list(expired), []
+        self._cases = {request.name: self._cases.get(request.name) or _Case(now_s) for request in requests}
+        for request in requests:
+            case, said = self._cases[request.name], f"took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
+            if not is_generating(request):
+                found.append((request, "no_answer", f"rollout {request.name} {said}, and its task or judge did not answer"))
+            elif case.proven:
+                found.append((request, TIMEOUT, f"rollout {request.name} {said}"))
+            elif now_s - case.since_s > scaled(PROOF_S):
+                still = f"and an engine made no tokens for {scaled(PROOF_S):g} s after that; see the logs of inference"
+                found.append((request, "engine_still", f"rollout {request.name} {said}, {still}"))
+        for request, _, _ in found:
+            del self._cases[request.name]
+        return found
