@@ -12,7 +12,7 @@ import torch
 from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
 
 from orrery.transport.fingerprint import tensor_fingerprint
-from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, links, release
+from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, links, meeting, release
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 from orrery.transport.weight_wire.peers import Peers
@@ -357,10 +357,53 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
     monkeypatch.setattr(links, "Registered", lambda *_: Opened("buckets", closed))
     monkeypatch.setattr(links, "NixlReader", reader)
     monkeypatch.setattr(links.nixl, "offer", offer)
-    parts = SimpleNamespace(address=SimpleNamespace(secret="s")), 1, 0, plan, [], torch.device("cpu")
+    parts = SimpleNamespace(address=SimpleNamespace(name="s")), 1, 0, plan, [], torch.device("cpu")
     with pytest.raises(WireFailed, match="trainer 1 is gone"):
         links.make_target_link("nixl", *parts)
     assert closed == ["reader of 0", "buckets"]
     with pytest.raises(WireFailed, match="the store is gone"):
         links.make_source_link("nixl", *parts)
     assert closed == ["reader of 0", "buckets", "buckets"]
+
+
+def stranger_at(folder):
+    """A connection to the store of anybody's, and the wire's secret to compare with."""
+    address = meeting.find(folder)
+    return torch.distributed.TCPStore(address.host, address.port, None, False, wait_for_workers=False), address.secret
+
+
+def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
+    with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        published = publish(ranks, 1)
+        claimed = claim(published, ["engine 0"])
+        store, secret = stranger_at(tmp_path / "wire")
+        together(partial(Engine("engine 0", 0, 1).take, claimed))
+        keys = [key for key in store.list_keys() if key != "arrivals" and not key.startswith("init/")]
+        assert keys and secret
+        for key in keys:
+            assert secret not in key and secret.encode() not in bytes(store.get(key))
+        release(claimed)
+        settle(ranks)
+
+
+def test_what_a_stranger_writes_into_the_store_is_refused_before_it_is_decoded(tmp_path):
+    with trainers("nccl", tmp_path / "wire", 1) as ([rank], _):
+        publish([rank], 1)
+        store, _ = stranger_at(tmp_path / "wire")
+        joined = meeting.join(meeting.find(tmp_path / "wire"))
+        for forged in (b"", b"\xc0", bytes(meeting.MAC_BYTES) + b"\xc0", bytes(store.get("tensors")), b"\x91" * 100_000):
+            store.set("order/1000", forged)
+            with pytest.raises(WireFailed, match=r"'order/1000' .* was not written by a role of this run"):
+                joined.order(1000)
+        settle([rank])
+
+
+def test_a_forged_fingerprint_ends_the_publication_by_name(tmp_path):
+    with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
+        publish(ranks, 1)
+        settle(ranks)
+        store, _ = stranger_at(tmp_path / "wire")
+        [known] = [key for key in store.list_keys() if key.endswith("holding/1")]
+        store.set(known.replace("holding/1", "share/2/1"), bytes(8 * len(SHAPES)))
+        [refused] = together(partial(ranks[0].publish, 2))
+        assert isinstance(refused, WireFailed) and "trainer 1, its fingerprints of version 2" in str(refused)

@@ -84,7 +84,7 @@ def make_source_link(
     with ExitStack() as opened:  # where one end cannot be made, those before it are closed
         offer = None
         if kind == "nixl":
-            registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.secret}", buckets)
+            registered = Registered(f"trainer-{rank}-{generation}-{meeting.address.name}", buckets)
             opened.callback(registered.close)
             offer = nixl.offer(meeting, generation, rank, registered)
         elif near:
@@ -105,7 +105,7 @@ def make_target_link(
     readers: dict[int, Reader] = {}
     with ExitStack() as opened:
         if kind == "nixl":
-            registered = Registered(f"engine-{target}-{generation}-{meeting.address.secret}", buckets)
+            registered = Registered(f"engine-{target}-{generation}-{meeting.address.name}", buckets)
             opened.callback(registered.close)
             for source in sources:
                 readers[source] = NixlReader(meeting, generation, source, registered)

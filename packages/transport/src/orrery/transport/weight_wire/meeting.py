@@ -1,9 +1,10 @@
 """How trainer ranks and engine ranks of a direct wire meet, agree on who takes part, and agree that something is over.
 
 - Trainer rank 0 serves one TCPStore, on its role's own address and nowhere else, as long as it lives; `wire.json` in the wire's folder
-  says where. The folder is its owner's alone, and keys begin with a secret that stands only there. A TCPStore knows no users all the
-  same: who reaches the port may stop a run; wrong weights are caught by the fingerprints, which travel in the folder.
-- What stands in the store are msgpack structures and raw numbers: nothing is pickled.
+  says where. The folder is its owner's alone, and `wire.json` holds a secret that never travels.
+- A TCPStore knows no users, so each value carries an HMAC-SHA256 of its key and content under that secret, checked before anything is
+  decoded. A stranger at the port can read these values, which hold no secret, and stop the run. It cannot forge a value.
+- Values are msgpack structures and raw numbers: nothing is pickled.
 - A *take* is one version going to a set of engines. The orchestrator numbers takes; every rank of every engine arrives with the number.
   When all are there, rank 0 says go, with the members in order and the number of the group that they form.
 - A group with the same members as before is the same group. With other members, or where any end has given it up, a new one is formed.
@@ -12,6 +13,7 @@
 """
 
 import contextlib
+import hmac
 import secrets
 import socket
 import time
@@ -34,6 +36,7 @@ MEET_S = 120.0  # for ranks of one role to come, or to answer
 FOREVER_S = 10.0**7  # waits for work have no deadline; the end of the store ends them
 LOOK_S = 0.5  # after this a wait within a take looks whether that is still on
 POLL_S = 0.02
+MAC_BYTES = 32
 
 T = TypeVar("T")
 
@@ -43,7 +46,8 @@ class Address(msgspec.Struct):
 
     host: str
     port: int
-    secret: str
+    name: str  # of this wire, and no other; not secret
+    secret: str  # authenticates what stands in the store; never sent
     kind: str
     num_sources: int
     bucket_bytes: int
@@ -118,7 +122,7 @@ class Meeting:
     """
 
     def __init__(self, store: dist.Store, address: Address) -> None:
-        self.address, self.store = address, dist.PrefixStore(address.secret, store)
+        self.address, self.store = address, store
         self._take: Path | None = None
 
     @contextlib.contextmanager
@@ -131,12 +135,17 @@ class Meeting:
             self._take = before
 
     def put(self, key: str, value: Any) -> None:
-        self.store.set(key, msgspec.msgpack.encode(value))
+        self.put_raw(key, msgspec.msgpack.encode(value))
+
+    def put_raw(self, key: str, content: bytes) -> None:
+        self.store.set(key, self._mac(key, content) + content)
+
+    def _mac(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self.address.secret.encode(), key.encode() + b"\0" + content, "sha256")
 
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
-        """Wait for `key`; raises WireFailed naming `what` after `within_s` (scaled), or where the store is gone."""
-        self._await(key, what, within_s)
-        return msgspec.msgpack.decode(self.store.get(key), type=kind)
+        """Wait for `key`. Raises WireFailed naming `what` after `within_s` (scaled), if the store is gone, or if the value is forged."""
+        return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
     def _await(self, key: str, what: str, within_s: float) -> None:
         limit_s = scaled(within_s)
@@ -157,7 +166,14 @@ class Meeting:
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
         """The bytes that stand at `key`, as `get` waits for them."""
         self._await(key, what, within_s)
-        return bytes(self.store.get(key))
+        sealed = bytes(self.store.get(key))
+        mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, content)):
+            raise WireFailed(
+                f"weight wire: what stands at {key!r} ({what}) was not written by a role of this run; another program reaches port "
+                f"{self.address.port} of {self.address.host}; keep strangers off the run's network, then run again"
+            )
+        return content
 
     def tensors(self) -> list[Tensor]:
         return self.get("tensors", list[Tensor], "trainer 0, which tensors there are")
@@ -186,7 +202,7 @@ def serve(folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: in
     store = dist.TCPStore(
         host, port, None, True, timeout=timedelta(seconds=scaled(MEET_S)), wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    address = Address(host, port, secrets.token_hex(16), kind, num_sources, bucket_bytes)
+    address = Address(host, port, secrets.token_hex(8), secrets.token_hex(32), kind, num_sources, bucket_bytes)
     write_atomic(folder / ADDRESS, msgspec.json.encode(address))
     return store, address
 

@@ -78,7 +78,7 @@ class Source:
             self._hold(held(), pointers)
         assert self._sending is not None
         self._version = version
-        self._meeting.store.set(f"share/{version}/{self.rank}", self._shares.of(self._sending.buckets[0]).tobytes())
+        self._meeting.put_raw(f"share/{version}/{self.rank}", self._shares.of(self._sending.buckets[0]).tobytes())
         self._sending.report = report
         if self.rank:
             return None

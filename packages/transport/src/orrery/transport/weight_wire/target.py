@@ -119,14 +119,14 @@ class Target:
         """This rank has not received everything: the others of its engine hear so where they add up."""
         self.drop()
         with contextlib.suppress(RuntimeError):  # the store may be what failed
-            self._meeting.store.set(f"{self._attested}/{self.rank}", b"")
+            self._meeting.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
         """Fingerprint by name of the whole tensors that the ranks of this engine hold.
 
         Raises TakeFailed where another of them has not received everything, WireFailed naming what they disagree about.
         """
-        self._meeting.store.set(f"{self._attested}/{self.rank}", self._shares.cpu().numpy().tobytes())
+        self._meeting.put_raw(f"{self._attested}/{self.rank}", self._shares.cpu().numpy().tobytes())
         held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
         holder = np.full(len(held), -1)
         for rank, pieces_of in self._engine.of_rank.items():
