@@ -44,9 +44,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--manifest", default="reverse_text_direct")
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--devices", default="/", help="of the trainer ranks, and of the engine, as in 0,1/2,3; none on a CPU")
-    parser.add_argument(
-        "--trainer-dtype", default="float32", help="of the trainer's weights: what one device has to hold twice may need bfloat16"
-    )
     parser.add_argument("--wires", nargs="+", default=["files", "nccl", "nixl"])
     parser.add_argument("--updates", type=int, default=6, help="the first forms the group and is not counted")
     parser.add_argument("--requests", type=int, default=8, help="in flight")
@@ -252,7 +249,6 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     mesh = {"dp_replicate": 1, "dp_shard": args.trainers, "cp": 1}
     manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
     manifest["trainer"]["memory"] |= {"optimizer_offload": False}
-    manifest["trainer"]["param_dtype"] = args.trainer_dtype
     manifest["inference"] |= ALONE | {"kv_cache_bytes": 2**32}  # one whole rollout, and more than what is in flight here
     if adapters:
         manifest["transport"]["weights"] = "adapters"
@@ -341,7 +337,6 @@ def main() -> None:
             "requests_in_flight": args.requests,
             "trainers": args.trainers,
             "devices": args.devices,
-            "trainer_dtype": args.trainer_dtype,
         },
         rows=[each for row in rows for each in (row, *beside(row, goal, bool(engines)))],
     )

@@ -57,6 +57,11 @@ SENTENCES = [
     (broken(("trainer", "optimizer", "lrr"), 1e-3), "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?"),
     (broken(("trainer", "optimizer", "lr"), "fast"), 'trainer.optimizer.lr = "fast": should be a valid number'),
     (broken(("trainer", "optimizer", "lr"), -1), "trainer.optimizer.lr = -1: should be greater than 0"),
+    (
+        broken(("trainer", "param_dtype"), "bfloat16"),
+        "trainer: param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at a learning rate of 1e-6 no weight moves; "
+        "set trainer.param_dtype to 'float32' (frozen weights beside trainer.lora are held in trainer.compute_dtype)",
+    ),
     (broken(("trainer", "optimizer", "beta1"), 1.0), "trainer.optimizer.beta1 = 1.0: should be less than 1"),
     (broken(("trainer", "optimizer", "beta2"), 1), "trainer.optimizer.beta2 = 1: should be less than 1"),
     (broken(("trainer", "optimizer"), {**SGD, "momentum": 1.0}), "trainer.optimizer.momentum = 1.0: should be less than 1"),

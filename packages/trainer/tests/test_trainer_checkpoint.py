@@ -384,8 +384,10 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
 def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path):
     learner = make_learner(manifest(), start)
     checkpoint.save(learner, tmp_path / "trainer")
-    half = make_learner(manifest(trainer=dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16")), start)
-    with pytest.raises(RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* set trainer\.param_dtype"):
+    spec = manifest()
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16")  # which a manifest may not say
+    half = make_learner(spec.model_copy(update={"trainer": spec.trainer.model_copy(update=dtypes)}), start)
+    with pytest.raises(RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* export it"):
         checkpoint.load(half, tmp_path / "trainer")
 
 

@@ -17,9 +17,10 @@ from orrery.transport import checkpoints
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
 GLM = {"family": "glm4_moe", "rotary_fraction": 0.5, "attention_bias": True}
 GLM |= {"moe": {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid"}}
+WHOLE = {"reshard_after_forward": False, "reduce_gradients": "micro_batch", "cpu_offload": False}  # no process group
 CASES = {
     "dense": {},
-    "bfloat16": {"trainer": dict.fromkeys(["param_dtype", "compute_dtype", "reduce_dtype"], "bfloat16")},
+    "bfloat16": {"trainer": {"lora": {**LORA, "targets": ["attention"]}, "compute_dtype": "bfloat16", "fsdp": WHOLE}},
     "moe": {"model": {"family": "qwen3_moe", "moe": MOE}},
     "buffers": {"model": GLM},
     "adapters": {"model": {"family": "qwen3_moe", "moe": MOE}, "trainer": {"lora": LORA}},

@@ -130,6 +130,21 @@ def test_a_learner_steps_with_every_kind_and_offload_changes_no_bit(kind, tmp_pa
 # Each kind and its referee ------------------------------------------------------------------------------------------
 
 
+def test_a_step_at_a_small_rate_moves_weights_in_float32_and_is_lost_in_bfloat16():
+    """Why a manifest may not have weights in bfloat16."""
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(16, 16, bias=False, dtype=dtype)
+        torch.nn.init.constant_(layer.weight, 0.02)
+        optimizer = make_optimizer(layer, spec_of("adamw").model_copy(update={"lr": 1e-6, "weight_decay": 0.0}))
+        before = layer.weight.detach().clone()
+        for _ in range(10):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+        moved[dtype] = int((layer.weight.detach() != before).sum())
+    assert moved == {torch.float32: 256, torch.bfloat16: 0}
+
+
 def referee_steps(toy: Toy, optimizer: torch.optim.Optimizer, steps: list[int]) -> None:
     for step in steps:
         for name, weight in toy.named_parameters():

@@ -439,6 +439,15 @@ class Trainer(Record):
     checkpoint: Checkpoint
 
     @model_validator(mode="after")
+    def weights_take_in_small_steps(self) -> "Trainer":
+        if self.param_dtype == "bfloat16":
+            raise ValueError(
+                "param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at a learning rate of 1e-6 no weight "
+                "moves; set trainer.param_dtype to 'float32' (frozen weights beside trainer.lora are held in trainer.compute_dtype)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def optimizer_state_is_moved_once(self) -> "Trainer":
         if self.memory.optimizer_offload and self.fsdp.cpu_offload:
             raise ValueError(

@@ -85,7 +85,7 @@ def load(learner: Learner, folder: Path) -> None:
         if stored.dtypes[name] != (mine_is := str(held.local.dtype).removeprefix("torch.")):
             raise RunFailed(
                 f"{folder}: {name} is {stored.dtypes[name]}, the model's is {mine_is}, and rounding would change the run without a word; "
-                f"set trainer.param_dtype to what wrote it, or export it and start another run from the folder"
+                f"export it with the Orrery that wrote it, and start another run from the folder"
             )
     with torch.no_grad():
         for name, held in mine.items():

@@ -8,7 +8,7 @@
 - The last unit stays whole between forward and backward: it is the first that the backward pass reads.
 - One rank is left unwrapped (`is_needed`): there is nothing to shard or reduce, no process group to form, and a step is a few percent
   faster without the hooks. What computes in another dtype has `Copies`. FSDP is there too where only a unit's copies are to be held
-  at a time, or where gradients of bfloat16 weights are added up in float32.
+  at a time.
 """
 
 import itertools
@@ -27,8 +27,7 @@ from orrery.trainer.policy import Policy
 def is_needed(trainer: Trainer) -> bool:
     """Whether weights must be wrapped, and so whether a process group is needed."""
     by_unit = trainer.param_dtype != trainer.compute_dtype and trainer.fsdp.reshard_after_forward
-    adds_up_finer = trainer.param_dtype == trainer.compute_dtype == "bfloat16" and trainer.reduce_dtype == "float32"
-    return trainer.mesh.world_size > 1 or by_unit or adds_up_finer or trainer.fsdp.cpu_offload
+    return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
 
 
 def has_copies(trainer: Trainer) -> bool:
