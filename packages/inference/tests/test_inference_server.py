@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 from orrery.inference import server
-from orrery.inference.releases import ApiServer
 from orrery.inference.root_cause import root_cause
 from orrery.manifest.errors import RunFailed
 
 
-def serve(monkeypatch, tmp_path, announce, serving):
-    """What `_serve` raises."""
+async def done(_request):
+    pass
 
-    async def initialize(_request):
-        pass
+
+def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=False):
+    """What `_serve` raises."""
 
     @asynccontextmanager
     async def engine(_args):
-        yield SimpleNamespace(errored=False, init_weight_transfer_engine=initialize, shutdown=lambda: None)
+        yield SimpleNamespace(errored=errored, init_weight_transfer_engine=initialize, shutdown=lambda: None)
 
     def bound(_args, reuse_port):
         listening = socket.socket()
@@ -32,13 +32,13 @@ def serve(monkeypatch, tmp_path, announce, serving):
     async def build_and_serve(*_):
         return await serving()
 
-    vllm = ApiServer(None, None, bound, engine, build_and_serve)
+    entry = SimpleNamespace(setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve)
     health = SimpleNamespace(doing=lambda _: None, turns=lambda _: None, failed=lambda _: None)
     me = SimpleNamespace(index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
-    return asyncio.run(asyncio.wait_for(server._serve(me, vllm, args, tmp_path), 10))
+    return asyncio.run(asyncio.wait_for(server._serve(me, entry, args, tmp_path), 10))
 
 
 async def for_ever(*_):
@@ -71,6 +71,11 @@ def test_a_server_that_ends_though_nobody_asked_it_to_has_lost_its_engine(monkey
 
     with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
         serve(monkeypatch, tmp_path, for_ever, ended)
+
+
+def test_an_engine_whose_core_dies_before_it_serves_does_not_wait_for_its_answer(monkeypatch, tmp_path):
+    with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
+        serve(monkeypatch, tmp_path, for_ever, for_ever, initialize=for_ever, errored=True)
 
 
 POINTS = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
@@ -156,7 +161,8 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     monkeypatch.setattr(server, "_serve", start)
     monkeypatch.setattr(server.plugin, "register", lambda: None)
     monkeypatch.setattr(server.releases, "correct", lambda _: None)
-    monkeypatch.setattr(server.releases, "api_server", lambda: ApiServer(lambda _: parser, lambda _: None, None, None, None))
+    monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.make_arg_parser", lambda _: parser)
+    monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args", lambda _: None)
     monkeypatch.setattr(server.signal, "signal", lambda *_: None)
     monkeypatch.setattr(server, "_kill_children", lambda: None)
     monkeypatch.setattr(server.Left, "by", lambda _: server.Left(tmp_path, "start", "shared", tmp_path / "disk", 0))

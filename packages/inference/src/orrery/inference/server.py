@@ -121,11 +121,17 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
     async with entry.build_async_engine_client(args) as engine, heartbeat(me.health):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
-        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"num_ranks": num_ranks}))
         stopping = _announce_stop(engine, left)
+        watching = asyncio.ensure_future(_engine_death(engine, stopping))
+        request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
+        setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
+        await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if engine.errored:  # vLLM leaves a call unanswered whose core has died
+            setting_up.cancel()
+            raise _died(me)
+        setting_up.result()
         serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(me, args, left))
-        watching = asyncio.ensure_future(_engine_death(engine, stopping))
         awaited = {serving, announcing, watching}
         while {serving, watching} <= awaited:
             done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -136,9 +142,7 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
         if serving.done():
             serving.result()  # raises what it ended by
         if not stopping.is_set():
-            died = RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
-            me.health.failed(str(died))  # before the server is taken down: its callers fail at once, and it is the cause
-            raise died
+            raise _died(me)
         winding_down = serving.result()
     try:
         await asyncio.wait_for(winding_down, HANG_UP_S)
@@ -146,6 +150,13 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
         me.log.info("hanging up on requests that were in flight")
     finally:
         socket.close()
+
+
+def _died(me: RoleProcess) -> RunFailed:
+    """Say at once that the engine core died: callers fail while the server is taken down, and this is the cause."""
+    died = RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
+    me.health.failed(str(died))
+    return died
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
