@@ -138,7 +138,7 @@ def ancestors():
         yield pid
         pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
 def seen():
-    for pid in list(ancestors())[1:] + ["self"]:
+    for pid in list(ancestors())[1:LAST] + ["self"]:  # not the test, which knows the token too
         for file in ("environ", "cmdline"):
             try:
                 yield open(f"/proc/{pid}/{file}", "rb").read()
@@ -170,6 +170,7 @@ def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables
     """The token in two parts, so that the answer's own text does not hold what it looks for."""
     token = "5ca1ab1e0ddba11"
     reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace("OTHER", repr(token[7:].encode().hex()))
+    reads = reads.replace("LAST", "3" if through == "itself" else "4")
     found = f"(names := {{}}, exec({reads!r}, names), names['found'])[2]"
     if through != "itself":
         program = [sys.executable, "-c", f"{reads}print(found)"]
