@@ -1,5 +1,9 @@
-"""The plain view: all processes of a small run, a short line of a large one."""
+"""The view: a live table in a terminal; elsewhere lines, all processes of a small run and a short line of a large one."""
 
+import os
+import pty
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -65,3 +69,56 @@ def test_however_many_things_processes_do_the_line_is_short():
         health[name] = Health(**{**vars(one), "doing": f"publishing version {index}", "since_s": 1000.0 + index})
     parts = view.summary(health, states, NOW_S)
     assert parts[0].endswith(", 110 otherwise") and parts[1].startswith("slowest: trainer.0 ") and len(" · ".join(parts)) < 200
+
+
+DRAWS = """
+import sys, time
+from orrery.launcher import view
+from orrery.observe.health import Health, Wait
+from orrery.observe.progress import Progress
+progress, number = Progress("r-1", "rl", 1, ("init", "rl"), ("init",), 40, time.time()), int(sys.argv[1])
+progress.step, progress.values = 7, {"version": 6.0, "reward": 0.25}
+wait = (Wait("batch 8 from orchestrator", time.time(), None),)
+health = {f"trainer.{i}": Health("trainer", i, 0.0, 1, 1, "training", time.time(), 7, waits=wait) for i in range(number)}
+view.LIVE_S = view.PLAIN_S = 0.0
+shown = view.View(progress)
+for _ in range(3):
+    shown.draw(health, dict.fromkeys(health, "running"))
+shown.close()
+"""
+
+
+def shown_in_a_terminal(number, terminal):
+    """What three drawings of so many ranks write to a terminal of 100 columns."""
+    leader, follower = pty.openpty()
+    environment = os.environ | {"TERM": terminal, "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", DRAWS, str(number)], stderr=follower, env=environment) as process:
+        os.close(follower)
+        written = b""
+        while True:
+            try:
+                written += os.read(leader, 65536)
+            except OSError:  # the last writer has closed it
+                break
+    os.close(leader)
+    assert process.returncode == 0
+    return written.decode()
+
+
+def test_a_terminal_shows_one_table_that_is_drawn_again_in_place():
+    written = shown_in_a_terminal(2, "xterm")
+    tables = written.split("r-1 · attempt 1")
+    assert len(tables) > 2 and "\x1b[1A" in tables[1], "each but the first begins where the one before began"
+    for part in ("step ", "7/40", "version ", "reward ", "trainer.1", "for batch 8 from orchestrator"):
+        assert part in tables[1]
+    assert "[00:00]" not in written
+
+
+def test_the_table_of_many_processes_has_a_line_a_role():
+    written = shown_in_a_terminal(96, "xterm")
+    assert "trainer: 96 waiting" in written and "slowest: trainer.0 waiting" in written and "trainer.50" not in written
+
+
+def test_a_terminal_that_cannot_redraw_gets_plain_lines():
+    written = shown_in_a_terminal(2, "dumb")
+    assert written.startswith("[00:00] rl 7/40") and "\x1b" not in written

@@ -1,5 +1,8 @@
-"""The view on stderr: live when it is a terminal, else plain lines: every few seconds one that names all processes, or of many
-processes a short one when something has changed, and else one a minute."""
+"""The view on stderr: one live table in a terminal that can redraw, else plain lines.
+
+- The table has a row a process, of many processes a line a role.
+- A plain line names all processes, every few seconds; of many it is short, and said when something has changed, else once a minute.
+"""
 
 import sys
 import time
@@ -24,7 +27,8 @@ class View:
     def __init__(self, progress: Progress):
         self._progress = progress
         self._console = Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        redraws = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
         self._every_s = LIVE_S if self._live else PLAIN_S
         self._next_s = time.monotonic() + (0 if self._live else PLAIN_S)
         self._said: tuple[int, list[str]] | None = None
@@ -38,7 +42,8 @@ class View:
             return
         self._next_s = now_s + self._every_s
         if self._live:
-            self._live.update(panel(self._progress, health, states, time.time()), refresh=True)
+            roles = summary(health, states, time.time()) if len(states) > MANY else ()
+            self._live.update(panel(self._progress, health, states, time.time(), roles), refresh=True)
         elif len(states) <= MANY:
             print(line(self._progress, health, time.time()), file=sys.stderr, flush=True)
         else:

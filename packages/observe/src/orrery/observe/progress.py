@@ -75,8 +75,10 @@ def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
     return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
 
 
-def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> RenderableType:
-    """The live view; `states` says of every process whether it runs or how it ended."""
+def panel(
+    progress: Progress, health: Mapping[str, Health], states: Mapping[str, str], now_s: float, instead: Sequence[str] = ()
+) -> RenderableType:
+    """The live view; `states` says of every process whether it runs or how it ended. `instead` of a row a process: these lines."""
     stages = Text()
     for stage in progress.stages:
         done, here = stage in progress.finished, stage == progress.stage
@@ -104,7 +106,8 @@ def panel(progress: Progress, health: Mapping[str, Health], states: Mapping[str,
         Text(sparkline(progress.rewards[-40:]), style="green"),
     )
     title = f"{progress.run} · attempt {progress.attempt} · {_clock(now_s - progress.started_s)}"
-    return Panel(Group(stages, head, numbers, Text(), roles), title=title, title_align="left", border_style="cyan")
+    below = Text("\n".join(instead)) if instead else roles
+    return Panel(Group(stages, head, numbers, Text(), below), title=title, title_align="left", border_style="cyan")
 
 
 def _numbers(progress: Progress) -> list[tuple[str, str]]:
