@@ -12,6 +12,8 @@ try:
         print(
             f"warning: {sentence}; the runs of this file are left out", file=sys.stderr
         )
+    if workflow.resource_settings.nodes and PIPELINE.site.slurm is None:
+        print(PIPELINE.no_slurm(), file=sys.stderr)  # jobs of a cluster are asked for
     PIPELINE.check_targets(targets_of(sys.argv))
 except (OrreryError, OSError) as error:
     sys.exit(f"error: {error}")

@@ -23,6 +23,10 @@ TYPED = {
     ),
     "orrery doctor": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "doctor"'),
     "orrery plan glm5_shape_smoke": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "plan"'),
+    "orrery plan glm5_shape_smoke --write plan": (
+        "packages/launcher/tests/test_launcher_cli.py",
+        '"plan", "glm5_shape_smoke", "--write", "plan"',
+    ),
     "snakemake --profile slurm -n glm5_run": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run(*SLURM, "-n", "glm5_run"'),
     "snakemake --profile slurm reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'fresh("reverse_text")'),
     "orrery status": ("tests/cluster/test_cluster_pipeline.py", 'run.user("orrery", "status"'),

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -12,13 +14,16 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from orrery.launcher import bench, cli, describe, export, images
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
+from orrery.launcher.pipeline import checked_in
 from orrery.launcher.runs import find, job
+from orrery.launcher.site import load_site
 from orrery.launcher.stage import done_path
 from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
@@ -202,6 +207,60 @@ def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):
     code, _, err = orrery(capsys, "plan", "missing.json")
     assert code == 2 and err.startswith("error: missing.json: ")
     assert not (checkout / "runs").exists(), "a plan makes nothing"
+
+
+SITE = """[slurm]
+partition = "gpu"
+time_limit_min = 60
+cpus_per_node = 4
+memory_per_node_mb = 16000
+[containers]
+images = "images"
+modules = ["apptainer/1.4"]
+[network]
+interface = "ib0"
+"""
+
+
+def test_a_plan_is_written_as_the_manifest_and_the_very_commands_that_a_start_submits(checkout, capsys, monkeypatch):
+    (checkout / "site.toml").write_text(SITE)
+    code, out, _ = orrery(capsys, "plan", "glm5_shape_smoke", "--write", "plan")
+    stages = [f"{number}_{stage}.sh" for number, stage in enumerate(("init", "sft", "rl", "evaluate", "report"), 1)]
+    assert code == 0 and out.split() == [f"plan/{name}" for name in ("manifest.json", "plan.txt", *stages)]
+    assert not (checkout / "runs").exists()
+    assert Path("plan/manifest.json").read_bytes() == Path("manifests/glm5_shape_smoke.json").read_bytes()
+    assert "srun --het-group=2" in Path("plan/plan.txt").read_text()
+    plugin = pytest.importorskip("snakemake_executor_plugin_orrery_slurm")
+    executor = object.__new__(plugin.Executor)
+    executor.workspace, executor._going, submitted = Workspace(checkout), [], []
+    executor.site = load_site(executor.workspace)
+    executor.logger, executor.report_job_submission = logging.getLogger(), lambda info: None
+    monkeypatch.setattr(plugin, "images_of", lambda *given: {})
+    monkeypatch.setattr(plugin.slurm, "call", lambda *command: submitted.append(command) or "12")
+    monkeypatch.setattr(plugin.slurm, "mine", list)
+    pipeline = checked_in(executor.workspace)
+    (folder,) = pipeline.folders["glm5_shape_smoke"]
+    for name in stages:
+        stage = name.partition("_")[2].removesuffix(".sh")
+        rule = SimpleNamespace(name=stage)
+        resources = {"sbatch": pipeline.sbatch(folder, stage)}
+        shell = f"orrery run {folder} {stage}"
+        executor.run_job(SimpleNamespace(rule=rule, wildcards={"run": folder}, resources=resources, shellcmd=shell))
+        assert Path("plan", name).read_text().splitlines()[-1] == f"exec {shlex.join(submitted[-1])}"
+        assert os.access(Path("plan", name), os.X_OK)
+    assert len(submitted) == 5 and all(command[0] == "sbatch" for command in submitted)
+
+
+def test_a_plan_is_written_into_a_new_folder_alone_and_without_slurm_has_the_stages_commands(checkout, capsys):
+    Path("here").mkdir()
+    assert orrery(capsys, "plan", "reverse_text", "--write", "here")[::2] == (
+        2, "error: here: is there already; name a folder that is not, or remove this one\n"
+    )  # fmt: skip
+    assert not list(Path("here").iterdir())
+    assert orrery(capsys, "plan", "reverse_text", "rl", "--write", "there/plan")[0] == 0
+    name = find("reverse_text").path.name
+    assert Path("there/plan/3_rl.sh").read_text().splitlines()[-1] == f"exec orrery run {name} rl"
+    assert sorted(path.name for path in Path("there/plan").iterdir()) == ["3_rl.sh", "manifest.json", "plan.txt"]
 
 
 def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher(checkout, capsys):

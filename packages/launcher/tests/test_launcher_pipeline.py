@@ -69,6 +69,18 @@ def test_a_dry_run_shows_every_stage_of_every_run_of_a_group(checkout):
     assert not (checkout / "runs").exists()
 
 
+def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_the_example_to_copy(checkout):
+    shutil.copytree(ROOT / "slurm", checkout / "slurm")
+    result = snakemake(checkout, "--profile", "slurm", "-n", "glm5_run")
+    assert result.returncode == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert "  prefill: 8 nodes × 8 H200: inference.0-7, orchestrator.0" in said
+    assert "  decode: 8 nodes × 8 H200: inference.8-15" in said and "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
+    assert "note: no submission is shown: site.toml: there is no site file" in said
+    assert "type `cp docs/site.example.toml site.toml`" in said and (ROOT / "docs/site.example.toml").is_file()
+    assert not (checkout / "runs").exists()
+
+
 def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkout):
     failed = snakemake(checkout, "--profile", "local", "reverse_text", FAIL="rl")
     assert failed.returncode == 1 and "error: rl: trainer.0 was killed by SIGKILL" in failed.stderr

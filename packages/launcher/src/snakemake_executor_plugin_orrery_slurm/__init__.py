@@ -14,7 +14,6 @@ and after the loss of a node of a heterogeneous job its next submission is not a
 import errno
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -28,8 +27,8 @@ from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings
 
 from orrery.launcher import slurm, status
-from orrery.launcher.allocation import INSIDE
 from orrery.launcher.containers import images_of
+from orrery.launcher.plan_files import batch_command
 from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
@@ -80,19 +79,8 @@ class Executor(RemoteExecutor):
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
-        logs = Path("runs") / run / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        path = shlex.quote(str(Path(sys.executable).parent))
-        modules = self.site.containers.modules if self.site.containers else ()
-        load = f"module load {shlex.join(modules)} && " if modules else ""
-        inner = f'{load}export PATH={path}:"$PATH" {INSIDE}=1 && exec {job.shellcmd}'
-        # USR1 is for the launcher; before that has begun, it must not end the shell
-        script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
-        command = [
-            *("sbatch", "--parsable", f"--job-name={slurm.job_name(one.path, stage)}"),
-            *(f"--output={logs.resolve()}/slurm.%j.log", "--open-mode=append"),
-            *(f"--chdir={os.getcwd()}", *shlex.split(str(job.resources["sbatch"])), f"--wrap={script}"),
-        ]
+        (one.path / "logs").mkdir(parents=True, exist_ok=True)
+        command = batch_command(one.path, stage, str(job.resources["sbatch"]), job.shellcmd, self.site, Path.cwd())
         try:
             going = self._submit(one.path, stage, command)
         except OrreryError as error:

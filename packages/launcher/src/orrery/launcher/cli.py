@@ -86,6 +86,10 @@ def plan(
     stage: Annotated[
         str | None, typer.Argument(metavar="[STAGE]", help="One stage, with its srun lines; without it all of the run.")
     ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FOLDER", help="Write the manifest and each stage's submission script into this new folder."),
+    ] = None,
 ) -> None:
     """Say what a run's stages would be on this site: nodes, devices, images, submission, command lines. Starts nothing."""
     from orrery.launcher.describe_plan import describe_stage
@@ -95,6 +99,11 @@ def plan(
 
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
+    if to is not None:
+        from orrery.launcher.plan_files import write_plan
+
+        print(*write_plan(run, [stage] if stage else run.stages, site, workspace, to), sep="\n")
+        return
     for name in [stage] if stage else run.stages:
         lines = describe_stage(run.manifest, name, site, workspace)
         print("\n".join(line for line in lines if stage or not line.startswith("  srun")))

@@ -5,6 +5,7 @@
 
 import shlex
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -13,22 +14,22 @@ from orrery.launcher.containers import apptainer, image_of, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.steps import StepPlan, srun, step_plans
-from orrery.launcher.submission import Component, components, sbatch_options
+from orrery.launcher.submission import Component, components, nodes, sbatch_options
 from orrery.manifest.built import notes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
-from orrery.manifest.plan import ProcessPlan, StagePlan, stage
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace
 from orrery.observe.names import listed
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
-    """Lines about one stage."""
+    """Lines about one stage; at a site without Slurm its nodes and processes alone."""
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
         how = "processes here" if one.num_nodes == 1 else "needs a cluster, and there is no site file with [slurm]"
-        return [_head(manifest, one, how), f"  {_names(one.processes)}", *notes(manifest)]
+        return [_head(manifest, one, how), *map(partial(_group, manifest, one), one.groups), *notes(manifest)]
     parts = components(hardware, one, site.slurm)
     steps = step_plans(one, parts, site.slurm)
     job = "one Slurm job" if len(parts) == 1 else f"one heterogeneous Slurm job of {len(parts)} components"
@@ -58,6 +59,19 @@ def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
     return (
         f"{one.name} of {run_dir('', manifest).name}: {how}, {nodes}, {len(one.processes)} process{'es' if len(one.processes) > 1 else ''}"
     )
+
+
+def _group(manifest: Manifest, one: StagePlan, group: NodeGroup) -> str:
+    """A line about the nodes of one shape: how many, the devices of each that the stage uses, and the processes on them."""
+    processes = [process for node in nodes(group) for process in one.by_node.get(node, ())]
+    devices = max(sum(process.num_devices for process in one.by_node.get(node, ())) for node in nodes(group))
+    kind = "core" if manifest.hardware.accelerator == "cpu" else manifest.hardware.accelerator.upper()
+    each = f" × {devices} {kind}{'s' if devices > 1 and kind == 'core' else ''}" if devices else ""
+    return f"  {group.name}: {_count(group.num_nodes, 'node')}{each}: {_names(processes)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _nodes(part: Component, accelerator: str) -> str:

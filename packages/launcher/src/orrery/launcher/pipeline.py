@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orrery.launcher.describe_plan import describe_stage
-from orrery.launcher.site import Site, load_site
+from orrery.launcher.site import Site, cluster, load_site
 from orrery.launcher.submission import sbatch_options
 from orrery.manifest import plan as plans
 from orrery.manifest.check import nearest
@@ -55,6 +55,14 @@ class Pipeline:
         """The markers that `stage` of the run folder `run` waits for."""
         return [f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after]
 
+    def no_slurm(self) -> str:
+        """What is missing where stages are to be Slurm jobs and the site has none."""
+        try:
+            cluster(self.workspace)
+        except OrreryError as error:
+            return f"note: no submission is shown: {error}"
+        return ""
+
     def sbatch(self, run: str, stage: str) -> str:
         """What the stage's job is submitted with; empty at a site without Slurm."""
         if self.site.slurm is None:
@@ -63,9 +71,7 @@ class Pipeline:
         return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
 
     def says(self, run: str, stage: str) -> str:
-        """What the stage is, in one line for a local run and whole for a cluster: nodes, devices, images, command lines."""
-        if self.site.slurm is None:
-            return f"{stage} of {run}"
+        """What the stage is: nodes, devices and processes, and at a site with Slurm images and command lines."""
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
