@@ -1,6 +1,7 @@
 # The pipeline init → sft → rl → evaluate → report of every checked-in run; one job a stage, one target a run or a group of runs:
 #     snakemake --profile local reverse_text        snakemake --profile slurm reverse_text_seeds        snakemake --profile slurm -n glm5_run
 # A stage is done when its DONE is there. Folders are named by the manifest's hash: an edited spec makes a new run beside the old one.
+# No rule has a `log`: Snakemake would remove what the launcher has written to it in earlier stages and attempts.
 import sys
 
 from orrery.launcher.pipeline import checked_in, targets_of
@@ -35,8 +36,6 @@ for target, folders in PIPELINE.folders.items():
 rule init:
     output:
         "runs/{run}/stages/init/DONE",
-    log:
-        "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "init"),
@@ -53,8 +52,6 @@ rule sft:
         lambda wildcards: PIPELINE.before(wildcards.run, "sft"),
     output:
         "runs/{run}/stages/sft/DONE",
-    log:
-        "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "sft"),
@@ -71,8 +68,6 @@ rule rl:
         lambda wildcards: PIPELINE.before(wildcards.run, "rl"),
     output:
         "runs/{run}/stages/rl/DONE",
-    log:
-        "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "rl"),
@@ -89,8 +84,6 @@ rule evaluate:
         lambda wildcards: PIPELINE.before(wildcards.run, "evaluate"),
     output:
         "runs/{run}/stages/evaluate/DONE",
-    log:
-        "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "evaluate"),
@@ -107,8 +100,6 @@ rule report:
         lambda wildcards: PIPELINE.before(wildcards.run, "report"),
     output:
         "runs/{run}/stages/report/DONE",
-    log:
-        "runs/{run}/logs/launcher.0.log",
     resources:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "report"),

@@ -93,6 +93,14 @@ def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkou
     assert again.returncode == 0 and len(calls(checkout)) == 6, again.stderr
 
 
+def test_what_earlier_stages_and_attempts_have_logged_stays(checkout):
+    [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
+    put_orrery(checkout, ORRERY + 'mkdir -p runs/$2/logs && echo "$3" >> runs/$2/logs/launcher.0.log\n')
+    assert snakemake(checkout, "--profile", "local", "reverse_text").returncode == 0
+    said = (checkout / "runs" / folder / "logs" / "launcher.0.log").read_text()
+    assert said.split() == ["init", "sft", "rl", "evaluate", "report"]
+
+
 def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(checkout):
     before = checked_in(Workspace(checkout)).folders["reverse_text"]
     spec = checkout / "jsonnet/runs/reverse_text.jsonnet"
