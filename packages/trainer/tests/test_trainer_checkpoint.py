@@ -250,6 +250,7 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     assert process.exitcode == -signal.SIGKILL
     torn = checkpoints.checkpoint_dir(tmp_path, 3, 1)
     assert (torn / "trainer").exists() == (after_file == "step_3")
+    assert (torn / "trainer.partial" / "state.json").exists() == (after_file == "state.json")
     if after_file == "half":
         whole = checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer" / "rank_0.safetensors"
         assert 0 < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size < whole.stat().st_size

@@ -170,11 +170,11 @@ def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was
         checkpoints.complete(folder)
     (copied := tmp_path / "checkpoints" / "sft" / "step_6.attempt_1_good").mkdir()
 
-    def dies(folder):
+    def dies(run_dir, folder):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(checkpoints, "sync", dies)  # after the first marker went
+        patched.setattr(checkpoints, "discard", dies)  # after the first marker went
         checkpoints.discard_all(tmp_path, "sft")
     assert len(checkpoints.steps(tmp_path, "sft")) == 2
     checkpoints.checkpoint_dir(tmp_path, 9, 1, "sft").mkdir()  # one that was never whole

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Manifest
 from orrery.transport.weight_wire import served_model
 
@@ -42,6 +43,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
         f"{name}.lora_B.weight": np.zeros((model.hidden_size, lora.rank), np.float32),
     }
     save_file(factors, aside / "adapter_model.safetensors")
+    sync_tree(aside)  # a later start takes a folder that is there for whole
     try:
         aside.rename(folder)
     except OSError:  # another engine's is there by now

@@ -25,7 +25,7 @@ from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import publish_folder, write_atomic
 from orrery.manifest.run_folder import COMPLETE
 
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
@@ -59,7 +59,7 @@ def adopt(run: Run, other: Run) -> str:
             )
             write_atomic(made / "manifest.json", pretty_json(run.manifest).encode())
             where = _stand(made, run, other)
-            made.rename(run.path)
+            publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
             if isinstance(error, shutil.Error):  # of copytree: what failed of each file

@@ -18,7 +18,7 @@ from pathlib import Path
 from orrery.launcher import images
 from orrery.launcher.site import Containers
 from orrery.manifest.plan import StagePlan
-from orrery.manifest.publish import sync
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
@@ -71,23 +71,37 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """The rooms' source as one import root in `<run_dir>/code/<digest>/`, with the metadata that entry points are found by."""
+    """The rooms' source as one import root in `<run_dir>/code/<digest>/`, with the metadata that entry points are found by.
+
+    A copy that is there is hashed again, and written anew where it is not what its name says.
+    """
     files = dict(_sources(workspace))
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    target = run_dir / "code" / digest.hexdigest()[:16]
-    if target.is_dir():
+    target = run_dir / "code" / _digest(files)
+    if target.is_dir() and _digest(_copied(target)) == target.name:
         return target
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
+    make_folder(target.parent)
     for name, content in files.items():
         path = aside / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    sync(aside)
-    aside.rename(target)
+    publish_folder(aside, target)
     return target
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    """Name the content of `files`, by their paths under the import root."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _copied(folder: Path) -> dict[str, bytes]:
+    """The files of a copy, but for bytecode that Python has left there."""
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def _sources(workspace: Workspace) -> Iterator[tuple[str, bytes]]:

@@ -31,7 +31,7 @@ from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
 from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.deadline import scaled
 from orrery.observe.metrics import merge_attempts, rows
 
@@ -213,7 +213,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
     digest = hashlib.sha256(struck).hexdigest()
     file = Path("receipts") / f"dirty-{digest[:12]}.diff"
     if not (run_dir / file).exists():
-        (run_dir / file).parent.mkdir(exist_ok=True)
+        make_folder((run_dir / file).parent)
         write_atomic(run_dir / file, struck)
     return CodeState(commit, True, digest, str(file), note)
 

@@ -48,7 +48,7 @@ from orrery.launcher.steps import Task, failed_node
 from orrery.launcher.view import View
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import sync_folders, write_atomic
 from orrery.manifest.run_folder import begin_attempt, whole_checkpoints
 from orrery.manifest.workspace import Workspace
 from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
@@ -258,6 +258,7 @@ class _Stage:
                     self._log(f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}")
         if outcome.state == "done":
             row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
+            sync_folders(self.run_dir)  # DONE vouches for what roles have left, and so for the names of the folders above it
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
 

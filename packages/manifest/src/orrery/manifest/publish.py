@@ -11,6 +11,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -46,6 +47,13 @@ def sync_tree(folder: Path) -> None:
             if not os.path.islink(path := os.path.join(parent, name)):
                 sync(Path(path))
         sync(Path(parent))
+
+
+def sync_folders(folder: Path) -> None:
+    """Make the names of all files and folders in a folder durable, whichever process gave them."""
+    for parent, _, _ in os.walk(folder, topdown=False):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            sync(Path(parent))
 
 
 def make_folder(folder: Path) -> None:

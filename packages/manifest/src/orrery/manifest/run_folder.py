@@ -28,6 +28,7 @@ _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 def begin(run_dir: Path) -> None:
     """Make the folder of a new run, with its layout; a folder that has begun stays as it is."""
     make_folder(run_dir)
+    sync(run_dir.parent)  # Snakemake makes the folder before the first stage begins
     if not (run_dir / "manifest.json").exists():
         write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
-from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.publish import publish_file, write_atomic
 from orrery.models.hf_tensors import HfTensor
 from orrery.models.placement import Box, slices
 
@@ -142,11 +142,9 @@ def _publish(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         temporary.chmod(0o666 & ~_umask())  # safetensors leaves a file to its owner alone
-        sync(temporary)
-        temporary.rename(path)
+        publish_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def _umask() -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from orrery.manifest.plan import stage
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.pace import Pace
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
@@ -168,5 +168,5 @@ def _write(me: Any, results: dict[str, EvaluationResult]) -> None:
     ]
     samples.write(me.run_dir / "rollouts" / "evaluate.jsonl", lines)
     path = me.run_dir / "stages" / "evaluate" / "result.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

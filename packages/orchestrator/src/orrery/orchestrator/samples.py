@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import make_folder, write_atomic
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Message
 
@@ -57,5 +57,5 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """All lines at once, in place of what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomic(path, b"".join(msgspec.json.encode(each) + b"\n" for each in lines))

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.orchestrator.cut import document
 from orrery.orchestrator.requests import GroupRequest
 from orrery.orchestrator.rollout import Rollout
@@ -82,8 +82,7 @@ def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temper
     checkpoints.complete(aside)
     # A kill between these two leaves an older state, which is as good: groups that have ended since then are made again.
     checkpoints.discard(run_dir, later)
-    aside.rename(later)
-    sync(later.parent)
+    publish_folder(aside, later)
     return later / "orchestrator"
 
 
@@ -110,13 +109,10 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     )  # fmt: skip
     aside = target.with_name(".orchestrator.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_atomic(aside / "state.json", msgspec.json.encode(state))
-    safetensors_columns.write(aside / "queue.safetensors", [document(sample, temperature) for _, sample in samples])
-    sync(aside)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    sync(target.parent)
+    make_folder(aside)
+    (aside / "state.json").write_bytes(msgspec.json.encode(state))
+    safetensors_columns.write(aside / "queue.safetensors", [document(sample, temperature) for _, sample in samples], sync=False)
+    publish_folder(aside, target)
     return target
 
 

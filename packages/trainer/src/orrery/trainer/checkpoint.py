@@ -40,7 +40,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models.placement import Box, local_box, local_tensor
 from orrery.observe.deadline import scaled
 from orrery.observe.system_error import explain
@@ -199,8 +199,7 @@ class Saver:
         partial = folder.with_name(f"{folder.name}.partial")
         if self._world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that died before the checkpoint was complete
-            partial.mkdir(parents=True)
+            make_folder(partial)
         replicas.compare(learner.weights.values(), self._world, learner.step)
         self._world.barrier()
         mine = {name: held for name, held in state_of(learner).items() if held.writes and held.local.numel()}
@@ -270,10 +269,9 @@ class Saver:
         checkpoints.write_note(copied.partial / note(self._world.rank), written)
         if self._world.is_first:
             for name, content in copied.files.items():
-                write_atomic(copied.partial / name, content)
+                (copied.partial / name).write_bytes(content)
             _await_notes(copied.partial, self._world.size, stop)
-            copied.partial.rename(copied.folder)
-            sync(copied.folder.parent)
+            publish_folder(copied.partial, copied.folder)
             then()
 
 

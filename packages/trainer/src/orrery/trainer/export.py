@@ -20,6 +20,7 @@ from torch import Tensor
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Manifest
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
@@ -51,11 +52,11 @@ def export_checkpoint(run_dir: Path, stage: str = "rl", step: int | None = None,
     start = run_dir / "weights" / ("init" if stage == "sft" or manifest.stages.sft is None else "sft")
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(partial)
     try:
         write(Stored(folder / "trainer"), manifest, start, partial)
         copy_tokenizer(start, partial)
-        partial.rename(to)
+        publish_folder(partial, to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return to

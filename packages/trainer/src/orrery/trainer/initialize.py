@@ -10,6 +10,7 @@ import shutil
 
 import torch
 
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models import weights
 from orrery.observe.process import RoleProcess
 from orrery.tasks.chat import write_tokenizer
@@ -24,9 +25,8 @@ def initialize(me: RoleProcess) -> None:
     folder = me.run_dir / "weights" / "init"
     partial = folder.with_name("init.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(partial)
     write_tokenizer(model, partial)
     num_parameters = weights.write_initial(model, partial, getattr(torch, me.manifest.trainer.param_dtype))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    publish_folder(partial, folder)
     me.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)

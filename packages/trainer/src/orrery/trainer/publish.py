@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Model
 from orrery.models.hf_folder import INDEX_FILE
 from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
@@ -155,17 +156,19 @@ class Direct(Publisher):
 
 
 def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path) -> None:
-    """Write the policy as the Hugging Face folder `folder`, with the tokenizer files of the folder `tokenizer`. It appears whole."""
+    """Write the policy as the Hugging Face folder `folder`, with the tokenizer files of the folder `tokenizer`.
+
+    It appears whole, and is durable when this returns.
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_folder(partial)
     world.barrier()
     save(policy.network, model, partial)
     if world.is_first:
         copy_tokenizer(tokenizer, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        publish_folder(partial, folder)
     world.barrier()
 
 

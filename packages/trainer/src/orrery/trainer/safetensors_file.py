@@ -91,7 +91,7 @@ def write(path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[
                 hashed.result()
             num_bytes, unsynced = num_bytes + len(chunk), unsynced + len(chunk)
             if unsynced >= SYNC_BYTES:
-                os.fsync(file.fileno())
+                os.fdatasync(file.fileno())
                 unsynced = 0
         os.fsync(file.fileno())
     return num_bytes, digest.hexdigest()

@@ -93,7 +93,6 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """
     temporary = note.with_name(f".{note.name}.tmp")
     temporary.write_bytes(msgspec.json.encode({name: _Noted(*one) for name, one in written.items()}))
-    sync(temporary)
     temporary.replace(note)
 
 
@@ -160,7 +159,6 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink()
             removed.append(one.step)
-            sync(folder)
             discard(run_dir, folder)
     return removed
 
@@ -173,7 +171,6 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink(missing_ok=True)
-            sync(folder)
             discard(run_dir, folder)
             removed.append(one.step)
     return sorted(removed)
@@ -184,7 +181,7 @@ def discard(run_dir: Path, folder: Path) -> None:
     aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)
+        sync(folder.parent)  # before any file goes: its old name may have its marker after a power cut
         shutil.rmtree(aside, ignore_errors=True)
 
 

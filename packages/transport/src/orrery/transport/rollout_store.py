@@ -7,6 +7,7 @@ Each file holds one batch as columns, with a dict of JSON values beside them; it
 from pathlib import Path
 from typing import Any
 
+from orrery.manifest.publish import make_folder
 from orrery.transport import safetensors_columns
 from orrery.transport.column_bytes import MicroBatch
 from orrery.transport.columns import Columns
@@ -19,7 +20,7 @@ def batch_path(run_dir: Path, step: int) -> Path:
 def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
     """Keep batch `step` (one `Columns` or the documents it is made of); replaces an earlier attempt's."""
     path = batch_path(run_dir, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     safetensors_columns.write(path, batch, {"step": step, **info})
     return path
 

@@ -2,7 +2,8 @@
 
 - In: a micro-batch as parts, and a small dict of JSON values that goes into the file's metadata.
 - Out: a valid safetensors file (tensors `offsets`, `token/<name>`, `sample/<name>`), which any safetensors reader opens.
-- Always: written aside, synced, renamed. The library's own writer copies every tensor once more, which matters at gigabytes.
+- Always: written aside, synced unless it need not outlive the machine, renamed. The library's own writer copies every tensor once
+  more, which matters at gigabytes.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import publish_file
 from orrery.transport.column_bytes import Layout, MicroBatch, Slot, columns_from, layout_of, segments
 from orrery.transport.columns import Columns
 
@@ -42,10 +44,10 @@ def write(path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = Non
         file.write(len(text).to_bytes(8, "little") + text)
         for segment in segments(micro_batch, layout):
             file.write(segment)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    aside.rename(path)
+    if sync:
+        publish_file(aside, path)
+    else:
+        aside.rename(path)
     return 8 + len(text) + layout.num_bytes
 
 

@@ -2,7 +2,7 @@
 
 import time
 
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.process import role_process
 from orrery.observe.report.data import RunData, reading, wall_s
 from orrery.observe.report.page import render, summary
@@ -14,7 +14,7 @@ def main() -> None:
         start_s = time.time()
         run = RunData.load(me.run_dir)
         page = me.run_dir / "report" / "index.html"
-        page.parent.mkdir(exist_ok=True)
+        make_folder(page.parent)
         with reading("metrics/"):
             spent_s, others_s = wall_s(run), wall_s(run, "report")
         html = render(run, spent_s)

@@ -1,0 +1,393 @@
+"""After a power cut at any moment, whatever a marker or a name vouches for is whole; and every sync in the source is needed for that.
+
+`power_cut.Disk` works out the states. Each case publishes something as the project does. The last tests leave out one sync of the source
+after the other, in all cases, and want a case to notice.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from power_cut import Disk, Found
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "packages" / "trainer" / "tests"))  # trainer_cases
+from trainer_cases import make_learner, manifest, write_start_weights  # noqa: E402
+
+from orrery.inference.adapter_start import blank_adapter  # noqa: E402
+from orrery.launcher import containers  # noqa: E402
+from orrery.launcher.adopt import adopt  # noqa: E402
+from orrery.launcher.runs import Run, find  # noqa: E402
+from orrery.launcher.site import Roles, Site  # noqa: E402
+from orrery.launcher.stage import Job, run_stage  # noqa: E402
+from orrery.manifest import run_folder  # noqa: E402
+from orrery.manifest.identity import canonical_json, load, pretty_json, run_dir  # noqa: E402
+from orrery.manifest.plan import StagePlan  # noqa: E402
+from orrery.manifest.publish import make_folder, sync, write_atomic  # noqa: E402
+from orrery.manifest.schema import Manifest  # noqa: E402
+from orrery.manifest.workspace import Workspace  # noqa: E402
+from orrery.models import weights  # noqa: E402
+from orrery.observe.process import parse_role  # noqa: E402
+from orrery.orchestrator import snapshot  # noqa: E402
+from orrery.orchestrator.state import Snapshot  # noqa: E402
+from orrery.trainer import checkpoint, safetensors_file  # noqa: E402
+from orrery.trainer.export import export_checkpoint  # noqa: E402
+from orrery.trainer.initialize import initialize  # noqa: E402
+from orrery.trainer.parallel.world import World  # noqa: E402
+from orrery.trainer.publish import export  # noqa: E402
+from orrery.transport import checkpoints, rollout_store  # noqa: E402
+from orrery.transport.columns import Columns  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+ALONE = World(0, 1, torch.device("cpu"), None)
+SYNCS = ("fsync", "sync", "sync_tree", "sync_folders")
+WIRE = "packages/transport/src/orrery/transport/weight_wire/files.py"  # weights on their way: a full network disk says so at a sync
+Tree = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`act` in a folder that `prepare` has filled.
+
+    `whole`: names that count as soon as they may be there, so that all in them must be whole then. `vouches`: the same by marker, of what
+    stands elsewhere. `safe`: what must outlast a cut once `act` has returned. Paths are relative; `*` stands for one name.
+    """
+
+    act: Callable[[Path], object]
+    prepare: Callable[[Path], object] = lambda root: None
+    whole: tuple[str, ...] = ()
+    vouches: tuple[tuple[str, str], ...] = ()
+    safe: tuple[str, ...] = ()
+
+
+# Cases ----------------------------------------------------------------------------------------------------------------
+
+
+def start_weights(root: Path) -> Path:
+    folder = write_start_weights(manifest(), root / "start")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def begun(root: Path) -> Path:
+    run = root / "run"
+    run.mkdir(exist_ok=True)
+    (run / "manifest.json").write_bytes(canonical_json(manifest()))
+    return run
+
+
+def init(root: Path) -> None:
+    initialize(parse_role("trainer", ["--run-dir", str(root / "run"), "--stage", "init"]))
+
+
+def start_of_rl(root: Path) -> None:
+    shutil.copytree(root / "run" / "weights" / "init", root / "run" / "weights" / "sft")
+
+
+def export_policy(root: Path) -> None:
+    learner = make_learner(manifest(), root / "start")
+    export(learner.policy, ALONE, manifest().model, root / "start", root / "run" / "weights" / "rl")
+
+
+def save_in_parts(root: Path) -> None:
+    learner = make_learner(manifest(), root / "start")
+    weights.save(learner.policy.network, manifest().model, root / "model", 20_000)
+
+
+def trainers_half(root: Path) -> None:
+    learner = make_learner(manifest(), root / "start")
+    learner.step = 2
+    checkpoint.save(learner, checkpoints.checkpoint_dir(root / "run", 2, 1) / "trainer")
+
+
+def whole_checkpoint(root: Path) -> None:
+    learner = make_learner(manifest(), root / "start")
+    for learner.step in (2, 4):
+        folder = checkpoints.checkpoint_dir(root / "run", learner.step, 1)
+        snapshot.write(root / "run", learner.step, 1, of_orchestrator(learner.step + 1), 1.0)
+        with checkpoint.Saver(ALONE) as saver:
+            saver.copy(learner, folder / "trainer", {"more.json": b"{}"})
+            saver.write(lambda folder=folder: checkpoints.complete(folder, [f"trainer/{checkpoint.note(0)}"]))
+
+
+def of_orchestrator(next_batch: int) -> Snapshot:
+    return Snapshot(next_batch, [1], [], [], [], 0, 1, 0, {}, [])
+
+
+def complete_what_is_not_synced(root: Path) -> None:
+    for step in (1, 2):
+        folder = checkpoints.checkpoint_dir(root / "run", step, 1)
+        (folder / "trainer").mkdir(parents=True)
+        (folder / "trainer" / "weights").write_bytes(b"weights")
+        (folder / "more").write_bytes(b"more")
+        (folder / "trainer" / "noted").write_bytes(b"noted")
+        sync(folder / "trainer" / "noted")  # as its rank does
+        checkpoints.note_digests(folder / "trainer" / "note", [folder / "trainer" / "noted"])
+        checkpoints.complete(folder, ["trainer/note"])
+
+
+def remove_them(root: Path) -> None:
+    run = root / "run"
+    checkpoints.prune(run, keep=1, attempt=1)
+    checkpoints.discard_all(run, "rl")
+
+
+def wind_down(root: Path) -> None:
+    for evaluated in (1, 2):
+        state = Snapshot(5, [1], [], [], [], 0, evaluated, 0, {}, [])
+        snapshot.write_now(root / "run", 4, 2, state, 1.0, is_resumed=True)
+
+
+def keep_a_batch(root: Path) -> None:
+    ids = torch.arange(4, dtype=torch.int32).numpy()
+    for step in (1, 2):
+        rollout_store.write_batch(root / "run", step, Columns(ids[:2] * 0 + ids[[0, 3]].astype("int64"), {"token_id": ids[:3]}, {}))
+
+
+def copy_code(root: Path) -> None:
+    room = root / "packages" / "room"
+    (room / "src" / "orrery" / "room").mkdir(parents=True)
+    (room / "src" / "orrery" / "room" / "__init__.py").write_text("x = 1\n")
+    (room / "pyproject.toml").write_text('[project]\nname = "orrery-room"\nversion = "1"\n')
+    containers.snapshot(Workspace(root), root / "run")
+
+
+def checkout(root: Path) -> None:
+    for name in ("manifests", "jsonnet", "locks", "local"):
+        (root / name).symlink_to(ROOT / name)
+    make_folder(root / "runs")
+
+
+def a_run_and_another(root: Path) -> tuple[Run, Run]:
+    other = find("reverse_text", Workspace(root))
+    content = other.manifest.model_dump(mode="json") | {"name": "elsewhere"}
+    mine = Manifest.model_validate(content)
+    return Run(mine, run_dir(root / "runs", mine)), other
+
+
+def run_that_can_be_adopted(root: Path) -> None:
+    checkout(root)
+    _, other = a_run_and_another(root)
+    run_folder.begin(other.path)
+    (other.path / "manifest.json").write_text(pretty_json(other.manifest))
+    for name in ("stages/init/DONE", "weights/init/model.safetensors", "metrics/trainer.0.jsonl"):
+        (other.path / name).parent.mkdir(parents=True)
+        (other.path / name).write_text("{}")
+
+
+def adopt_it(root: Path) -> None:
+    adopt(*a_run_and_another(root))
+
+
+def end_a_stage(root: Path) -> None:
+    """The role has published its weights in a folder that another process made; Snakemake has made the run's."""
+    run = root / "runs" / "run"
+    (run / "stages" / "rl").mkdir(parents=True)
+    run_folder.begin(run)
+    write_atomic(run / "manifest.json", canonical_json(manifest()))
+    (run / "weights").mkdir()
+    learner = make_learner(manifest(), root / "start")
+    export(learner.policy, ALONE, manifest().model, root / "start", run / "weights" / "rl")
+    job = Job(run, StagePlan("rl", (), ()), ("rl",), None, 1, "again", Site(roles=Roles()), Workspace(root))
+    assert run_stage(job).state == "done"
+
+
+def a_ranks_file(root: Path) -> None:
+    """Written by a rank on another node than the process that completes the checkpoint, which does not sync it."""
+    folder = root / "run" / "checkpoints" / "step_1.attempt_1"
+    make_folder(folder / "trainer")
+    written = safetensors_file.write(folder / "trainer" / "rank_1", [b"weights"])
+    checkpoints.write_note(folder / "trainer" / "note", {"rank_1": written})
+    checkpoints.complete(folder, ["trainer/note"])
+
+
+def start_adapters(root: Path) -> None:
+    blank_adapter(root / "run", load(ROOT / "manifests" / "reverse_text_adapters.json"), "rl", 0)
+
+
+CASES = {
+    "a file": Case(
+        lambda root: [write_atomic(root / "file", content) for content in (b"one", b"two")], whole=("file",), safe=("file",)
+    ),
+    "a new run": Case(lambda root: run_folder.begin(root / "runs" / "run"), whole=("runs/run/layout",), safe=("runs",)),
+    "an attempt": Case(lambda root: run_folder.begin_attempt(root / "run"), begun, safe=("run/attempts",)),
+    "init": Case(init, begun, whole=("run/weights/init",), safe=("run/weights",)),
+    "weights in parts": Case(
+        save_in_parts, lambda root: (start_weights(root), (root / "model").mkdir()), vouches=(("model/config.json", "model"),),
+        safe=("model",),
+    ),
+    "the policy": Case(export_policy, lambda root: (start_weights(root), begun(root)), whole=("run/weights/rl",), safe=("run/weights",)),
+    "a checkpoint's half": Case(
+        trainers_half, lambda root: (start_weights(root), begun(root)), whole=("run/checkpoints/*/trainer",), safe=("run/checkpoints",)
+    ),
+    "a checkpoint": Case(
+        whole_checkpoint, lambda root: (start_weights(root), begun(root)), whole=("run/checkpoints/*/orchestrator",),
+        safe=("run/checkpoints",),
+    ),
+    "a checkpoint of files that are not synced": Case(
+        complete_what_is_not_synced, lambda root: (begun(root) / "checkpoints").mkdir(), safe=("run/checkpoints/*",)
+    ),
+    "checkpoints that go": Case(remove_them, lambda root: (begun(root), complete_what_is_not_synced(root))),
+    "a state of later": Case(wind_down, lambda root: (start_weights(root), begun(root), whole_checkpoint(root)), safe=("run/checkpoints",)),
+    "a checkpoint as a folder": Case(
+        lambda root: export_checkpoint(root / "run"),
+        lambda root: (start_weights(root), begun(root), init(root), start_of_rl(root), whole_checkpoint(root)),
+        whole=("run/weights/step_4",), safe=("run/weights/step_4",),
+    ),
+    "batches": Case(keep_a_batch, begun, whole=("run/rollouts/step_1.safetensors", "run/rollouts/step_2.safetensors"), safe=("run",)),
+    "code": Case(copy_code, begun, whole=("run/code/*",), safe=("run",)),
+    "an adopted run": Case(adopt_it, run_that_can_be_adopted, whole=("runs/elsewhere-*",), safe=("runs/elsewhere-*",)),
+    "a stage": Case(
+        end_a_stage, lambda root: (start_weights(root), (root / "runs").mkdir()), whole=("runs/run/stages/rl/DONE",),
+        vouches=(("runs/run/stages/rl/DONE", "runs/run/weights/rl"),), safe=("runs/run/stages/rl/DONE", "runs/run/weights/rl"),
+    ),
+    "a rank's file": Case(a_ranks_file, begun),
+    "a blank adapter": Case(start_adapters, begun, whole=("run/stages/rl/blank_adapter",)),
+}  # fmt: skip
+
+
+# What must be whole ---------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What was seen at each look: everything that some state has of what counts, with what every state has in it."""
+
+    def __init__(self, case: Case):
+        self._case, self.broken = case, []
+        self._seen: list[tuple[str, int, Tree]] = []
+
+    def look(self, disk: Disk) -> None:
+        self._checkpoints(disk)
+        for pattern in self._case.whole:
+            for path, found in _like(disk, pattern):
+                self._seen.append((path, found.inode, _surely(disk, found)))
+        for marker, folder in self._case.vouches:
+            if disk.may_exist(marker):
+                within = Path(os.path.commonpath([Path(marker).parent, folder]))
+                for path, found in disk.may_exist(folder):
+                    is_named = (disk.root / folder).exists() and disk.is_named(Path(folder), within)
+                    itself = {} if within != Path(folder) else {Path(marker).name: (disk.root / marker).read_bytes()}
+                    self._seen.append((path, found.inode, itself | _surely(disk, found) if is_named else {}))
+
+    def end(self, disk: Disk) -> list[str]:
+        """One sentence for everything that is broken in some state."""
+        for path, inode, tree in self._seen:
+            live = disk.root / path
+            if live.exists() and live.stat().st_ino == inode:
+                for name, content in _tree(live).items():
+                    if tree.get(name) != content:
+                        self.broken.append(f"{path} may be there, and {name or 'it'} lost or not whole")
+        for pattern in self._case.safe:
+            for path in disk.root.glob(pattern):
+                if not disk.is_safe(path):
+                    self.broken.append(f"{pattern} may be lost though its writer has returned")
+        return sorted(set(self.broken))
+
+    def _checkpoints(self, disk: Disk) -> None:
+        for pattern in ("run/checkpoints/*", "run/checkpoints/*/*"):
+            for path, folder in disk.may_exist(pattern):
+                if not Path(path).name.startswith(("step_", "later.")) or "/." in path:
+                    continue
+                if not any(name == checkpoints.MARKER for name, _ in folder.children()):
+                    continue
+                listed = folder.surely(checkpoints.FILES)
+                for name, digest in json.loads(listed).items() if listed else ((checkpoints.FILES, ""),):
+                    content = folder.surely(name)
+                    if content is None or hashlib.sha256(content).hexdigest() != digest:
+                        self.broken.append(f"{path} may be marked complete, and {name} lost or not whole")
+
+
+def _like(disk: Disk, pattern: str) -> list[tuple[str, Found]]:
+    """`may_exist`, where the last name may end with `*`; names of what is being written do not count."""
+    folder, _, last = pattern.rpartition("/")
+    found = disk.may_exist(f"{folder}/*" if folder else "*")
+    names = [
+        (path, one) for path, one in found if Path(path).name == last or (last.endswith("*") and Path(path).name.startswith(last[:-1]))
+    ]
+    return [(path, one) for path, one in names if not Path(path).name.startswith(".") and not path.endswith(".partial")]
+
+
+def _surely(disk: Disk, found: Found) -> Tree:
+    """What every state has below `found`."""
+    if (content := disk._bytes.get(found.inode)) is not None:
+        return {"": content}
+    return {
+        f"{name}/{rest}".rstrip("/"): content
+        for name, child in found.children()
+        if child.is_sure
+        for rest, content in _surely(disk, child).items()
+    }
+
+
+def _tree(path: Path) -> Tree:
+    if path.is_file():
+        return {"": path.read_bytes()}
+    files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files if file.name != ".lock"}
+
+
+def play(name: str, root: Path, skip: Callable[[FrameType], bool] = lambda frame: False) -> list[str]:
+    """What a power cut may break in the case `name`."""
+    case, watch = CASES[name], Watch(CASES[name])
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    case.prepare(root)
+    with Disk(root, watch.look, skip) as disk:
+        case.act(root)
+        return watch.end(disk)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_a_marker_vouches_for_is_whole_after_a_power_cut_at_any_moment(tmp_path, name):
+    assert play(name, tmp_path / "disk") == []
+
+
+# Every sync is needed -------------------------------------------------------------------------------------------------
+
+
+def syncs() -> dict[tuple[str, int], str]:
+    """(file, line) of every call that syncs in the source of the rooms, with what stands there; `WIRE` promises nothing."""
+    found = {}
+    for path in sorted((ROOT / "packages").glob("*/src/orrery/**/*.py")):
+        text, short = path.read_text(), path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(text)) if "sync" in text and short != WIRE else ():
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in SYNCS:
+                found[str(path), node.lineno] = f"{short}:{node.lineno}: {text.splitlines()[node.lineno - 1].strip()}"
+    return found
+
+
+def callers(frame: FrameType | None) -> set[tuple[str, int]]:
+    found = set()
+    while frame is not None:
+        found.add((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def test_every_sync_of_the_source_is_needed_for_that(tmp_path):
+    """Without any one of them, which is its deletion, a case breaks."""
+    every = syncs()
+    used: dict[tuple[str, int], set[str]] = {site: set() for site in every}
+
+    for name in CASES:
+
+        def note(frame: FrameType, name: str = name) -> bool:
+            for site in callers(frame) & every.keys():
+                used[site].add(name)
+            return False
+
+        play(name, tmp_path / "disk", note)
+    needless = []
+    for site, names in used.items():
+        if not any(play(name, tmp_path / "disk", lambda frame, site=site: site in callers(frame)) for name in sorted(names)):
+            needless.append(every[site] + (" (in no case)" if not names else ""))
+    assert len(every) > 15 and not needless, "\n".join(needless)
