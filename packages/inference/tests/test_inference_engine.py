@@ -30,10 +30,12 @@ from inference_servers import (
     stop,
     with_fleet,
 )
+from msgspec import structs
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.observe import scratch_disk
+from orrery.transport.canary import Canary
 from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed, WeightsDiffer
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
@@ -97,6 +99,30 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
     assert generation.finish_reason == "length"
     assert (generation.versions == START_VERSION).all()
     assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+
+
+def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_computes_another_policy_is_named(server, policies):
+    canary = Canary(tuple(range(3, 43)), 1e-3)
+
+    def known(module):
+        ids = torch.tensor(canary.token_ids)
+        hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+        rows = torch.log_softmax((hidden @ module.lm_head_weight.T).float(), -1)[:-1]
+        return tuple(rows.gather(1, ids[1:, None]).squeeze(1).detach().tolist())
+
+    async def scenario(fleet):
+        published, module = policies.publish()
+        await sample(fleet, "caches it", prompt=list(canary.token_ids), cache_salt=f"canary-{published.version}")
+        report = await fleet.update(structs.replace(published, canary=known(module)))
+        assert report.canary_difference <= TOLERANCE and not fleet.is_proving
+        published, _ = policies.publish()  # arrives and is attested, and what the trainer computes is something else
+        says = rf"engine 0: with version {published.version} its log-probs of the canary are [\d.]+ from"
+        with pytest.raises(WeightsDiffer, match=says):
+            await fleet.update(structs.replace(published, canary=known(policies.start())))
+        assert fleet.is_proving
+        await fleet.resume()
+
+    with_fleet(scenario, [server[1]], canary=canary)
 
 
 @pytest.fixture(params=DIRECT_KINDS)

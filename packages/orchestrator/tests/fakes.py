@@ -61,6 +61,10 @@ def manifest(**orchestrator: Any) -> Manifest:
             },
             "optimizer": adamw, "schedule": schedule, "max_grad_norm": 1.0,
             "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 0.001},
+            "mismatch": {
+                "warn_kl": 2.0, "stop_kl": 10.0, "warn_logprob_difference": 1.0, "stop_logprob_difference": 2.0,
+                "canary_logprob_difference": 1e-3,
+            },
             "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
         },
         "inference": {
@@ -223,9 +227,10 @@ class FakeFleet:
         self.updates.append(published.version)
         await asyncio.sleep(0)
         self.paused = False
-        return SimpleNamespace(paused_s=0.0, update_s=0.0, attest_s=0.0, attested={"resident": 1})
+        return SimpleNamespace(paused_s=0.0, update_s=0.0, attest_s=0.0, attested={"resident": 1}, canary_s=0.0, canary_difference=0.0)
 
     is_serving = True
+    is_proving = False
 
     def check(self) -> None:
         pass

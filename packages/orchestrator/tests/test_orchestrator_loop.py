@@ -419,6 +419,26 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
         run(tmp_path, fakes.manifest(), task=fakes.FakeTask(broken="judge"))
 
 
+def test_no_batch_is_cut_while_an_engine_has_to_prove_itself_and_none_after_it_has_failed(tmp_path):
+    class Impostor(fakes.FakeFleet):
+        async def update(self, published):
+            report = await super().update(published)
+            if published.version == 2:  # resumed, and its log-probs are not the trainer's
+                self.is_proving, sent = True, len(trainer.batches)
+                for _ in range(400):  # rollouts end meanwhile, more than a batch of them
+                    await asyncio.sleep(0)
+                finished.append(loop.state.sink.num_queued)
+                assert len(trainer.batches) == sent
+                raise RunFailed("engine 0: with version 2 its log-probs of the canary are 7 from the trainer's on average")
+            return report
+
+    me, fleet, trainer, finished = fakes.FakeMe(tmp_path, fakes.manifest(max_in_flight=64)), Impostor(), fakes.FakeTrainer(), []
+    loop = loop_of(me, me.manifest, fleet, trainer)
+    with pytest.raises(RunFailed, match="engine 0: with version 2 its log-probs"):
+        asyncio.run(asyncio.wait_for(loop.run(), 20))
+    assert finished[0] >= loop.state.rollouts_per_batch, "or there was nothing to cut"
+
+
 def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
     class Corrupt(fakes.FakeFleet):
         async def update(self, published):

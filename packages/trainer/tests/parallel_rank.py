@@ -27,6 +27,7 @@ from orrery.transport.columns import Columns
 from orrery.transport.packing import pack
 
 LENGTHS = (1, 2, 3, 21, 5, 8, 1, 13, 17, 2, 9, 30) * 2  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
+CANARY = (9, 11, 8, 14, 10, 12, 13)
 MAX_TOKENS = 30  # so that every rank of every layout has more than one micro-batch
 
 
@@ -58,10 +59,11 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     if world.mesh is not None:
         world = world_of(spec.trainer.mesh, world.rank, world.device)
     learner = make_learner(spec, folder / name.partition("_")[0], world)
+    canary = learner.logprobs(CANARY)
     metrics, gradients = one_step(learner, documents(spec, name.startswith("replayed")))
     if world.is_first:
         save_file(gradients, folder / f"{name}.safetensors")
-    return metrics
+    return metrics | {"canary": canary}
 
 
 def exchanges(world: World) -> dict[str, list]:

@@ -440,3 +440,22 @@ def test_packed_samples_do_not_see_one_another(start):
         whole, _ = learner.policy(micro_batch(columns, 1, CPU))
         single = [learner.policy(micro_batch(columns.select([i]), 1, CPU))[0] for i in range(columns.num_samples)]
     torch.testing.assert_close(whole, torch.cat(list(itertools.chain(single))), rtol=0, atol=2e-6)
+
+
+def test_log_probs_of_a_prompt_are_the_networks_and_leave_weights_gradients_and_compiled_graphs_alone(tmp_path, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    compiled, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiled(function, fullgraph=fullgraph, backend=counter))
+    spec = manifest(trainer={"compile": True})
+    learner = make_learner(spec, write_start_weights(spec, tmp_path / "start"))
+    before, tokens = whole_weights(learner), [9, 11, 8, 14, 10]
+    found = learner.logprobs(tokens)
+    assert counter.frame_count == 0
+    ids = torch.tensor(tokens)
+    network = learner.policy.network
+    hidden = network(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+    expected = torch.log_softmax((hidden @ network.lm_head_weight.T).float(), -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert all(torch.equal(weight, before[name]) for name, weight in whole_weights(learner).items())
+    assert all(weight.grad is None for weight in learner.weights.values())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_cases
-from parallel_rank import LENGTHS, one_step
+from parallel_rank import CANARY, LENGTHS, one_step
 from safetensors.torch import load_file
 from test_trainer_stages import run_rl, start_run
 from torch.utils.checkpoint import checkpoint
@@ -141,7 +141,10 @@ def alone(ran):
     folder, found = ran[0], {}
     for network, model in NETWORKS.items():
         spec = manifest(model=model, trainer=ADAPTERS if network == "adapted" else None)
-        found[network] = one_step(make_learner(spec, folder / network), documents(spec, network.startswith("replayed")))
+        learner = make_learner(spec, folder / network)
+        canary = learner.logprobs(CANARY)
+        metrics, gradients = one_step(learner, documents(spec, network.startswith("replayed")))
+        found[network] = metrics | {"canary": canary}, gradients
     return found
 
 

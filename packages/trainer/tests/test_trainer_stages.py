@@ -332,7 +332,7 @@ def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_
 
 def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(tmp_path):
     class Wire:
-        def publish(self, version, tensors):
+        def publish(self, version, tensors, canary):
             return Published(version, "", {}, f"{version:016x}")
 
     policy = SimpleNamespace(network=build(manifest().model))

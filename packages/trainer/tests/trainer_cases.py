@@ -30,6 +30,13 @@ MEMORY = {
     "lm_head_keeps_logits": False,
     "max_tokens_per_micro_batch": 64,
 }
+MISMATCH = {
+    "warn_kl": 2.0,
+    "stop_kl": 10.0,
+    "warn_logprob_difference": 1.0,
+    "stop_logprob_difference": 2.0,
+    "canary_logprob_difference": 1e-3,
+}
 OFFLOADED = {"memory": {**MEMORY, "optimizer_offload": True}}  # fields of `trainer`, as those of the next line
 HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
 MOE = {
@@ -111,6 +118,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "schedule": constant,
                 "max_grad_norm": 1.0,
                 "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 1e-3},
+                "mismatch": MISMATCH,
                 "checkpoint": {"interval_steps": 2, "keep": 2},
                 **(trainer or {}),
             },

@@ -47,6 +47,7 @@ class StandIn:
     before: dict = field(default_factory=dict)  # path → called with the body, in a thread
     hang: set = field(default_factory=set)  # paths that are never answered
     delay_s: float = 0.0
+    canary: list = field(default_factory=list)  # the log-probs it gives of a prompt's tokens after the first
     asked: list = field(default_factory=list)
 
     async def handle(self, request):
@@ -61,6 +62,9 @@ class StandIn:
             return web.json_response(content, status=status)
         if request.path == "/inference/v1/generate":
             await asyncio.sleep(self.delay_s)
+            if "prompt_logprobs" in body["sampling_params"]:
+                rows = [{str(token): {"logprob": p}} for token, p in zip(body["token_ids"][1:], self.canary, strict=False)]
+                return web.json_response(self.generated | {"prompt_logprobs": [None, *rows]})
             return web.json_response(self.generated)
         if request.path == "/collective_rpc":
             return web.json_response({"results": self.answers(body["method"])})

@@ -32,6 +32,7 @@ Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Bound = PositiveFloat | None
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average, which at 1 takes in nothing new
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
@@ -366,6 +367,32 @@ class DppoLoss(Record):
     penalty: NonNegativeFloat
 
 
+class Mismatch(Record):
+    """How far engines may be from the trainer: beyond `warn_*` the run says so, beyond `stop_*` it ends. Null: no bound.
+
+    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones too (`mismatch_kl` of a step's row).
+    - `*_logprob_difference`: mean |difference of log-probs| over the trained tokens of one engine in a batch, stale ones too.
+    - `canary_logprob_difference`: the same over a fixed prompt, which every engine is asked after each update and which the trainer
+      computes with the same weights (`orrery.transport.canary`). Beyond it the run ends; null: engines are not asked.
+    """
+
+    warn_kl: Bound
+    stop_kl: Bound
+    warn_logprob_difference: Bound
+    stop_logprob_difference: Bound
+    canary_logprob_difference: Bound
+
+    @model_validator(mode="after")
+    def warnings_come_first(self) -> "Mismatch":
+        for name in ("kl", "logprob_difference"):
+            warn, stop = getattr(self, f"warn_{name}"), getattr(self, f"stop_{name}")
+            if warn is not None and stop is not None and warn > stop:
+                raise ValueError(
+                    f"warn_{name} {warn:g} exceeds stop_{name} {stop:g}: the run would end before it warns; set it to at most that"
+                )
+        return self
+
+
 class NoCheckpointing(Record):
     """Whatever the backward pass needs stays; with `compile` what is cheap is made again all the same."""
 
@@ -436,6 +463,7 @@ class Trainer(Record):
     schedule: Schedule
     max_grad_norm: PositiveFloat
     loss: DppoLoss
+    mismatch: Mismatch
     checkpoint: Checkpoint
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from orrery.orchestrator.winding_down import Request as WindDownRequest
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
+from orrery.transport.canary import Canary
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import RolloutSender, make_sender
 from orrery.transport.token import run_token
@@ -46,6 +47,7 @@ async def fleet(me: Any) -> EngineFleet:
         incarnations=[engine.incarnation for engine in engines],
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
         model=served_model(me.manifest, me.stage),
+        canary=Canary.of(me.manifest),
     )
 
 

@@ -96,7 +96,7 @@ class Loop:
                 await self._end_early()
             self.state.wanted = await self.sender.wanted()
             start_s = time.time()
-            batch = self.state.cut()
+            batch = None if self.fleet.is_proving else self.state.cut()  # it may hold tokens of an engine that has not proven itself
             if batch is None:
                 await self.pulse.wait(POLL_S)
                 continue

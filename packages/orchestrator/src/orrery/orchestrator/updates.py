@@ -2,7 +2,8 @@
 
 - Order: nothing starts any more → stale work is drained (cancelled, and gone from the engines) → pause, load, attest, resume (the fleet)
   → the state has the version. Aborting before the pause, not during it, keeps the engines' bookkeeping out of our way.
-- Every engine attests every tensor; a mismatch is the fleet's `RunFailed`, which names it. A lost engine is the fleet's matter too.
+- Every engine attests every tensor and proves itself by the canary; a mismatch is the fleet's `RunFailed`, which names it.
+- A lost engine is the fleet's matter too.
 - An active evaluation keeps the version: then an update waits. Versions that were published meanwhile are skipped, newest wins.
 """
 
@@ -54,7 +55,7 @@ class Updates:
         self.me.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=drained_s - start_s,
             pause_s=report.paused_s, update_s=report.update_s, attest_s=report.attest_s, num_in_flight=num_in_flight,
-            attested=report.attested,
+            attested=report.attested, canary_s=report.canary_s, canary_difference=report.canary_difference,
         )  # fmt: skip
         self.me.log.info(
             "version %d (%s) in all engines: %d in flight, paused %.0f ms", version, published.digest, num_in_flight, 1000 * report.paused_s

@@ -8,10 +8,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -98,6 +99,28 @@ class Learner:
         sums = self._add_up(f"version {self.step}", tally)
         peak = float(tally.peaks)
         return peak if peak >= 0 else None, int(sums["scored"])
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log p of each token after the first, at temperature 1, by the weights that stand here now. A collective.
+
+        Blocks are not compiled for it: this one short length would be a graph of its own, and change how later ones are made.
+        """
+        positions = np.arange(len(token_ids), dtype=np.float32)  # in place of the engine's log-probs: where each scored token belongs
+        columns = Columns(
+            np.array([0, len(token_ids)], dtype=np.int64),
+            {"token_id": np.asarray(token_ids, dtype=np.int32), "trained": positions > 0, "logprob": positions},
+            {},
+        )
+        batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
+        with torch.compiler.set_stance("force_eager"):
+            logprob, _ = self.policy(batch)
+        release(self.policy)
+        found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
+        if self.world.data_rank == 0:  # one context-parallel group: all others compute the same
+            is_scored = batch.loss.rl_weight != 0
+            found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
+        return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
         """Before they leave the run: the last update is followed by no loss that would tell. A collective. Raises RunFailed."""

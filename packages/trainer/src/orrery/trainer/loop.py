@@ -30,6 +30,7 @@ from orrery.trainer.pulse import parts_s, still_s, warms_up
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
+from orrery.transport.canary import canary_tokens
 from orrery.transport.rollout_wire import ReceivedBatch
 
 SAME_WEIGHTS_TOLERANCE = 1e-4
@@ -91,7 +92,8 @@ def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
     version, begin_s = rig.learner.step, time.time()
     limit_s = max(rig.publish_still_s, _still_s(rig, me, is_first))
     me.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
-    published = rig.publisher.publish(version)
+    canary = None if me.manifest.trainer.mismatch.canary_logprob_difference is None else canary_tokens(me.manifest)
+    published = rig.publisher.publish(version, () if canary is None else rig.learner.logprobs(canary))
     end_s = time.time()
     if published is not None:
         me.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)

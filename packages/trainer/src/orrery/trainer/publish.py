@@ -12,7 +12,7 @@
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,11 +48,11 @@ class Publisher:
         self._policy, self._wire = policy, wire
         self.digests: dict[int, str] = {}  # by version; rank 0 only
 
-    def publish(self, version: int) -> Published | None:
-        """Put version `version` out; what was published, on rank 0."""
+    def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
+        """Put version `version` out, with its log-probs of the canary; what was published, on rank 0."""
         tensors = self._named_tensors()
         if self._wire is not None:
-            published = self._wire.publish(version, tensors)
+            published = self._wire.publish(version, tensors, canary)
             self.digests[version] = published.digest
             return published
         deque(tensors, maxlen=0)
@@ -114,11 +114,11 @@ class Direct(Publisher):
         self._source, self._dtype, self._me = source, dtype, me
         self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
 
-    def publish(self, version: int) -> Published | None:
+    def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
         network = self._policy.network
         self._merge()
         standing = [local_tensor(tensor) for tensor in (*network.parameters(), *network.buffers())]
-        published = self._source.publish(version, self._held, standing, self._sent)
+        published = self._source.publish(version, self._held, standing, self._sent, canary)
         if published is not None:
             self.digests[version] = published.digest
         return published

@@ -162,6 +162,10 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
+class _PromptLogprobs(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
+
+
 class _Generated(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
@@ -254,6 +258,26 @@ class EngineClient:
         if status != 200:
             raise GenerationFailed(f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}")
         return _generation(request_id, answer, self.name, len(prompt), routes_from)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], request_id: str, timeout_s: float) -> np.ndarray:
+        """Log p of each token after the first, f32 [n − 1], at temperature 1. Raises GenerationFailed, or EngineGone.
+
+        The prompt is computed anew, whatever the prefix cache holds.
+        """
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2, "detokenize": False}
+        body: dict[str, Any] = {"request_id": request_id, "token_ids": list(token_ids), "cache_salt": request_id}
+        body["sampling_params"] = sampling
+        if self._model is not None:
+            body["model"] = self._model
+        what = f"request {request_id!r}"
+        status, answer = await self._call("POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True)
+        if status != 200:
+            raise GenerationFailed(f"{self.name} refused {what}: {_sentence(status, answer)}")
+        try:
+            rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
+            return np.array([(row or {})[str(token)].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)], np.float32)
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            raise GenerationFailed(f"{self.name} gave an answer to {what} without the log-probs of its prompt: {error!r}") from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their `generate` returns with finish_reason "abort", but for the last tokens. Unknown ids are ignored."""

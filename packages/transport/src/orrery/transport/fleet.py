@@ -14,8 +14,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -25,6 +25,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import fence
 from orrery.observe.deadline import scaled
 from orrery.transport import rendezvous
+from orrery.transport.canary import Canary
 from orrery.transport.engine import (
     START_VERSION,
     EngineClient,
@@ -77,9 +78,11 @@ class EngineFleet:
         incarnations: Sequence[int] = (),
         handovers: Sequence[Mapping[str, Any]] = (),
         model: str | None = None,
+        canary: Canary | None = None,
     ) -> None:
         """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given;
-        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them; `model` as `EngineClient` takes it.
+        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them; `model` as `EngineClient` takes it;
+        `canary`: what each engine has to prove after an update.
 
         Raises OrreryError for several engines without a router.
         """
@@ -87,7 +90,8 @@ class EngineFleet:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
         if len(engine_urls) > 1 and router_url is None and not handovers:
             raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
-        self._token, self._restarting, self._model = token, restarting, model
+        self._token, self._restarting, self._model, self._canary = token, restarting, model, canary
+        self._proving: set[int] = set()  # resumed with a version, and not proven yet
         self.engines = [EngineClient(url, token, f"engine {index}", model) for index, url in enumerate(engine_urls)]
         self.router = RouterClient(router_url, token, "router", model) if router_url is not None else None
         self.roster = Roster(len(engine_urls), START_VERSION)
@@ -135,6 +139,11 @@ class EngineFleet:
     def is_serving(self) -> bool:
         """Whether a request would find an engine, and where prefill is apart one of each part."""
         return bool(self._admitted) if self.apart is None else self.apart.is_serving
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether an engine that may have sampled tokens of its new version has not answered the canary yet, or not as it should."""
+        return bool(self._proving)
 
     def check(self) -> None:
         """Raise what ended the watch over engines that are away, if something did."""
@@ -276,11 +285,25 @@ class EngineFleet:
     async def _take(self, index: int, published: "Published", begin: float) -> None:
         """One engine to `published`, and among those that serve."""
         engine, incarnation = self.engines[index], self.roster[index].incarnation
-        report = replace(await update_engine(engine, published), paused_s=time.perf_counter() - begin)
+        started = time.perf_counter()
+        report = await update_engine(engine, published, self._canary, self._prove(index))
+        report = replace(report, paused_s=report.paused_s + started - begin)
         if self.roster.took(index, incarnation, published.version):
             await self._admit(index, incarnation)
             self._reports[index] = report
             self._ring()
+
+    @contextmanager
+    def _prove(self, index: int) -> Iterator[None]:
+        """The engine stays among those to be proven where its log-probs differ: the run ends, and nothing more of it is trained."""
+        self._proving.add(index)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, WeightsDiffer):
+                self._proving.discard(index)
+            raise
+        self._proving.discard(index)
 
     async def _admit(self, index: int, incarnation: int) -> None:
         """Give requests to an engine that holds the wanted version."""

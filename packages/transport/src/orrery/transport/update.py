@@ -1,14 +1,17 @@
-"""One engine and one update: pause, load, attest. Requests in flight wait, and go on with the new weights on the cache they have.
+"""One engine and one update: pause, load, attest, resume, prove (`canary`).
 
+- Requests in flight wait, and go on with the new weights on the cache they have.
 - It ends in attestation: every tensor that was published must stand in the engine with the publisher's fingerprint.
 - An engine that did not come through stays paused: not one more token is sampled from weights nobody vouches for.
 """
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orrery.transport.canary import Canary, prove
 from orrery.transport.engine import EngineClient, TensorAttestation, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -26,10 +29,17 @@ class UpdateReport:
     attest_s: float  # fetching and comparing fingerprints
     paused_s: float  # from asking it to pause until it had resumed: what generation lost
     attested: dict[str, int]  # {"resident": …, "as_consumed": …}
+    canary_s: float = 0.0  # the canary's, after it had resumed
+    canary_difference: float | None = None  # from the trainer's log-probs, on average; None where it was not asked
 
 
-async def update_engine(engine: EngineClient, published: "Published") -> UpdateReport:
-    """Bring one engine to `published` and have it go on. Raises EngineGone, UpdateFailed, or WeightsDiffer naming engine and tensor."""
+async def update_engine(
+    engine: EngineClient, published: "Published", canary: Canary | None = None, proving: AbstractContextManager[object] | None = None
+) -> UpdateReport:
+    """Bring one engine to `published` and have it go on. Raises EngineGone, UpdateFailed, or WeightsDiffer naming engine and tensor.
+
+    With a `canary` it also has to prove itself; `proving` is entered before it samples a token, and left once it has.
+    """
     begin = time.perf_counter()
     await engine.pause()
     paused = time.perf_counter()
@@ -40,15 +50,22 @@ async def update_engine(engine: EngineClient, published: "Published") -> UpdateR
         compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
         raise WeightsDiffer(f"{engine.name}: what it holds has not the digest {published.digest} of version {published.version}")
     attested = time.perf_counter()
-    await engine.resume()
+    with nullcontext() if proving is None else proving:
+        await engine.resume()
+        resumed = time.perf_counter()
+        proof: tuple[float | None, float] = (None, 0.0)
+        if canary is not None and published.canary:
+            proof = await prove(engine, canary, published.version, published.canary)
     return UpdateReport(
         version=published.version,
         digest=published.digest,
         pause_s=paused - begin,
         update_s=updated - paused,
         attest_s=attested - updated,
-        paused_s=time.perf_counter() - begin,
+        paused_s=resumed - begin,
         attested=found.how,
+        canary_difference=proof[0],
+        canary_s=proof[1],
     )
 
 

@@ -27,12 +27,16 @@ class TakeFailed(WireFailed):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up."""
+    """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up.
+
+    `canary`: the trainer's log-probs of the canary's tokens after the first; empty where the publisher is no trainer.
+    """
 
     version: int
     path: str
     fingerprints: dict[str, int]
     digest: str
+    canary: tuple[float, ...] = ()
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ In a stage on several nodes the same in the run's folder, which all nodes see.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +82,9 @@ class WeightPublisher:
         self._last_version: int | None = None
         own(self.folder)
 
-    def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Published:
+    def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]", canary: Sequence[float] = ()) -> Published:
         """Make `version` visible. Tensors may be on any device and are copied out one at a time."""
-        return self._publish(version, lambda aside: self._write_shards(aside, named_tensors))
+        return self._publish(version, lambda aside: self._write_shards(aside, named_tensors), canary)
 
     def publish_folder(self, version: int, folder: Path) -> Published:
         """Make the safetensors files of `folder` visible as `version`, without a copy: whoever reads must see `folder` too. Needs no torch.
@@ -93,7 +93,7 @@ class WeightPublisher:
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
-    def _publish(self, version: int, write: Callable[[Path], dict[str, int]]) -> Published:
+    def _publish(self, version: int, write: Callable[[Path], dict[str, int]], canary: Sequence[float] = ()) -> Published:
         if self._last_version is not None and version <= self._last_version:
             raise OrreryError(f"weight wire: version {version} after version {self._last_version}; versions only rise")
         target = self.folder / f"version_{version}"
@@ -110,7 +110,7 @@ class WeightPublisher:
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)
         aside.rename(target)
-        published = Published(version, str(target), taken, digest(taken))
+        published = Published(version, str(target), taken, digest(taken), tuple(canary))
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         self._last_version = version
         for old in sorted(_versions(self.folder))[: -self._keep]:

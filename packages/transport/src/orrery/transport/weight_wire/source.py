@@ -62,7 +62,12 @@ class Source:
         self._sending: _Sending | None = None
 
     def publish(
-        self, version: int, held: Callable[[], Sequence[Held]], standing: Sequence[torch.Tensor], report: Report = lambda *_: None
+        self,
+        version: int,
+        held: Callable[[], Sequence[Held]],
+        standing: Sequence[torch.Tensor],
+        report: Report = lambda *_: None,
+        canary: Sequence[float] = (),
     ) -> Published | None:
         """Make `version` known; rank 0 gets what was published. All ranks call it, and not between `settle` and the step.
 
@@ -89,7 +94,7 @@ class Source:
             self._meeting.forget(key)
         fingerprints = {tensor.name: int(share) & MASK for tensor, share in zip(self._tensors, total, strict=True)}
         self._meeting.forget(f"settled/{self._settled}")  # all ranks have read it, since all are here
-        published = Published(version, str(self.folder), fingerprints, digest(fingerprints))
+        published = Published(version, str(self.folder), fingerprints, digest(fingerprints), tuple(canary))
         self._sending.open(version)
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         return published
