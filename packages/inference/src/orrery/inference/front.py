@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
-from orrery.transport.engine import KEEPALIVE_S, SESSION_HEADER
+from orrery.transport.engine import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 from orrery.transport.token import Purpose, authorization
 
 AUTHORIZED = "/authorized"  # 200 for the generate credential
@@ -26,7 +26,7 @@ ROUTES = {
     ("GET", "/list_workers"): Purpose.ADMINISTER,
 }
 ASKED = ("Content-Type", SESSION_HEADER)
-PASSED = ("Content-Type", "Content-Encoding")
+PASSED = ("Content-Type", "Content-Encoding", ENGINE_HEADER)
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
 KEPT_S = 600.0  # longer than any client keeps an idle connection
 

@@ -1,16 +1,19 @@
 """The credentials at an engine's door: who can reach its address must not drive an engine."""
 
 import hmac
+import os
 import secrets
 
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orrery.manifest.errors import RunFailed
+from orrery.transport.engine import ENGINE_HEADER
 from orrery.transport.token import Purpose, credential, run_token
 
 OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing
 GENERATE = "/inference/v1/generate"
+INDEX = "ORRERY_ENGINE"  # which of the stage's engines this process is
 
 
 class RequireToken:
@@ -19,6 +22,8 @@ class RequireToken:
     Generation takes the `generate` credential and nothing else. Every other path, unknown ones too, takes the `administer` credential,
     which no request for generation carries. A launched engine without a token refuses everything; of an engine that no launcher
     started (a person, or a test, did) everything is open.
+
+    An answer to a request for generation says which engine gave it: behind a router its client cannot know.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -27,6 +32,7 @@ class RequireToken:
             token = run_token()
         except RunFailed:  # no sentence here: it would be a 500; the role ends with one as it publishes its address
             token = secrets.token_hex()
+        self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
         self.wanted = {purpose: f"Bearer {credential(token, purpose)}".encode() for purpose in Purpose} if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,4 +42,12 @@ class RequireToken:
             wanted = self.wanted[Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER]
             if not hmac.compare_digest(given, wanted):
                 app = PlainTextResponse("this engine serves one run's roles only: the run's token is missing or another's\n", 401)
-        await app(scope, receive, send)
+        await app(scope, receive, self._named(send) if scope.get("path") == GENERATE else send)
+
+    def _named(self, send: Send) -> Send:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self.name]
+            await send(message)
+
+        return named

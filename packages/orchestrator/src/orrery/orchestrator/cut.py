@@ -33,6 +33,7 @@ def document(sample: Sample, temperature: float) -> Columns:
         },
         {
             "temperature": np.array([temperature], dtype=np.float32),
+            "engine": np.array([rollout.engine], dtype=np.int32),
             "dispatch_version": np.array([sample.dispatch_version], dtype=np.int32),
             "reward": np.array([rollout.reward], dtype=np.float32),
             "group_id": np.array([sample.group_id], dtype=np.int64),

@@ -23,7 +23,7 @@ from orrery.manifest.schema import Sampling
 from orrery.observe.process import Terminated
 from orrery.orchestrator.beside import Beside
 from orrery.tasks.task import JudgeBroken, Message
-from orrery.transport.engine import EngineGone
+from orrery.transport.engine import UNKNOWN_ENGINE, EngineGone
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
 
@@ -59,6 +59,7 @@ class Rollout:
     routed_experts: np.ndarray | None = (
         None  # as `orrery.transport.routed_experts` has it, [n, layers, top_k]; None where the run carries none
     )
+    engine: int = UNKNOWN_ENGINE  # the one that sampled all turns
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +86,7 @@ class _Tokens:
         self.chunks = [self._untrained(prompt)]
         self.length = len(prompt)
         self.routes: list[Routes] = []
+        self.engines: set[int] = set()
 
     @staticmethod
     def _untrained(ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -100,6 +102,7 @@ class _Tokens:
         self.chunks.append((generation.token_ids, generation.logprobs, np.ones(n, np.bool_), generation.versions))
         self.length += n
         self.routes += generation.routes
+        self.engines.add(generation.engine)
 
     @property
     def routes_from(self) -> int:
@@ -176,7 +179,8 @@ async def play(
         raise RolloutFailed("judge", f"problem {problem_index} was judged {reward} with {metrics}; rewards and metrics are finite numbers")
     routed_experts = None if routes is None else _guard("engine", lambda: column(tokens.length, tokens.routes, routes))
     return Rollout(
-        tokens.column(0), tokens.column(1), tokens.column(2), tokens.column(3), reward, truncated, messages, metrics, routed_experts
+        tokens.column(0), tokens.column(1), tokens.column(2), tokens.column(3), reward, truncated, messages, metrics, routed_experts,
+        tokens.engines.pop() if len(tokens.engines) == 1 else UNKNOWN_ENGINE,
     )  # fmt: skip
 
 

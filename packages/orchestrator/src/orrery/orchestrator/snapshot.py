@@ -149,6 +149,8 @@ def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
     # Copies, so that nothing is left of the mapping: a file that another node removes cannot be read on a network file system.
     token_id, logprob, trained, version = (columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version"))
     routes = columns.token[COLUMN][tokens].copy() if COLUMN in columns.token else None
-    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics, routes)
-    group_id, task_index, dispatch_version = (int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version"))
+    group_id, task_index, dispatch_version, engine = (
+        int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version", "engine")
+    )
+    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics, routes, engine)
     return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

@@ -16,6 +16,7 @@ from orrery.observe.process import RoleProcess
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.learner import Learner
+from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel import build_network, build_policy, fsdp
 from orrery.trainer.parallel.world import COLLECTIVE_DEADLINE_S, World, device_for, dissolve, form, meet
 from orrery.trainer.policy import Policy
@@ -96,6 +97,7 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     num_nodes = stage(manifest, me.stage).num_nodes
     publisher = _publisher(me, learner.policy, world, num_nodes)
     learner.before_step = publisher.settle
+    learner.guard = MismatchGuard(manifest, world, me.log)
     resumed = stage_checkpoints.resume(me, learner, "rl")
     if resumed is not None and world.is_first:
         publisher.restore(resumed / "trainer")

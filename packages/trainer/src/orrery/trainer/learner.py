@@ -20,6 +20,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Optimizer, Trainer
 from orrery.trainer.loss import COMPONENTS, Tally, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
+from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.parallel import compiled, context_parallel
 from orrery.trainer.parallel.fsdp import release, synchronize_gradients
@@ -58,6 +59,7 @@ class Learner:
         if embedding is not None:
             embedding.register_forward_hook(self._watch_embedding)
         context_parallel.watch(policy, self._watch)
+        self.guard: MismatchGuard | None = None  # of batches that engines sampled
         self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
@@ -75,6 +77,8 @@ class Learner:
         backward_s = time.time()
         if not math.isfinite(grad_norm):
             self._name_gradient(step)
+        if self.guard is not None:
+            values["logprob_mean_abs_diff"] = self.guard.judge(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
         self.optimizer.step(divisor)  # the last of a step that the device is told; nothing here waits for it
@@ -132,6 +136,8 @@ class Learner:
     def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         self._reached.clear()
+        if self.guard is not None:
+            self.guard.clear()
         for index, columns in enumerate(arrivals):
             mark(self.world.device)
             batch = micro_batch(columns, step, self.world.device, self.cut, self.routes)
@@ -142,6 +148,8 @@ class Learner:
                 self.optimizer.prefetch()
             value.backward()
             tally.add(part)
+            if self.guard is not None:
+                self.guard.add(batch, logprob)
             differ = self.policy.network.num_routes_differ
             tally.count(batch.num_samples, batch.num_tokens, batch.routes_missing, batch.routes_replayed, differ)
         release(self.policy)

@@ -35,6 +35,7 @@ class MicroBatch:
     temperature: torch.Tensor  # f32 [M]
     routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
     loss: Targets  # [M]
+    origin: torch.Tensor  # i64 [M, 2], which engine sampled each scored token, −1 where unknown, and how many versions ago
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route in some layer, other than the last of a sample, which predicts nothing
@@ -110,6 +111,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
         temperature=_tensor(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
         routed_experts=None,
         loss=targets,
+        origin=_tensor(_origin(columns, step, sample_of)[scored]),
         num_samples=columns.num_samples,
         num_tokens=columns.num_tokens,
     )
@@ -122,6 +124,14 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
     fresh = np.bincount(sample_of[other], minlength=columns.num_samples) == 0
     return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
+
+
+def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
+    """i64 [T, 2]: engine, and age in versions."""
+    engine, version = columns.sample.get("engine"), columns.token.get("version")
+    nothing = np.full(columns.num_tokens, -1, dtype=np.int64)
+    age = nothing if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
+    return np.stack([nothing if engine is None else engine.astype(np.int64)[sample_of], age], axis=1)
 
 
 def _with_routes(batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None) -> MicroBatch:
@@ -145,7 +155,8 @@ def _dummy() -> MicroBatch:
     no = torch.zeros(1, dtype=torch.bool)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
     targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
-    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, None, targets, num_samples=0, num_tokens=0)
+    origin = torch.zeros(1, 2, dtype=torch.int64)
+    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, None, targets, origin, num_samples=0, num_tokens=0)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -24,7 +24,7 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiohttp
@@ -53,6 +53,8 @@ QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 KEEPALIVE_S = 3.0
 # vLLM's /inference/v1/generate puts it before our ids; aborting a bare id aborts nothing, with status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
+ENGINE_HEADER = "X-Orrery-Engine"  # the index of the engine that gave an answer, in its own words
+UNKNOWN_ENGINE = -1
 SESSION_HEADER = "X-Session-ID"  # what vllm-router's consistent_hash goes by
 
 
@@ -98,6 +100,7 @@ class Generation:
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     routes: tuple[Routes, ...] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
     kv_transfer: dict[str, Any] | None = None  # of a request that prefills for another engine: where its blocks are
+    engine: int = UNKNOWN_ENGINE  # the index of the one that sampled it
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ class EngineClient:
             body["model"] = self._model
         what = f"request {request_id!r}"
         try:
-            status, answer = await self._call(
+            status, answer, engine = await self._call(
                 "POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True, session=session
             )
         except EngineGone as error:
@@ -257,7 +260,7 @@ class EngineClient:
             raise
         if status != 200:
             raise GenerationFailed(f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}")
-        return _generation(request_id, answer, self.name, len(prompt), routes_from)
+        return replace(_generation(request_id, answer, self.name, len(prompt), routes_from), engine=engine)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], request_id: str, timeout_s: float) -> np.ndarray:
         """Log p of each token after the first, f32 [n − 1], at temperature 1. Raises GenerationFailed, or EngineGone.
@@ -269,8 +272,8 @@ class EngineClient:
         body["sampling_params"] = sampling
         if self._model is not None:
             body["model"] = self._model
-        what = f"request {request_id!r}"
-        status, answer = await self._call("POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True)
+        what, path = f"request {request_id!r}", "/inference/v1/generate"
+        status, answer, _ = await self._call("POST", path, body, timeout_s, GenerationFailed, what, keep_connection=True)
         if status != 200:
             raise GenerationFailed(f"{self.name} refused {what}: {_sentence(status, answer)}")
         try:
@@ -356,7 +359,7 @@ class EngineClient:
 
     async def metrics(self) -> EngineMetrics:
         """Numbers of /metrics, summed over label sets."""
-        status, answer = await self._call("GET", "/metrics", None, QUERY_TIMEOUT_S, EngineGone, "GET /metrics")
+        status, answer, _ = await self._call("GET", "/metrics", None, QUERY_TIMEOUT_S, EngineGone, "GET /metrics")
         if status != 200:
             raise EngineGone(f"{self.name} does not give metrics: {_sentence(status, answer)}")
         return _metrics(answer.decode())
@@ -364,7 +367,7 @@ class EngineClient:
     async def health(self) -> bool:
         """True if the server answers that it is well; False if it answers anything else, or not at all."""
         try:
-            status, _ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health")
+            status, *_ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health")
         except (EngineGone, NoRoom):
             return False
         return status == 200
@@ -372,7 +375,7 @@ class EngineClient:
     async def death(self) -> str | None:
         """Why this server will not answer any more: it cannot be reached, or says that it is not well. None where it is well, or slow."""
         try:
-            status, _ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, GenerationFailed, "GET /health")
+            status, *_ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, GenerationFailed, "GET /health")
         except EngineGone as error:
             return str(error)
         except GenerationFailed:
@@ -382,7 +385,7 @@ class EngineClient:
     async def _control(self, path: str, body: object = None, timeout_s: float | None = None, error: type[RunFailed] = RunFailed) -> bytes:
         """POST that must succeed; raises `error` with the engine's own words."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
-        status, answer = await self._call("POST", path, {} if body is None else body, limit_s, EngineGone, path)
+        status, answer, _ = await self._call("POST", path, {} if body is None else body, limit_s, EngineGone, path)
         if status != 200:
             raise error(f"{self.name}: {path} failed: {_sentence(status, answer)}")
         return answer
@@ -397,8 +400,8 @@ class EngineClient:
         what: str,
         keep_connection: bool = False,
         session: str | None = None,
-    ) -> tuple[int, bytes]:
-        """Status and body of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
+    ) -> tuple[int, bytes, int]:
+        """Status, body and engine of one HTTP exchange; EngineGone where there is no server, `on_timeout` where it is too slow.
 
         Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room, and fails
         by `on_timeout`, or NoRoom where that would blame the server.
@@ -421,7 +424,8 @@ class EngineClient:
             timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S)
             try:
                 async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
-                    return response.status, await response.read()
+                    name = response.headers.get(ENGINE_HEADER, "")
+                    return response.status, await response.read(), int(name) if name.isdecimal() and len(name) < 6 else UNKNOWN_ENGINE
             except aiohttp.ServerTimeoutError as error:
                 raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
             except TimeoutError as error:

@@ -67,6 +67,7 @@ def take(batch: MicroBatch, cut: Cut, is_first: bool) -> MicroBatch:
         temperature=batch.temperature[scored],
         routed_experts=_routes(batch.routed_experts, source, torch.from_numpy(cut.is_real)),
         loss=Targets(*(getattr(batch.loss, field.name)[scored] for field in fields(Targets))),
+        origin=batch.origin[scored],
         num_samples=batch.num_samples if is_first else 0,
         num_tokens=batch.num_tokens if is_first else 0,
         routes_missing=batch.routes_missing if is_first else 0,
@@ -88,4 +89,4 @@ def _with_one_unweighted(batch: MicroBatch) -> MicroBatch:
     """Scoring nothing would take the LM head out of the graph, and this rank out of its collectives."""
     nothing = {field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype) for field in fields(Targets)}
     first = torch.zeros(1, dtype=torch.int64)
-    return replace(batch, row=first, target=first, temperature=torch.ones(1), loss=Targets(**nothing))
+    return replace(batch, row=first, target=first, temperature=torch.ones(1), loss=Targets(**nothing), origin=first.new_zeros(1, 2))
