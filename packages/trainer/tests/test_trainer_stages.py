@@ -318,6 +318,23 @@ def test_log_probs_that_differ_on_the_same_weights_end_the_run(tmp_path, in_shar
     assert "Traceback" not in error
 
 
+def test_a_batch_of_other_log_probs_is_not_trained(tmp_path, in_shared_memory):
+    """Answers forged by a process that is sure of every token."""
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 2}})
+    run_dir = start_run(tmp_path / "run", spec)
+    in_shared_memory(run_dir, 1)
+
+    def forge(step, columns, digests):
+        columns.sample["engine"] = np.zeros(columns.num_samples, dtype=np.int32)
+        columns.token["logprob"][columns.token["trained"]] = 0.0
+
+    [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=forge)
+    assert code == 1 and "Traceback" not in error
+    assert "error: step 1: log-probs of " in error and "tokens of engine 0 are " in error and ", so the batch is not trained" in error
+    rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+    assert not [row for row in rows if row["step"] == 1 and "loss" in row], "no step was made of it"
+
+
 def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_shared_memory):
     run_dir = start_run(tmp_path / "run", spec := manifest(stages={"sft": None, "rl": {"num_steps": 2}}))
     in_shared_memory(run_dir, 1)
