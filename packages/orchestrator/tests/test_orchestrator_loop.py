@@ -419,24 +419,32 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
         run(tmp_path, fakes.manifest(), task=fakes.FakeTask(broken="judge"))
 
 
-def test_no_batch_is_cut_while_an_engine_has_to_prove_itself_and_none_after_it_has_failed(tmp_path):
-    class Impostor(fakes.FakeFleet):
-        async def update(self, published):
-            report = await super().update(published)
-            if published.version == 2:  # resumed, and its log-probs are not the trainer's
-                self.is_proving, sent = True, len(trainer.batches)
-                for _ in range(400):  # rollouts end meanwhile, more than a batch of them
-                    await asyncio.sleep(0)
-                finished.append(loop.state.sink.num_queued)
-                assert len(trainer.batches) == sent
-                raise RunFailed("engine 0: with version 2 its log-probs of the canary are 7 from the trainer's on average")
-            return report
-
-    me, fleet, trainer, finished = fakes.FakeMe(tmp_path, fakes.manifest(max_in_flight=64)), Impostor(), fakes.FakeTrainer(), []
+def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
+    me, fleet, trainer = fakes.FakeMe(tmp_path, fakes.manifest()), fakes.FakeFleet(), fakes.FakeTrainer()
     loop = loop_of(me, me.manifest, fleet, trainer)
-    with pytest.raises(RunFailed, match="engine 0: with version 2 its log-probs"):
-        asyncio.run(asyncio.wait_for(loop.run(), 20))
-    assert finished[0] >= loop.state.rollouts_per_batch, "or there was nothing to cut"
+    group = GroupRequest("train", 0, 0, 0, 8)
+    queued = [Sample(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0) for member in range(8)]
+
+    async def scenario():
+        loop.state.updated(0)
+        loop.state.digests[0] = "of version 0"
+        loop.state.sink.queue.append(queued)
+        fleet.is_proving = True
+        training = asyncio.create_task(loop.train())
+        for _ in range(5):  # it looks each time
+            loop.pulse.ring()
+            await asyncio.sleep(0.001)
+        looked = loop.state.wanted, loop.state.clock.next_batch, loop.state.sink.num_queued
+        fleet.is_proving = False
+        loop.pulse.ring()
+        while not trainer.batches:
+            await asyncio.sleep(0.001)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        return looked
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (1, 1, 8), "the trainer wants batch 1, and there is enough for it"
+    assert [batch.step for batch in trainer.batches] == [1]
 
 
 def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
