@@ -1,0 +1,194 @@
+"""What authentication costs: CPU seconds of its own code, as a share of all CPU seconds of the demo and of `orchestrator/overhead`.
+
+- Costs of one check are measured here, in this process, each as the difference between the same code with the check and without it:
+  a request's credential at the orchestrator, the router's front and the engine; an ask for a micro-batch over CurveZMQ and its ticket;
+  a value in the weight wire's store. vllm-router's question about each key is a whole request over HTTP, answered by the front.
+- Runs say how many there were. The demo is run here, from spec to report, and so is one round of `orchestrator/overhead`; their CPU
+  seconds are those of all their processes, start-up included.
+
+    python benchmarks/faults/authentication.py            # on a quiet machine, about 4 minutes
+"""
+
+import argparse
+import asyncio
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.inference.front import AUTHORIZED, Front
+from orrery.inference.token import GENERATE, RequireToken
+from orrery.manifest.identity import load, run_dir
+from orrery.observe import token as observed
+from orrery.observe.metrics import read
+from orrery.transport.columns import Columns
+from orrery.transport.rollout_wire import Batch, make_receiver, make_sender, zeromq
+from orrery.transport.token import Purpose, authorization
+from orrery.transport.weight_wire.meeting import Address, Meeting
+from record import record
+
+ROOT = Path(__file__).parents[2]
+DEMO = "reverse_text"
+TOKEN = "7ab1e5" * 5
+GOAL = 0.01
+NUM_CALLS, NUM_BATCHES, NUM_QUESTIONS = 20_000, 300, 2000
+OVERHEAD = ("--rounds", "1", "--seconds", "15", "--dry-run")
+OVERHEAD_S, OVERHEAD_TOKENS = 19.0, 32  # seconds that it generates each way, tokens a request
+
+
+async def cost_s(call: Callable[[], Awaitable[Any]], without: Callable[[], Awaitable[Any]]) -> float:
+    """CPU seconds of one `call` beyond those of `without`; the smallest of three measurements."""
+
+    async def seconds(each: Callable[[], Awaitable[Any]]) -> float:
+        begin_s = time.process_time()
+        for _ in range(NUM_CALLS):
+            await each()
+        return (time.process_time() - begin_s) / NUM_CALLS
+
+    return min([max(0.0, await seconds(call) - await seconds(without)) for _ in range(3)])
+
+
+async def of_requests() -> dict[str, float]:
+    """CPU seconds that authenticate one request for generation, by place."""
+    carried = authorization(TOKEN, Purpose.GENERATE)
+
+    async def engine(*_: Any) -> None: ...
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    async def carry() -> dict[str, str]:
+        return authorization(TOKEN, Purpose.GENERATE)
+
+    async def nothing() -> None: ...
+
+    scope = {"type": "http", "path": GENERATE, "headers": [(b"host", b"x"), (b"authorization", carried["Authorization"].encode())]}
+    guarded = RequireToken(engine)
+    async with Front(TOKEN, "http://127.0.0.1:1") as front:
+        request = make_mocked_request("POST", GENERATE, headers=carried)
+        request.match_info.route.resource.canonical = GENERATE  # type: ignore[union-attr,misc]
+        url = await front.listen("127.0.0.1", 0) + AUTHORIZED
+        async with aiohttp.ClientSession() as session:
+            begin_s = time.process_time()
+            for _ in range(NUM_QUESTIONS):
+                async with session.get(url, headers=carried) as said:
+                    said.raise_for_status()
+            question_s = (time.process_time() - begin_s) / NUM_QUESTIONS
+        return {
+            "orchestrator": await cost_s(carry, nothing),
+            "front": await cost_s(lambda: front._check(request, answer), lambda: answer(request)),
+            "engine": await cost_s(lambda: guarded(scope, engine, engine), lambda: engine()),
+            "vllm-router's question, both ends": question_s,
+        }
+
+
+async def batches_s(is_authenticated: bool) -> float:
+    """CPU seconds of both ends of a wire for one batch of one small micro-batch."""
+    original = zeromq._authenticate
+    zeromq._authenticate = original if is_authenticated else lambda socket, is_sender: None
+    columns = Columns(np.array([0, 64]), {"token_id": np.zeros(64, np.int32)})
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sender = make_sender("zmq", Path(folder), "127.0.0.1", 0, 1)
+            receiver = make_receiver("zmq", Path(folder), sender.url, 0)
+            begin_s = 0.0
+            for step in range(NUM_BATCHES + 1):
+                await sender.send(Batch(step, [[columns]]))
+                await asyncio.to_thread(lambda step=step: list(receiver.receive(step, 60.0)))
+                begin_s = begin_s or time.process_time()  # the first makes the connection
+            spent_s = time.process_time() - begin_s
+            receiver.close()
+            sender.close()
+        return spent_s / NUM_BATCHES
+    finally:
+        zeromq._authenticate = original
+
+
+def of_values() -> float:
+    """CPU seconds that seal and check one value of 4 KiB in the weight wire's store."""
+    meeting, content = Meeting(None, Address("", 0, "", "s" * 64, "nccl", 1, 1)), bytes(4096)  # type: ignore[arg-type]
+    begin_s = time.process_time()
+    for _ in range(NUM_CALLS):
+        meeting._mac("holding/0", content)
+    return 2 * (time.process_time() - begin_s) / NUM_CALLS
+
+
+def watched(*command: str, folder: Path) -> tuple[str, float]:
+    """What the command printed, and the CPU seconds of it and all its descendants. Raises SystemExit if it failed."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def demo() -> tuple[Counter[str], float]:
+    """How often the demo authenticates what, and its CPU seconds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
+        for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
+            (folder / each).symlink_to(ROOT / each)
+        _, cpu_s = watched("snakemake", "--profile", "local", DEMO, folder=folder)
+        metrics = run_dir(folder / "runs", manifest) / "metrics"
+        spans = Counter(span["name"] for span in read(metrics / "orchestrator.0.spans.jsonl"))
+        steps = [row for row in read(metrics / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
+        updates = [row for row in read(metrics / "orchestrator.0.jsonl") if row.get("event") == "update"]
+    ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
+    micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
+    values = len(updates) * 16 * (ranks + engines)  # of a direct wire, an upper bound; none pass where weights are files
+    return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), cpu_s
+
+
+def overhead() -> tuple[Counter[str], float]:
+    said, cpu_s = watched(sys.executable, str(ROOT / "benchmarks/orchestrator/overhead.py"), *OVERHEAD, folder=ROOT)
+    found = re.search(r"(\d+) tokens/s directly, (\d+) through both", said)
+    if found is None:
+        raise SystemExit(f"orchestrator/overhead did not say its rates:\n{said[-3000:]}")
+    return Counter(requests=round(int(found[2]) * OVERHEAD_S / OVERHEAD_TOKENS)), cpu_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--costs", action="store_true", help="print the costs of one check, and end")
+    is_costs_alone = parser.parse_args().costs
+    observed._kept = TOKEN
+    request = asyncio.run(of_requests())
+    with_s, without_s = asyncio.run(batches_s(True)), asyncio.run(batches_s(False))
+    costs = {"requests": sum(request.values()), "micro_batches": max(0.0, with_s - without_s), "values": of_values()}
+    print({"request": request, **costs, "batch": [with_s, without_s]}, flush=True)
+    if is_costs_alone:
+        return
+    rows = []
+    for variant, (counts, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
+        spent_s = {kind: count * costs[kind] for kind, count in counts.items()}
+        rows.append({"variant": variant, "value": sum(spent_s.values()) / cpu_s, "cpu_s": cpu_s, "counts": counts, "spent_s": spent_s})
+        print(rows[-1], flush=True)
+    record(
+        Path(__file__).with_suffix(".json"),
+        figure="CPU seconds of authentication's own code, as a share of the run's",
+        value=max(row["value"] for row in rows),
+        unit="share",
+        goal=GOAL,
+        better="lower",
+        rows=rows,
+        details={"cost_of_one_s": costs, "cost_of_a_request_s": request, "batch_s": {"with_curve": with_s, "without": without_s}},
+    )
+
+
+if __name__ == "__main__":
+    main()

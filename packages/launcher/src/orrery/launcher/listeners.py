@@ -1,0 +1,156 @@
+"""Every socket that a process of a run listens on: who holds it, where it listens, which credential it asks for.
+
+- `LISTENERS` is the whole list. `docs/security.md` shows it, and a test holds the two together.
+- `listening` reads the kernel's tables. `undeclared` names each socket that no row of the list covers.
+- A row's `scope` says where it listens. "role" is the role's host: loopback where the stage has one node, else the run's interface.
+- A library that meets its peers (torch, gloo, NCCL, NIXL) opens as many sockets as it has groups: `most` is None there.
+"""
+
+import contextlib
+import ipaddress
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from orrery.observe.network import LOOPBACK
+
+ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix
+LISTEN, UNCONNECTED = "0A", "07"  # states in /proc/net/tcp and udp
+NONE = "none"
+ROLE, ON_LOOPBACK, UNIX = "role", "loopback", "unix"
+
+
+@dataclass(frozen=True)
+class Listener:
+    """One row: what a process of `role` listens on. `program` is part of a child's name; "" is the role's own process."""
+
+    role: str
+    program: str
+    what: str
+    scope: str
+    credential: str
+    stranger: str  # what a stranger there can do
+    most: int | None = 1  # sockets of one process
+    is_ours: bool = True  # held by code of this project or behind its check; else by a library that knows no users
+
+
+BY_PATH = "`generate` or `administer`, by path"
+ENDS = "can end the run and read addresses of ranks; no secret passes"
+ENDS_UPDATE = "can end an update; weights that it forges fail their fingerprints"
+LISTENERS = (
+    Listener("orchestrator", "", "rollout wire: asks and heads", ROLE, "CurveZMQ keys derived from the token", "nothing"),
+    Listener("orchestrator", "", "rollout wire: bytes", ROLE, "ticket, issued over the wire", "nothing"),
+    Listener("router", "", "front", ROLE, BY_PATH, "401"),
+    Listener("router", "vllm::router", "vllm-router", ON_LOOPBACK, "`generate`", "401; 405, 415 or 422 if malformed"),
+    Listener("router", "vllm::router", "metrics of vllm-router", ON_LOOPBACK, NONE, "reads counts and engines' addresses", 1, False),
+    Listener("inference", "", "engine", ROLE, BY_PATH, "401, but reads `/health` and `/metrics`"),
+    Listener("inference", "", "vLLM: API server", UNIX, "folder of mode 0700", "cannot reach it", None),
+    Listener("inference", "VLLM::", "vLLM: engine cores", UNIX, "folder of mode 0700", "cannot reach it", None),
+    Listener("inference", "VLLM::", "ranks of an engine: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False),
+    Listener("inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False),
+    Listener("inference", "VLLM::", "caches: NIXL, Mooncake", ROLE, NONE, "can read and change caches of requests", None, False),
+    Listener("trainer", "", "ranks of the trainer: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False),
+    Listener("trainer", "", "weight wire: TCPStore", ROLE, "values carry an HMAC", "can end the run; cannot forge a value", 1, False),
+    Listener("trainer", "", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False),
+    Listener("kv_store", "mooncake_master", "Mooncake Store's master", ROLE, NONE, "can drop cached blocks and end the run", 2, False),
+)
+
+
+@dataclass(frozen=True)
+class Socket:
+    """A socket that some process listens on: an address of IP, or a path (port 0)."""
+
+    role: str
+    program: str  # "" for the role's own process
+    pid: int
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        where = f"{self.address}:{self.port}" if self.port else self.address
+        return f"{self.program or self.role} (pid {self.pid}) of {self.role} listens on {where}"
+
+    def rows(self, host: str) -> list[Listener]:
+        """The rows that may mean this socket, where roles listen on `host`."""
+        scopes = {UNIX} if not self.port else {ROLE} if self.address == host else set()
+        scopes |= {ON_LOOPBACK} if self.port and self.address == LOOPBACK else set()
+        return [row for row in LISTENERS if row.role == self.role and row.scope in scopes and _is_program(row.program, self.program)]
+
+
+def _is_program(wanted: str, name: str) -> bool:
+    return wanted in name if wanted else not name
+
+
+def listening(roles: Mapping[int, str]) -> list[Socket]:
+    """The sockets of these processes (pid → role) and of their descendants. Needs the right to read their open files."""
+    found = []
+    for pid, role in roles.items():
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            if each.pid in roles and each.pid != pid:
+                continue
+            program = "" if each.pid == pid else each.name()
+            found += [Socket(role, program, each.pid, address, port) for address, port in sorted(_of(each.pid))]
+    return found
+
+
+def _of(pid: int) -> set[tuple[str, int]]:
+    """What one process listens on, in its own network namespace. An abstract name of a Unix socket begins with @."""
+    tables = Path(f"/proc/{pid}/net")
+    accepting: dict[str, tuple[str, int]] = {}
+    for name, states in (("tcp", (LISTEN,)), ("tcp6", (LISTEN,)), ("udp", (UNCONNECTED,)), ("udp6", (UNCONNECTED,))):
+        for words in _rows(tables / name):
+            if words[3] in states:
+                address, _, port = words[1].partition(":")
+                accepting[words[9]] = (_address(address), int(port, 16))
+    for words in _rows(tables / "unix"):
+        if int(words[3], 16) & ACCEPTS:
+            accepting[words[6]] = (words[7] if len(words) > 7 else "", 0)
+    return {accepting[inode] for inode in _sockets(pid) if inode in accepting}
+
+
+def _rows(table: Path) -> list[list[str]]:
+    return [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+
+
+def _sockets(pid: int) -> Iterable[str]:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                yield target[8:-1]
+
+
+def _address(words: str) -> str:
+    """An address as the kernel writes it, 32 bits a word in the order of this machine."""
+    parts = [int(words[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(words), 8)]
+    return str(ipaddress.ip_address(b"".join(parts)))
+
+
+def undeclared(found: Iterable[Socket], host: str) -> list[str]:
+    """A sentence for each socket that stands in no row of `LISTENERS`, and for each process with more of them than its rows allow."""
+    sentences, counted = [], dict[tuple[int, str], list[Socket]]()
+    for one in found:
+        rows = one.rows(host)
+        if not rows or (one.address.startswith("@") or not one.address):
+            sentences.append(f"{one}, which is in no row of LISTENERS")
+        else:
+            counted.setdefault((one.pid, "unix" if not one.port else one.address), []).append(one)
+    for same in counted.values():
+        rows = same[0].rows(host)
+        most = None if any(row.most is None for row in rows) else sum(row.most or 0 for row in rows)
+        if most is not None and len(same) > most:
+            sentences.append(f"{same[0]} and on {len(same) - 1} more such sockets, but LISTENERS has {most}")
+    return sentences
+
+
+def table() -> str:
+    """`LISTENERS` as the table of `docs/security.md`."""
+    where = {ROLE: "the role's host", ON_LOOPBACK: "loopback", UNIX: "Unix socket"}
+    lines = ["| role | what listens | where | credential | a stranger there |", "|---|---|---|---|---|"]
+    lines += [f"| {row.role} | {row.what} | {where[row.scope]} | {row.credential} | {row.stranger} |" for row in LISTENERS]
+    return "\n".join(lines)
