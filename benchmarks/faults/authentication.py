@@ -1,8 +1,9 @@
-"""What authentication costs: CPU seconds of its own code, as a share of all CPU seconds of the demo and of `orchestrator/overhead`.
+"""What authentication and canaries cost: CPU seconds of their own code, as a share of all of the demo's and of `orchestrator/overhead`'s.
 
 - Costs of one check are measured here, in this process, each as the difference between the same code with the check and without it:
   a request's credential at the orchestrator, the router's front and the engine; an ask for a micro-batch over CurveZMQ and its ticket;
   a value in the weight wire's store. vllm-router's question about each key is a whole request over HTTP, answered by the front.
+- A canary costs what the rows of updates say that it took, as if that kept a core of each engine busy; `overhead` has no updates.
 - Runs say how many there were. The demo is run here, from spec to report, and so is one round of `orchestrator/overhead`; their CPU
   seconds are those of all their processes, start-up included.
 
@@ -137,8 +138,8 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
     return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
-def demo() -> tuple[Counter[str], float]:
-    """How often the demo authenticates what, and its CPU seconds."""
+def demo() -> tuple[Counter[str], float, float]:
+    """How often the demo authenticates what, CPU seconds of its canaries, and all its CPU seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
         for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
@@ -151,15 +152,16 @@ def demo() -> tuple[Counter[str], float]:
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
     values = len(updates) * 16 * (ranks + engines)  # of a direct wire, an upper bound; none pass where weights are files
-    return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), cpu_s
+    canaries_s = engines * sum(row["canary_s"] for row in updates)
+    return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), canaries_s, cpu_s
 
 
-def overhead() -> tuple[Counter[str], float]:
+def overhead() -> tuple[Counter[str], float, float]:
     said, cpu_s = watched(sys.executable, str(ROOT / "benchmarks/orchestrator/overhead.py"), *OVERHEAD, folder=ROOT)
     found = re.search(r"(\d+) tokens/s directly, (\d+) through both", said)
     if found is None:
         raise SystemExit(f"orchestrator/overhead did not say its rates:\n{said[-3000:]}")
-    return Counter(requests=round(int(found[2]) * OVERHEAD_S / OVERHEAD_TOKENS)), cpu_s
+    return Counter(requests=round(int(found[2]) * OVERHEAD_S / OVERHEAD_TOKENS)), 0.0, cpu_s
 
 
 def main() -> None:
@@ -174,13 +176,13 @@ def main() -> None:
     if is_costs_alone:
         return
     rows = []
-    for variant, (counts, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
-        spent_s = {kind: count * costs[kind] for kind, count in counts.items()}
+    for variant, (counts, canaries_s, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
+        spent_s = {kind: count * costs[kind] for kind, count in counts.items()} | {"canaries": canaries_s}
         rows.append({"variant": variant, "value": sum(spent_s.values()) / cpu_s, "cpu_s": cpu_s, "counts": counts, "spent_s": spent_s})
         print(rows[-1], flush=True)
     record(
         Path(__file__).with_suffix(".json"),
-        figure="CPU seconds of authentication's own code, as a share of the run's",
+        figure="CPU seconds of authentication's and canaries' own code, as a share of the run's",
         value=max(row["value"] for row in rows),
         unit="share",
         goal=GOAL,
