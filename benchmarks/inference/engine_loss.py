@@ -47,7 +47,7 @@ def manifest(base: str, kills: int, wire: str) -> Manifest:
     content["transport"]["weights"] = wire
     content["trainer"]["checkpoint"]["interval_steps"] = NEVER
     content["orchestrator"]["drop_zero_advantage_groups"] = False
-    content["orchestrator"]["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1}
+    content["orchestrator"]["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1, "stop_at": None}
     content["stages"]["sft"] = None
     content["stages"]["rl"] = {"num_steps": NEVER}
     return Manifest.model_validate(content)

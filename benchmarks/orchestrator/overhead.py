@@ -59,7 +59,7 @@ def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
     settings |= {"max_off_policy_steps": NEVER, "drop_zero_advantage_groups": False, "max_batches_ahead": 4}
     settings["admission"] = {"kind": "fixed", "max_in_flight": concurrency}
     settings["sampling"]["max_tokens_per_turn"] = max_tokens
-    settings["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1}
+    settings["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1, "stop_at": None}
     return Manifest.model_validate(content)
 
 

@@ -96,6 +96,8 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
     algorithm: { kind: error 'orchestrator.algorithm: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     rollouts_per_batch: error 'orchestrator.rollouts_per_batch: say it in the run file',
     keep_batches: 500,
+    // a run that is to end once the policy is good enough says from which held-out reward on
+    evaluation: { stop_at: null },
   },
 
   transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },

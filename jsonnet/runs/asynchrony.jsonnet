@@ -9,7 +9,7 @@ local run =
     orchestrator+: {
       drop_zero_advantage_groups: false,
       max_off_policy_steps: 4,
-      evaluation: { interval_steps: $.stages.rl.num_steps, num_problems: 1, rollouts_per_problem: 1 },
+      evaluation+: { interval_steps: $.stages.rl.num_steps, num_problems: 1, rollouts_per_problem: 1 },
     },
     stages+: { sft: null, evaluate+: { num_problems: 1 } },
   };

@@ -11,7 +11,7 @@
       trainer+: { checkpoint+: { interval_steps: 10 } },
       orchestrator+: {
         rollouts_per_batch: 64,
-        evaluation: { interval_steps: 5, num_problems: 32, rollouts_per_problem: 1 },
+        evaluation+: { interval_steps: 5, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {

@@ -19,7 +19,7 @@
         algorithm+: { group_size: 16 },
         rollouts_per_batch: 256,
         max_off_policy_steps: 8,
-        evaluation: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
+        evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
       transport+: { weights: 'nccl' },
       stages+: {

@@ -16,7 +16,7 @@ local run =
       rollouts_per_batch: 256,
       // a thousand tokens of a context are for the question
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
-      evaluation: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
+      evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },
     transport+: { weights: 'nccl' },
     stages+: { sft: null, rl+: { num_steps: 500 }, evaluate+: { num_problems: 256 } },

@@ -11,7 +11,7 @@
       trainer+: { checkpoint+: { interval_steps: 10 } },
       orchestrator+: {
         rollouts_per_batch: 128,
-        evaluation: { interval_steps: 5, num_problems: 64, rollouts_per_problem: 1 },
+        evaluation+: { interval_steps: 5, num_problems: 64, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {

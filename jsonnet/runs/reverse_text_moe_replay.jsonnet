@@ -14,7 +14,7 @@
       orchestrator+: {
         rollouts_per_batch: 256,
         max_off_policy_steps: 0,  // every rollout is of one version: what engine and trainer differ in is arithmetic alone
-        evaluation: { interval_steps: 2, num_problems: 32, rollouts_per_problem: 1 },
+        evaluation+: { interval_steps: 2, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {
         sft+: {

@@ -18,7 +18,7 @@ local base =
     orchestrator+: {
       rollouts_per_batch: 256,
       admission: { kind: 'fixed', max_in_flight: 512 },
-      evaluation: { interval_steps: 5, num_problems: 128, rollouts_per_problem: 1 },
+      evaluation+: { interval_steps: 5, num_problems: 128, rollouts_per_problem: 1 },
     },
     stages+: { sft: null, evaluate+: { num_problems: 512 } },
   };

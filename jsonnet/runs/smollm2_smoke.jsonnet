@@ -20,7 +20,7 @@ local tasks = [
         rollouts_per_batch: 16,
         admission: { kind: 'fixed', max_in_flight: 16 },
         rollout_timeout_s: 600,
-        evaluation: { interval_steps: 2, num_problems: 4, rollouts_per_problem: 1 },
+        evaluation+: { interval_steps: 2, num_problems: 4, rollouts_per_problem: 1 },
       },
       stages+: { sft: null, rl+: { num_steps: 2 }, evaluate+: { num_problems: 4 } },
     },

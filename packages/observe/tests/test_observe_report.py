@@ -222,6 +222,16 @@ def test_timeouts_are_told_in_training_and_held_out(run_dir):
     assert told in summary(run, 1.0, Path("x"))
 
 
+def test_an_early_end_is_told_with_its_reason(run_dir):
+    assert "early" not in summary(RunData.load(run_dir), 1.0, Path("x"))
+    row = {"stage": "rl", "attempt": 1, "event": "stopped_early", "time_s": 104.0, "step": 3, "version": 3, "num_steps": 100}
+    with (run_dir / "metrics" / "orchestrator.0.jsonl").open("a") as file:
+        for attempt, mean in ((1, 0.84), (2, 0.91)):
+            file.write(json.dumps({**row, "attempt": attempt, "reward_mean": mean, "stop_at": 0.9}) + "\n")
+    run, told = RunData.load(run_dir), "RL ended early after step 3 of 100 (a held-out reward reached stop_at 0.9, 0.91 at the end)"
+    assert told in summary(run, 1.0, Path("x")) and ("3 of 100", told) in _tiles(run, 1.0)
+
+
 def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_before_they_were_counted_have_none(run_dir):
     told = "of training rollouts carried no signal (equal rewards in their group); 1 of 3 batches had none at all"
     assert ("56%", told) in _tiles(RunData.load(run_dir), 1.0)

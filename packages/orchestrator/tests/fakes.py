@@ -24,13 +24,14 @@ PROMPT_TOKENS = 3
 
 def manifest(**orchestrator: Any) -> Manifest:
     """A small manifest; keywords replace fields of `orchestrator`, or `num_steps`,
-    `interval_steps`, `checkpoint_steps`, `max_turns`, `weights`.
+    `interval_steps`, `stop_at`, `checkpoint_steps`, `max_turns`, `weights`.
 
     `max_in_flight` may be less than a group, as an adaptive admission's limit may be for a while, and a manifest's may not.
     """
     num_steps = orchestrator.pop("num_steps", 6)
     checkpoint_steps = orchestrator.pop("checkpoint_steps", 3)
     interval_steps = orchestrator.pop("interval_steps", 3)
+    stop_at = orchestrator.pop("stop_at", None)
     max_turns = orchestrator.pop("max_turns", 1)
     weights = orchestrator.pop("weights", (1.0,))
     max_in_flight = orchestrator.pop("max_in_flight", 8)
@@ -78,7 +79,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500, "on_timeout": "failure",
             "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
-            "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2},
+            "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2, "stop_at": stop_at},
         } | orchestrator,
         "tasks": {"train": tasks, "evaluation": [tasks[0] | {"name": "held_out", "seed": 99}]},
         "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},

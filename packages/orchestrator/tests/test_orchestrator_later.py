@@ -13,7 +13,7 @@ from orrery.transport import checkpoints
 
 
 def state(next_batch: int, evaluated: int) -> Snapshot:
-    return Snapshot(next_batch, [1], [], [], [], 0, evaluated, 0, {}, [])
+    return Snapshot(next_batch, [1], [], [], [], 0, evaluated, 0, {}, 9, [])
 
 
 @pytest.fixture

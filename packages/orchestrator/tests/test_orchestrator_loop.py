@@ -34,14 +34,14 @@ from orrery.tasks.task import Judgement, Message
 from orrery.transport import checkpoints, rollout_store
 
 
-def loop_of(me, manifest, fleet, trainer, state=None, task=None):
-    tasks = {"train": [task or fakes.FakeTask() for _ in manifest.tasks.train], "evaluation": [fakes.FakeTask()]}
+def loop_of(me, manifest, fleet, trainer, state=None, task=None, held_out=None):
+    tasks = {"train": [task or fakes.FakeTask() for _ in manifest.tasks.train], "evaluation": [held_out or fakes.FakeTask()]}
     return Loop(me, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
 
 
-def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20, attempt=1):
+def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20, attempt=1, held_out=None):
     me, fleet, trainer = fakes.FakeMe(tmp_path, manifest, attempt=attempt), fleet or fakes.FakeFleet(), trainer or fakes.FakeTrainer()
-    loop = loop_of(me, manifest, fleet, trainer, state, task)
+    loop = loop_of(me, manifest, fleet, trainer, state, task, held_out)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
     return me, fleet, trainer, loop
 
@@ -314,7 +314,7 @@ def looks_often(monkeypatch):
 
 
 def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_manifest_says_so(tmp_path, looks_often):
-    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero", num_steps=12)
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
     me, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
     assert loop.state.sink.dropped["timeout"] == 1, "counted as one that does not train"
@@ -487,7 +487,7 @@ class WindingDown(fakes.FakeTrainer):
     def __init__(self, run_dir, manifest, after, first_version=0):
         super().__init__(first_version)
         self.run_dir, self.interval, self.after = run_dir, manifest.trainer.checkpoint.interval_steps, after
-        self.first_version, self.state = first_version, None
+        self.first_version, self.state, self.attempt = first_version, None, 1
         self.ask_if(first_version)
 
     def ask_if(self, step):
@@ -497,7 +497,7 @@ class WindingDown(fakes.FakeTrainer):
             file.touch()
 
     def complete(self, step):
-        folder = checkpoints.checkpoint_dir(self.run_dir, step, 1)
+        folder = checkpoints.checkpoint_dir(self.run_dir, step, self.attempt)
         assert (folder / "orchestrator").is_dir(), "the orchestrator's half stands there before"
         (folder / "trainer").mkdir()
         (folder / "trainer" / "weights").write_text(str(step))
@@ -566,6 +566,74 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
     for attempt in (2, 1):  # what attempt 2 had goes first
         shutil.rmtree(checkpoint / f"later.attempt_{attempt}")
         assert snapshot.read(checkpoint, step).next_batch == newest.next_batch == step + 1
+
+
+class Ending(WindingDown):
+    """A trainer that is never asked to wind down, and makes the last checkpoint whole as the real one does."""
+
+    def __init__(self, run_dir, manifest, first_version=0, attempt=1):
+        super().__init__(run_dir, manifest, after=-1, first_version=first_version)
+        self.attempt = attempt
+
+    async def send(self, batch):
+        if batch.info.get("compare") and self.version != self.first_version and self.version % self.interval:
+            self.complete(self.version)
+        await super().send(batch)
+
+
+def improving(fleet, from_version):
+    """A held-out task that the policy solves from `from_version` on."""
+
+    class Improving(fakes.FakeTask):
+        def judge(self, problem, messages):
+            return Judgement(float(fleet.version >= from_version), {})
+
+    return Improving()
+
+
+@pytest.mark.parametrize(("from_version", "checkpoint_steps"), [(2, 1), (2, 100), (0, 100)])
+def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to_that_end(tmp_path, from_version, checkpoint_steps):
+    manifest = fakes.manifest(num_steps=40, interval_steps=2, stop_at=0.9, checkpoint_steps=checkpoint_steps)
+    fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
+    me, _, _, loop = run(tmp_path, manifest, fleet, trainer, held_out=improving(fleet, from_version))
+    last = trainer.version
+    assert from_version <= last <= from_version + 4 and [batch.step for batch in trainer.batches] == list(range(1, last + 1))
+    evaluated = {row["version"]: row["reward_mean"] for row in me.events("evaluation")}
+    assert max(evaluated) == last and evaluated[last] == 1.0 and loop.state.dispatch.admission.taken == 0
+    versions = np.concatenate([part.token["version"][part.token["trained"]] for part in trained(trainer.compared)])
+    assert (versions == last).all(), "the last version is compared"
+    (ended,) = me.events("stopped_early")
+    assert (ended["version"], ended["step"], ended["num_steps"], ended["stop_at"]) == (last, last, 40, 0.9)
+    assert max(checkpoints.steps(tmp_path), default=0) == last
+    if last:  # killed while the trainer compares or exports
+        resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
+        assert resumed.stopped_early and resumed.clock.num_batches == last
+        fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, last, attempt=2)
+        again, _, _, _ = run(tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 99), attempt=2)
+        assert second.batches == [] and second.compared is not None
+        assert [row["version"] for row in again.events("evaluation")] == [last] and len(again.events("stopped_early")) == 1
+
+
+def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp_path):
+    manifest = fakes.manifest(num_steps=40, interval_steps=3, stop_at=0.9, checkpoint_steps=2)
+    fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
+
+    async def dies(*_):
+        raise RunFailed("killed")
+
+    loop_write = Loop._write_now
+    Loop._write_now = dies
+    try:
+        with pytest.raises(RunFailed, match="killed"):
+            run(tmp_path, manifest, fleet, trainer, held_out=improving(fleet, 3))
+    finally:
+        Loop._write_now = loop_write
+    step = max(checkpoints.steps(tmp_path))
+    resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
+    assert step % 2 == 0 and not resumed.stopped_early
+    fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, step, attempt=2)
+    me, _, _, _ = run(tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 3), attempt=2)
+    assert second.version < 12 and second.compared is not None and len(me.events("stopped_early")) == 1
 
 
 def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):

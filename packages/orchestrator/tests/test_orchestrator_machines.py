@@ -364,6 +364,7 @@ def example_snapshot():
         [group, group[:2]],
         [[replace(each, advantage=0.0, group_id=4) for each in group[1:]]],
         num_sampled=17,
+        num_batches=30,
         evaluated=4,
         num_evaluation_groups=6,
         digests={1: "aa", 2: "bb"},
@@ -378,7 +379,7 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
     back = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
     assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
-    assert back.rewards == kept.rewards and back.num_sampled == 17 and [len(group) for group in back.spare] == [3]
+    assert back.rewards == kept.rewards and (back.num_sampled, back.num_batches) == (17, 30) and [len(group) for group in back.spare] == [3]
     for old, new in zip(chain(*kept.queue, *kept.spare), chain(*back.queue, *back.spare), strict=True):
         assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
             new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
@@ -402,7 +403,7 @@ def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):
-    snapshot.write(tmp_path, 2, 1, Snapshot(3, [1], [], [], [], 0, -1, 0, {}, []), 1.0)
+    snapshot.write(tmp_path, 2, 1, Snapshot(3, [1], [], [], [], 0, -1, 0, {}, 9, []), 1.0)
     assert snapshot.read(checkpoints.checkpoint_dir(tmp_path, 2, 1), 2).queue == []
 
 

@@ -242,11 +242,27 @@ def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
     asyncio.run(run())
 
 
+def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
+    async def run():
+        fleet = fakes.FakeFleet(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
+        stage, _ = stage_of(fleet)
+        first, second = requests("train")
+        stage.play([first, second])
+        while len(fleet.in_flight) < 2:
+            await asyncio.sleep(0.01)
+        stage.cancel([first])  # a timeout, whose end is not waited for
+        await stage.cancel([])  # an update with nothing to drain
+        assert fleet.aborted == ["train-1-0-0"] and list(fleet.in_flight) == ["train-1-1-0"]
+        await stage.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("purpose", "version", "asks"), [("train", 3, True), ("evaluation", 3, False), ("evaluation", 7, True)])
 def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
     async def run():
         fleet = fakes.FakeFleet(version=version)
-        stage, _ = stage_of(fleet, compared_version=7)
+        stage, _ = stage_of(fleet, is_compared=lambda version: version == 7)
         stage._routes = RouteShape(2, 2, 200)
         stage.play(requests(purpose, version))
         while stage.num_playing:

@@ -468,7 +468,7 @@ def test_a_sink_without_groups_is_not_starved():
 def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too():
     manifest = fakes.manifest(max_in_flight=4)
     again = [GroupRequest("train", number, 0, number, 4) for number in range(3)]
-    state = State(manifest, Snapshot(2, [3], again, [], [], 0, evaluated=1, num_evaluation_groups=0, digests={}, rewards=[]))
+    state = State(manifest, Snapshot(2, [3], again, [], [], 0, evaluated=1, num_evaluation_groups=0, digests={}, num_batches=6, rewards=[]))
     state.updated(1)
     assert {request.group.group_id for request in state.start(0.0)} == {0}
     assert sorted(group.group_id for group in state.snapshot().in_flight) == [0, 1, 2]

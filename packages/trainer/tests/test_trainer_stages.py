@@ -92,9 +92,8 @@ def final_weights(run_dir: Path, stage: str) -> bytes:
     return (run_dir / "weights" / stage / "model.safetensors").read_bytes()
 
 
-async def compare_columns(run_dir: Path, spec, attempt: int):
+async def compare_columns(run_dir: Path, spec, attempt: int, version: int):
     """What an engine with the last published weights would say of some tokens: a batch to compare, not to train."""
-    version = spec.stages.rl.num_steps
     watch = WeightWatch(weight_dir(run_dir, attempt))
     while (published := watch.latest()) is None or published.version < version:
         await asyncio.sleep(0.02)
@@ -118,10 +117,11 @@ async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
     return published.digest
 
 
-async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down: bool = False) -> None:
+async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down=False, ends_early=False) -> None:
     """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all.
 
-    With `winds_down` the message to do so comes after `steps`, with the orchestrator's half of the step before it.
+    With `ends_early` that comes after `steps`, with the orchestrator's half of the step before it. With `winds_down` the message to do so
+    does, with that half too.
     """
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
     me = parse_role("orchestrator", argv)
@@ -130,9 +130,11 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
     sender = make_sender(spec.transport.rollouts, run_dir, me.host, me.port, ranks)
     rendezvous.publish(me, sender.url)
     try:
-        last = spec.stages.rl.num_steps
-        for step in [*steps, *([last + 1] if last in steps else [])]:
-            columns = batch_columns(step) if step <= last else await compare_columns(run_dir, spec, attempt)
+        last = steps.stop - 1 if ends_early else spec.stages.rl.num_steps
+        if ends_early:
+            write_half(run_dir, last, attempt)
+        for step in [*steps, *([last + 1] if last in steps or ends_early else [])]:
+            columns = batch_columns(step) if step <= last else await compare_columns(run_dir, spec, attempt, last)
             digests = {str(step - 1): await digest_of(step - 1, run_dir, attempt)}
             if change is not None:
                 change(step, columns, digests)
@@ -168,12 +170,12 @@ def await_checkpoint(run_dir: Path, step: int, stage: str = "rl") -> None:
         time.sleep(0.02)
 
 
-def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down: bool = False) -> list[tuple[int, str]]:
+def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down=False, ends_early=False) -> list[tuple[int, str]]:
     """(exit code, stderr) of every rank. A trainer that fails is not waited for."""
     stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
 
     async def both() -> list[tuple[int, str]]:
-        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, steps, attempt, change, winds_down))
+        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, steps, attempt, change, winds_down, ends_early))
         ended = asyncio.create_task(asyncio.to_thread(stage.end))
         try:
             await asyncio.wait({orchestrator, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -299,6 +301,27 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, 
     assert final_weights(run_dir, "rl") == final_weights(straight, "rl")
     rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
     assert [(row["step"], row["attempt"]) for row in rows] == expected, "no batch is trained twice"
+
+
+def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also_once_killed_at_that(tmp_path, in_shared_memory, whole):
+    """Step 3 of 5 is the last, and due no checkpoint. The second attempt finds that checkpoint, as after a kill in the comparison."""
+    spec, straight = whole
+    run_dir = start_run(tmp_path / "run", spec)
+    num_ranks = spec.trainer.mesh.world_size
+    attempts = [range(1, 4), range(4, 4)][: 2 if num_ranks == 1 else 1]  # starting processes takes seconds
+    for attempt, steps in enumerate(attempts, 1):
+        shutil.rmtree(run_dir / "weights" / "rl", ignore_errors=True)
+        in_shared_memory(run_dir, attempt)
+        ends = run_rl(run_dir, spec, steps, attempt, ends_early=True)
+        assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
+        assert checkpoints.steps(run_dir) == [2, 3]
+        checkpoints.verify(checkpoints.whole_dir(run_dir, 3))
+        export_checkpoint(run_dir, to=tmp_path / f"exported_{attempt}")
+        assert (tmp_path / f"exported_{attempt}" / "model.safetensors").read_bytes() == final_weights(run_dir, "rl")
+    assert final_weights(run_dir, "rl") != final_weights(straight, "rl")
+    rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+    assert [(row["step"], row["attempt"]) for row in rows if row["step"]] == [(1, 1), (2, 1), (3, 1)]
+    assert [row["version"] for row in rows if row.get("event") == "compare"] == [3] * len(attempts)
 
 
 @pytest.mark.parametrize(("at", "what"), [(1, "step 1"), (2, "version 1")])

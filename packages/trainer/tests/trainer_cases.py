@@ -153,7 +153,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "admission": {"kind": "fixed", "max_in_flight": 4},
                 "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
                 "rollout_timeout_s": 5.0,
-                "evaluation": {"interval_steps": 2, "num_problems": 2, "rollouts_per_problem": 1},
+                "evaluation": {"interval_steps": 2, "num_problems": 2, "rollouts_per_problem": 1, "stop_at": None},
             },
             "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
             "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},

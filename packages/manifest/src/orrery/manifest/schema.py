@@ -840,11 +840,15 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Held-out problems during RL, on one pinned policy version, beside training."""
+    """Held-out problems during RL, on one pinned policy version, beside training.
+
+    - `stop_at`: RL ends early, as a success, once the mean held-out reward has reached it; null: it trains all its steps.
+    """
 
     interval_steps: PositiveInt
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt
+    stop_at: float | None
 
 
 class Orchestrator(Record):
@@ -860,7 +864,7 @@ class Orchestrator(Record):
     algorithm: Algorithm
     rollouts_per_batch: PositiveInt
     drop_zero_advantage_groups: bool
-    max_sampled_ratio: Annotated[float, Field(ge=1.0)]
+    max_sampled_ratio: Annotated[float, Field(ge=1.0, le=1000.0)]
     max_off_policy_steps: NonNegativeInt
     max_batches_ahead: NonNegativeInt
     admission: Admission

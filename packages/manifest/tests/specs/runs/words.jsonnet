@@ -10,7 +10,7 @@
       trainer+: { checkpoint+: { interval_steps: 2 } },
       orchestrator+: {
         rollouts_per_batch: 8,
-        evaluation: { interval_steps: 2, num_problems: 4, rollouts_per_problem: 1 },
+        evaluation: { interval_steps: 2, num_problems: 4, rollouts_per_problem: 1, stop_at: null },
       },
       stages+: {
         sft+: { num_steps: 2, examples_per_batch: 4, data+: { num_problems: 16 } },

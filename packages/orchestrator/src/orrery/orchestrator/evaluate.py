@@ -26,6 +26,7 @@ from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.stage import Stage
+from orrery.transport import checkpoints
 from orrery.transport.weight_wire import make_publisher
 
 TICK_S = 0.5
@@ -43,7 +44,8 @@ async def run(me: Any) -> None:
 
 
 async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    after = me.manifest.stages.rl.num_steps
+    # RL may have ended early; it leaves a checkpoint of its last step.
+    after = max(checkpoints.steps(me.run_dir), default=me.manifest.stages.rl.num_steps)
     policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, assemble.policy_dir(me, "rl"))}
     chat, tasks = await assemble.reading(me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest)))
     evaluation = HeldOut(me, fleet, chat, tasks, last_step=after)
@@ -144,10 +146,9 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():
-        asked = [row["num_rollouts"] + row["num_failed"] for row in result.rows]
         failures = sum((Counter(row["failures"]) for row in result.rows), Counter())
         content[policy] = {
-            "reward_mean": sum(row["reward_mean"] * num for row, num in zip(result.rows, asked, strict=True)) / sum(asked),
+            "reward_mean": result.reward_mean,
             "num_rollouts": sum(row["num_rollouts"] for row in result.rows),
             "num_failed": sum(row["num_failed"] for row in result.rows),
             "failures": dict(sorted(failures.items())),

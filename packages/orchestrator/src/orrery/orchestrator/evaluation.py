@@ -40,6 +40,12 @@ class EvaluationResult:
     rows: list[dict]
     rollouts: list[tuple[GroupRequest, Rollout]]  # by group and member
 
+    @property
+    def reward_mean(self) -> float:
+        """The mean over tasks, each weighted with all rollouts that it was asked for, so that failing moves no weight to another task."""
+        asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
+        return float(sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True)) / sum(asked))
+
 
 class Evaluations:
     """Which evaluation is due, and the one that is active."""

@@ -7,6 +7,8 @@
 Asked to wind down (`orrery.observe.wind_down`), `train` waits until the trainer has done all that it was sent, keeps the state of then,
 sends a batch that says so, and ends the stage; after the last cut it takes no notice, since the stage is nearly done.
 
+A stage ends early, as a success, once a held-out reward has reached `evaluation.stop_at`: batches that were cut by then are the last.
+
 After the last, the trainer gets the last evaluation's rollouts once more: one version made them alone, so it can compare log-probs.
 
 They run side by side in one event loop and share nothing but the state, which only changes between two awaits.
@@ -49,7 +51,7 @@ class Loop:
         self.me, self.state, self.fleet, self.sender = me, state, fleet, sender
         self.manifest = state.manifest
         self.pulse = Pulse()
-        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self.manifest.stages.rl.num_steps)
+        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self._may_be_last)
         self.overdue = Overdue(self.manifest.orchestrator.rollout_timeout_s)
         self.updates = Updates(me, state, self.stage, fleet, watch)
         self.activity = Activity(me.metrics.add_span)
@@ -148,6 +150,11 @@ class Loop:
             self.stage.cancel([request])
 
     def _settle(self, result: EvaluationResult | None) -> None:
+        if result and self.state.stop_early(result):
+            self.me.log.info(
+                "held-out reward %.3f of version %d has reached orchestrator.evaluation.stop_at %g: batch %d is the last",
+                result.reward_mean, result.version, self.manifest.orchestrator.evaluation.stop_at, self.state.clock.num_batches,
+            )  # fmt: skip
         if result and result.version == self.state.clock.num_batches:
             self._evaluation = result  # its rollouts are sent to be compared; others' are not kept
         for row in result.rows if result else ():
@@ -183,7 +190,7 @@ class Loop:
         self._has_warned = True
         self.me.log.warning(
             "batch %d: %d of %d sampled rollouts carry no signal, as all rewards of their group are equal; make the task harder or easier, "
-            "raise orchestrator.algorithm.group_size, or train fewer steps (stages.rl.num_steps)",
+            "raise orchestrator.algorithm.group_size, or end RL at a held-out reward (orchestrator.evaluation.stop_at)",
             step, row["num_without_signal"], row["num_sampled"],
         )  # fmt: skip
 
@@ -192,12 +199,19 @@ class Loop:
         step = self.state.clock.next_batch - 1
         with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
             await self.sender.wanted(step + 1)
-        if step:
-            temperature = self.manifest.orchestrator.sampling.temperature
-            await asyncio.to_thread(
-                snapshot.write_now, self.me.run_dir, step, self.me.attempt, self.state.snapshot(), temperature, step == self._first_step
-            )
+        await self._write_now(step)
         await end_trainer(self.me, self.sender, step)
+
+    async def _write_now(self, step: int) -> None:
+        """Write our half of a checkpoint of `step`, the last batch that was sent; nothing before the first."""
+        if step:
+            kept, temperature = self.state.snapshot(), self.manifest.orchestrator.sampling.temperature
+            is_resumed = step == self._first_step
+            await asyncio.to_thread(snapshot.write_now, self.me.run_dir, step, self.me.attempt, kept, temperature, is_resumed)
+
+    def _may_be_last(self, version: int) -> bool:
+        """Whether `version` may turn out to be the stage's last when it is evaluated."""
+        return version == self.state.clock.num_batches or self.manifest.orchestrator.evaluation.stop_at is not None
 
     async def _send_comparison(self) -> None:
         """What comes after the last batch: rollouts of the last version, to be scored and not trained."""
@@ -209,11 +223,22 @@ class Loop:
                 f"raise orchestrator.rollout_timeout_s"
             )
         step = evaluation.version + 1
+        if self.state.stopped_early:
+            await self._keep_early_end(evaluation)
         compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
         documents = [cut.document(sample, temperature) for sample in compared]
         info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
         with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs"):
             await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
+
+    async def _keep_early_end(self, evaluation: EvaluationResult) -> None:
+        """Write our half of the last checkpoint, and say in a row that the stage ends early."""
+        step = evaluation.version
+        await self._write_now(step)
+        self.me.metrics.write(
+            step, event="stopped_early", version=step, reward_mean=evaluation.reward_mean, num_steps=self.manifest.stages.rl.num_steps,
+            stop_at=self.manifest.orchestrator.evaluation.stop_at,
+        )  # fmt: skip
 
     def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
         rollout_store.write_batch(self.me.run_dir, batch.step, documents, digests=digests)

@@ -52,6 +52,7 @@ class _State(msgspec.Struct):
     queue: list[_QueuedSample]
     num_spare_groups: int
     num_sampled: int
+    num_batches: int
     rewards: list[tuple[int, float, bool]]
 
 
@@ -105,7 +106,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
             )
             for number, sample in samples
         ],
-        len(snapshot.spare), snapshot.num_sampled, snapshot.rewards,
+        len(snapshot.spare), snapshot.num_sampled, snapshot.num_batches, snapshot.rewards,
     )  # fmt: skip
     aside = target.with_name(".orchestrator.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -140,7 +141,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
     num_queued = len(groups) - state.num_spare_groups
     return Snapshot(
         state.next_batch, state.cursors, state.in_flight, groups[:num_queued], groups[num_queued:], state.num_sampled,
-        state.evaluated, state.num_evaluation_groups, state.digests, state.rewards,
+        state.evaluated, state.num_evaluation_groups, state.digests, state.num_batches, state.rewards,
     )  # fmt: skip
 
 

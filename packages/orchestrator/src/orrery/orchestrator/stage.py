@@ -33,15 +33,19 @@ class Stage:
         engine: Engine,
         on_finished: Callable[[Request, Rollout], None],
         on_failed: Callable[[Request, str, str], None],
-        compared_version: int | None = None,
+        is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks` are the built tasks by purpose, in the manifest's order. The trainer compares evaluations of `compared_version`."""
+        """`tasks` are the built tasks by purpose, in the manifest's order.
+
+        `is_compared` tells whether the trainer may compare log-probs on evaluations of a version.
+        """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_finished, self.on_failed = on_finished, on_failed
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
-        self._compared_version = compared_version
+        self._is_compared = is_compared
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._generating: set[str] = set()  # names of requests that an engine has now
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, and not gone from the engine yet
         self._defect: BaseException | None = None
 
     @property
@@ -70,22 +74,23 @@ class Stage:
             task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._leaving.discard(task)
         if self._playing.get(task.get_name()) is task:  # by then the same request may be played again
             del self._playing[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """End these rollouts without a result, at once; await what is returned to know them gone from the engine."""
+        """End these rollouts without a result, at once; await what is returned to know all that were cancelled gone from the engine."""
         return self._cancel([task for request in requests if (task := self._playing.get(request.name)) is not None])
 
     async def close(self) -> None:
         """End all."""
         await self._cancel(list(self._playing.values()))
 
-    @staticmethod
-    def _cancel(tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
+    def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
         for task in tasks:
             task.cancel()
-        return asyncio.gather(*tasks, return_exceptions=True)
+            self._leaving.add(task)
+        return asyncio.gather(*self._leaving, return_exceptions=True)
 
     def check(self) -> None:
         if self._defect is not None:
@@ -119,7 +124,7 @@ class Stage:
             name=request.name,
             timeout_s=request_s(self.manifest),
             seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
-            routes=self._routes if group.purpose == "train" or request.version == self._compared_version else None,
+            routes=self._routes if group.purpose == "train" or self._is_compared(request.version) else None,
         )
 
 

@@ -58,6 +58,7 @@ class Snapshot:
     evaluated: int  # newest version whose evaluation is finished
     num_evaluation_groups: int
     digests: dict[int, str]  # of the weights of every version that engines have had
+    num_batches: int  # fewer than the manifest's where the stage is to end early
     rewards: list[tuple[int, float, bool]]  # of the tally since the last cut; its throughput begins again
 
 
@@ -68,7 +69,8 @@ class State:
         settings, tasks = manifest.orchestrator, manifest.tasks
         self.manifest = manifest
         self.rollouts_per_batch = settings.rollouts_per_batch
-        self.clock = Clock(settings.max_off_policy_steps, manifest.stages.rl.num_steps)
+        num_batches = snapshot.num_batches if snapshot else manifest.stages.rl.num_steps
+        self.clock = Clock(settings.max_off_policy_steps, num_batches)
         self.dispatch = Dispatch(Admission(settings.admission, manifest.inference.max_model_len_tokens))
         self.groups = Groups()
         self.sink = Sink(settings)
@@ -79,8 +81,9 @@ class State:
         evaluation = settings.evaluation
         self.evaluations = Evaluations(
             tasks.evaluation, evaluation.interval_steps, evaluation.num_problems, evaluation.rollouts_per_problem,
-            last_step=manifest.stages.rl.num_steps,
-            last=snapshot.evaluated if snapshot else NO_VERSION,
+            last_step=num_batches,
+            # The trainer compares rollouts of the last version, which no snapshot holds: a stage that ends early evaluates it again.
+            last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )  # fmt: skip
         self.source = Source(
@@ -157,6 +160,18 @@ class State:
             self.dispatch.offer(group)
         return True
 
+    def stop_early(self, result: EvaluationResult) -> bool:
+        """Cut no further batch where `result` has reached `evaluation.stop_at`; True where that changes something."""
+        stop_at = self.manifest.orchestrator.evaluation.stop_at
+        if stop_at is None or result.reward_mean < stop_at or self.clock.all_cut:
+            return False
+        self.clock.num_batches = self.evaluations.last_step = self.clock.next_batch - 1
+        return True
+
+    @property
+    def stopped_early(self) -> bool:
+        return self.clock.num_batches < self.manifest.stages.rl.num_steps
+
     @property
     def done(self) -> bool:
         """The last batch is trained, and the policy it made is evaluated."""
@@ -220,5 +235,6 @@ class State:
             evaluated=self.evaluations.last,
             num_evaluation_groups=self.evaluations.num_groups,
             digests=dict(self.digests),
+            num_batches=self.clock.num_batches,
             rewards=list(self.tally.rewards),
         )

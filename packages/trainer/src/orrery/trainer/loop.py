@@ -5,6 +5,8 @@
                   → copy for a checkpoint when due → row → the checkpoint is written while batch n + 1 is trained
     compare log-probs on the last evaluation's rollouts → export the policy → the last checkpoint is whole
 
+- A batch that says `compare` comes after the last. It may come early, where the policy is good enough; the step before it is then the last
+  and gets its checkpoint.
 - A batch that says `wind_down` is not trained: the step before it gets its checkpoint, unless it has one, and every rank ends.
 - Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
 - A batch says which weights sampled it, by version and digest: others than those that were published end the run.
@@ -46,6 +48,9 @@ def rl(rig: Rig, me: RoleProcess) -> None:
             saving.check()
             begin_s = time.monotonic()
             batch = _await_batch(rig, saving, me, step, first_step)
+            if batch.info.get("compare"):
+                _end_checkpoint(rig, saving, _has_checkpoint(rig, me, first_step))
+                break
             arrived_s = time.monotonic()
             me.health.doing("training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1))
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
@@ -57,8 +62,10 @@ def rl(rig: Rig, me: RoleProcess) -> None:
                 _record(me, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
             if is_due:
                 saving.write()
-        _compare(rig, me, _await_batch(rig, saving, me, num_steps + 1, first_step))
-        me.health.doing("exporting weights", step=num_steps, still_s=parts_s(rig.world.size))
+        else:
+            batch = _await_batch(rig, saving, me, num_steps + 1, first_step)
+        _compare(rig, me, batch)
+        me.health.doing("exporting weights", step=learner.step, still_s=parts_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
         export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
 
@@ -73,8 +80,7 @@ def _await_batch(rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int,
     with me.metrics.span("wait", step=step), waiting:
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
     if batch.info.get("wind_down"):
-        done = rig.learner.step
-        _wind_down(rig, saving, has_checkpoint=done == first_step or checkpoints.is_due(done, me.manifest))
+        _wind_down(rig, saving, _has_checkpoint(rig, me, first_step))
     if rig.world.is_first:
         rig.publisher.check(step, batch.info.get("digests"))
     return batch
@@ -102,12 +108,23 @@ def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
 
 
 def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoReturn:
-    """End here. Whether there is a checkpoint already is no question to the file system: the ranks must agree on the answer."""
+    """End here."""
+    _end_checkpoint(rig, saving, has_checkpoint)
+    saving.finish()  # nobody takes down what another rank is still using
+    raise WoundDown(rig.learner.step)
+
+
+def _has_checkpoint(rig: Rig, me: RoleProcess, first_step: int) -> bool:
+    """Whether the last step has one already. The file system is not asked: the ranks must agree on the answer."""
+    done = rig.learner.step
+    return done == first_step or checkpoints.is_due(done, me.manifest)
+
+
+def _end_checkpoint(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> None:
+    """Write a checkpoint of the last step, unless it has one."""
     if not has_checkpoint:
         saving.copy(rig.publisher.record())
         saving.write()
-    saving.finish()  # nobody takes down what another rank is still using
-    raise WoundDown(rig.learner.step)
 
 
 def _compare(rig: Rig, me: RoleProcess, batch: ReceivedBatch) -> None:

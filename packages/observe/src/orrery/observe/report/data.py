@@ -31,6 +31,7 @@ KINDS = {  # of rows that say an `event`: process and event -> the table of `Run
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
     ("orchestrator.0", "batch"): "batches",
+    ("orchestrator.0", "stopped_early"): "stopped_early",
     ("orchestrator.0", "evaluation"): "evaluations",
     ("orchestrator.0", "update"): "updates",
     ("orchestrator.0", "admission"): "admission",
@@ -51,6 +52,7 @@ class RunData:
     validation: Table  # losses on examples that SFT never trains
     compared: Table  # log-probs of the last version, trainer against engine
     batches: Table
+    stopped_early: Table  # the end of an RL stage whose held-out reward reached `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table

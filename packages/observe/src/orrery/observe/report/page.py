@@ -39,7 +39,7 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
     """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
-    parts = [reward, _left_out(run), _timed_out(run), _without_signal(run), duration(wall_s), f"report: {page}"]
+    parts = [reward, _left_out(run), _timed_out(run), _without_signal(run), _stopped_early(run), duration(wall_s), f"report: {page}"]
     return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
 
 
@@ -64,12 +64,22 @@ def _without_signal(run: RunData) -> str:
     return "" if share is None else f"{share:.0%} of training rollouts without signal"
 
 
+def _stopped_early(run: RunData) -> str:
+    """Where and why RL ended before its last step; empty where it did not."""
+    for row in run.stopped_early[-1:]:
+        reached = f"a held-out reward reached stop_at {row['stop_at']:g}, {row['reward_mean']:.2f} at the end"
+        return f"RL ended early after step {row['version']} of {row['num_steps']} ({reached})"
+    return ""
+
+
 def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
     """(value, what it is) for the head of the page; only what the run recorded."""
     tiles = []
     if run.result:
         rewards = f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}"
         tiles.append((rewards, ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)]))))
+    for row in run.stopped_early[-1:]:
+        tiles.append((f"{row['version']} of {row['num_steps']}", _stopped_early(run)))
     if run.batches:
         num_versions = run.batches.column("num_versions")
         tiles.append(
