@@ -1,4 +1,4 @@
-"""What it costs to score each model-written answer in a fork of its own: time from asking to the score, and processor time.
+"""What it costs to score each model-written answer in a fork of its own: processor time of scorer and fork, and the wait for the score.
 
 Families whose scorers run answers (`eval`), parse them (sympy) or compare text. One scorer, one answer at a time. Each problem has eight
 answers, one of them right, as a group of rollouts gives them. The scorer has started, and scored its known answers, before.
@@ -41,7 +41,8 @@ async def measured(scorers: Scorers, family: str, num_problems: int) -> dict[str
         await scorers.score(family, {}, *answer)
         waits_ms.append(1e3 * (time.perf_counter() - begin))
     used_ms = 1e3 * (processor_s(process) - before) / len(answers)
-    return {"median_ms": statistics.median(waits_ms), "p99_ms": statistics.quantiles(waits_ms, n=100)[-1], "processor_ms": used_ms}
+    p99_ms = statistics.quantiles(waits_ms, n=100)[-1]
+    return {"processor_ms": used_ms, "wait_median_ms": statistics.median(waits_ms), "wait_p99_ms": p99_ms}
 
 
 def main() -> None:
@@ -56,14 +57,14 @@ def main() -> None:
     found = asyncio.run(every())
     record(
         Path(__file__).with_suffix(".json"),
-        figure="a model-written answer scored in a process of its own, the slowest family's median",
-        value=max(row["median_ms"] for row in found.values()),
+        figure="processor time of a model-written answer scored in a process of its own, the dearest of four families",
+        value=max(row["processor_ms"] for row in found.values()),
         unit="ms",
         goal=GOAL_MS,
         better="lower",
         details={"answers_a_family": args.problems * GROUP, "load_average_before": load_before, "families": FAMILIES},
         rows=[
-            {"variant": family, "value": row["median_ms"], "unit": "ms", "better": "lower", "goal": GOAL_MS, **row}
+            {"variant": family, "value": row["processor_ms"], "unit": "ms", "better": "lower", "goal": GOAL_MS, **row}
             for family, row in found.items()
         ],
     )
