@@ -17,7 +17,6 @@ DIRTY = {
     "trainer/qwen3_30b_a3b_131k",
     "trainer/qwen3_30b_a3b_16k",
     "trainer/qwen3_8b_8k",
-    "transport/pack_and_wire",
 }
 
 

@@ -1,10 +1,8 @@
 """The list of a run's listeners: what is not in it is found, whatever it is."""
 
-import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,84 +10,91 @@ import pytest
 from orrery.launcher.listeners import LISTENERS, listening, table, undeclared
 
 LOOPBACK = "127.0.0.1"
+# A process that listens on what its arguments say, until its standard input ends.
+LISTENS = """
+import socket, sys
+held = []
+for family, kind, address in eval(sys.argv[1]):
+    held.append(socket.socket(getattr(socket, family), getattr(socket, kind)))
+    held[-1].bind(address)
+    if kind == "SOCK_STREAM":
+        held[-1].listen()
+print(flush=True)
+sys.stdin.read()
+"""
 
 
-def sentences(role, host=LOOPBACK):
-    return undeclared(listening({os.getpid(): role}), host)
+@contextmanager
+def process(*sockets, before=()):
+    """The pid of a process of its own that listens on `sockets`: tests before this one may have left some in ours."""
+    words = [*before, sys.executable, "-c", LISTENS, repr(sockets)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"\n"
+        yield child.pid
+        child.stdin.close()
 
 
-@pytest.fixture
-def opened():
-    """`open(address, kind, family)` is a socket of this process that listens until the test ends."""
-    with ExitStack() as held:
-
-        def open(address, kind=socket.SOCK_STREAM, family=socket.AF_INET):
-            one = held.enter_context(socket.socket(family, kind))
-            one.bind(address)
-            if kind == socket.SOCK_STREAM:
-                one.listen()
-            return one
-
-        yield open
+def tcp(address=LOOPBACK, port=0):
+    return "AF_INET", "SOCK_STREAM", (address, port)
 
 
-def test_a_process_that_listens_on_nothing_is_fine():
-    assert sentences("orchestrator") == []
+def sentences(role, *sockets):
+    with process(*sockets) as pid:
+        return undeclared(listening({pid: role}), LOOPBACK)
 
 
-def test_sockets_that_are_declared_are_fine_and_one_more_is_not(opened):
-    for _ in range(2):
-        opened((LOOPBACK, 0))
-        assert sentences("orchestrator") == []
-    opened((LOOPBACK, 0))
-    [sentence] = sentences("orchestrator")
+@pytest.mark.parametrize("num_sockets", [0, 1, 2])
+def test_sockets_that_are_declared_are_fine(num_sockets):
+    assert sentences("orchestrator", *[tcp()] * num_sockets) == []
+
+
+def test_one_socket_more_than_is_declared_is_found():
+    [sentence] = sentences("orchestrator", tcp(), tcp(), tcp())
     assert "orchestrator" in sentence and "LISTENERS has 2" in sentence
 
 
-def test_a_role_that_listens_nowhere_may_not_begin_to(opened):
-    opened((LOOPBACK, 0))
-    assert "is in no row of LISTENERS" in sentences("report")[0]
-
-
-@pytest.mark.parametrize(
-    ("address", "kind", "family"),
-    [
-        (("0.0.0.0", 0), socket.SOCK_STREAM, socket.AF_INET),
-        (("127.0.0.2", 0), socket.SOCK_STREAM, socket.AF_INET),
-        (("0.0.0.0", 0), socket.SOCK_DGRAM, socket.AF_INET),
-        (("::", 0), socket.SOCK_STREAM, socket.AF_INET6),
-        ("\0orrery-test", socket.SOCK_STREAM, socket.AF_UNIX),
-    ],
-)
-def test_every_interface_another_address_datagrams_and_abstract_names_are_found(opened, address, kind, family):
-    opened(address, kind, family)
-    [sentence] = sentences("trainer")
+def test_a_role_that_listens_nowhere_may_not_begin_to():
+    [sentence] = sentences("report", tcp())
     assert "is in no row of LISTENERS" in sentence
 
 
-def test_a_unix_socket_is_for_roles_that_have_declared_one(opened, tmp_path):
-    opened(str(tmp_path / "s"), family=socket.AF_UNIX)
-    assert sentences("inference") == []
-    assert len(sentences("orchestrator")) == 1
+@pytest.mark.parametrize(
+    "socket",
+    [
+        tcp("0.0.0.0"),
+        tcp("127.0.0.2"),
+        ("AF_INET", "SOCK_DGRAM", ("0.0.0.0", 0)),
+        ("AF_INET6", "SOCK_STREAM", ("::", 0)),
+        ("AF_UNIX", "SOCK_STREAM", "\0orrery-test"),
+    ],
+)
+def test_every_interface_another_address_datagrams_and_abstract_names_are_found(socket):
+    [sentence] = sentences("trainer", socket)
+    assert "is in no row of LISTENERS" in sentence
+
+
+def test_a_unix_socket_is_for_roles_that_have_declared_one(tmp_path):
+    assert sentences("inference", ("AF_UNIX", "SOCK_STREAM", str(tmp_path / "one"))) == []
+    assert len(sentences("orchestrator", ("AF_UNIX", "SOCK_STREAM", str(tmp_path / "two")))) == 1
 
 
 def test_what_a_child_listens_on_is_its_roles():
-    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        [sentence] = sentences("orchestrator")
-        assert f"pid {child.pid}" in sentence
-        child.stdin.close()
+    code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    words = [sys.executable, "-c", code, sys.executable, "-c", LISTENS, repr([tcp()])]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"\n"
+        [sentence] = undeclared(listening({parent.pid: "orchestrator"}), LOOPBACK)
+        assert "of orchestrator listens on" in sentence and f"pid {parent.pid}" not in sentence
+        parent.stdin.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: another network namespace, which needs root")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0, reason="NOT TESTED: another network namespace"
+)
 def test_sockets_of_another_network_namespace_are_read_as_that_one_has_them():
-    code = "import socket, sys; s = socket.create_server(('0.0.0.0', 777)); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(["unshare", "-n", sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        [found] = [one for one in listening({child.pid: "trainer"}) if one.port]
+    with process(tcp("0.0.0.0", 777), before=("unshare", "-n")) as pid:
+        [found] = [one for one in listening({pid: "trainer"}) if one.port]
         assert (found.address, found.port) == ("0.0.0.0", 777)
-        child.stdin.close()
 
 
 def test_the_page_about_security_shows_the_list():

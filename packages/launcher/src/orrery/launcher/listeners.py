@@ -39,7 +39,7 @@ class Listener:
 
 
 BY_PATH = "`generate` or `administer`, by path"
-ENDS = "can end the run and read addresses of ranks; no secret passes"
+ENDS = "can end the run, or join a group while it forms; no secret passes"
 ENDS_UPDATE = "can end an update; weights that it forges fail their fingerprints"
 LISTENERS = (
     Listener("orchestrator", "", "rollout wire: asks and heads", ROLE, "CurveZMQ keys derived from the token", "nothing"),
