@@ -74,7 +74,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     experts, slots, tokens = (8, 2, 32) if args.smoke else (EXPERTS, SLOTS, TOKENS[0])
     projections = {"gate_up": (16, 16), "down": (8, 16)} if args.smoke else PROJECTIONS
-    rank, rows = 4 if args.smoke else RANK, tokens * slots
+    rank, rows = 8 if args.smoke else RANK, tokens * slots  # narrower ranks are looped over, which waits for the device
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
         ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
