@@ -28,13 +28,23 @@ from record import ROOT, record
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = {"cpu": 0.5, "h200_1": 0.1, "h200_2": 0.1, "h200_2_fp8": 0.1, "h200_4": 0.1, "h200_8": 0.1}  # share of the recorded value
-COSTS_NO_TIME = ("python_lock_sha256", "orchestrator.keep_batches")
+# `max_sampled_ratio` acts only where groups without signal are dropped, which these runs keep.
+COSTS_NO_TIME = (
+    "python_lock_sha256",
+    "orchestrator.keep_batches",
+    "orchestrator.on_timeout",
+    "orchestrator.max_sampled_ratio",
+    "orchestrator.evaluation.stop_at",
+    *(f"trainer.mismatch.{bound}" for bound in ("warn_kl", "stop_kl", "warn_logprob_difference", "stop_logprob_difference")),
+    "trainer.mismatch.canary_logprob_difference",
+)
 
 
 def timed_sha256(manifest: Manifest) -> str:
     """The digest of all fields that a figure may depend on: runs that share it are compared."""
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
+    timed["schema_version"] = 1  # costs no time either; digests of records hold the first one
     return hashlib.sha256(json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
