@@ -124,7 +124,7 @@ def serve_plain() -> None:
         variables = os.environ | engine_variables(me.manifest) | {"VLLM_PLUGINS": ""}
         if me.manifest.hardware.accelerator == "cpu":
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *kept, "--load-format", "dummy"]
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *kept, "--load-format", "dummy"]
         server = subprocess.Popen(command, env=variables)
         try:
             while server.poll() is None and not is_up(f"http://{host}:{port}/health"):
