@@ -3,7 +3,9 @@
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
 local settings = ['layout', 'problems', 'context_tokens', 'answer_tokens', 'seeds'];
 local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
-local dividing(whole) = [n for n in std.range(1, whole) if whole % n == 0];
+// As far as the schema lets counts go: an absurd one is refused there, and must not take for ever here.
+local up_to(most) = std.range(1, std.min(most, 65536));
+local dividing(whole) = [n for n in up_to(whole) if whole % n == 0];
 local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
 // Rules of the pipeline, which share one namespace with runs.
 local targets = ['init', 'sft', 'rl', 'evaluate', 'report', 'all'];
@@ -18,7 +20,7 @@ local bytes = { float32: 4, bfloat16: 2 };
   // as many query heads on each rank, and key heads of its own or one that it shares
   local ulysses_ranks = [
     n
-    for n in std.range(1, run.model.num_heads)
+    for n in up_to(run.model.num_heads)
     if run.model.num_heads % n == 0 && (run.model.num_kv_heads % n == 0 || n % run.model.num_kv_heads == 0)
   ],
   local ranks = run.layout.trainer_ranks,

@@ -209,7 +209,7 @@ def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):
     assert not (checkout / "runs").exists(), "a plan makes nothing"
 
 
-SITE = """[slurm]
+PLANNED_SITE = """[slurm]
 partition = "gpu"
 time_limit_min = 60
 cpus_per_node = 4
@@ -223,7 +223,7 @@ interface = "ib0"
 
 
 def test_a_plan_is_written_as_the_manifest_and_the_very_commands_that_a_start_submits(checkout, capsys, monkeypatch):
-    (checkout / "site.toml").write_text(SITE)
+    (checkout / "site.toml").write_text(PLANNED_SITE)
     code, out, _ = orrery(capsys, "plan", "glm5_shape_smoke", "--write", "plan")
     stages = [f"{number}_{stage}.sh" for number, stage in enumerate(("init", "sft", "rl", "evaluate", "report"), 1)]
     assert code == 0 and out.split() == [f"plan/{name}" for name in ("manifest.json", "plan.txt", *stages)]

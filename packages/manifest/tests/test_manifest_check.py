@@ -742,10 +742,19 @@ def test_a_spec_that_nests_too_deep_or_cannot_be_read_is_one_sentence(checkout, 
     path.write_text("{ odd: " + "[" * 100 + "]" * 100 + " }")
     assert orrery("check") == 2
     assert "its value is refused (values nested deeper than 64)" in capsys.readouterr().err
+    path.write_text("{ odd: " + "[" * 100_000)
+    assert orrery("check") == 2
+    assert "jsonnet/runs/odd.jsonnet: brackets nested deeper than 500" in capsys.readouterr().err
     path.unlink()
     path.mkdir()
     assert orrery("check") == 2
-    assert "error: import 'runs/odd.jsonnet': no such file under jsonnet/" in capsys.readouterr().err
+    assert "error: import 'runs/odd.jsonnet': under jsonnet/ it is no file that can be read" in capsys.readouterr().err
+
+
+def test_an_absurd_size_in_a_spec_is_refused_at_once(checkout, capsys):
+    edited(checkout, "models/dense.libsonnet", "num_heads: 4,", "num_heads: 1e15,")
+    assert orrery("check", "words") == 2
+    assert "model.num_heads = 1000000000000000: should be less than or equal to 65536" in capsys.readouterr().err
 
 
 def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_what_to_do():

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import open_regular
 from orrery.observe import weights_and_biases
 from orrery.observe.health import Health, Wait
 from orrery.observe.metrics import MetricsFile
@@ -116,18 +117,18 @@ def test_the_tail_yields_every_whole_row_once_and_waits_for_a_torn_one(tmp_path)
 def test_a_file_that_cannot_be_read_at_one_look_keeps_its_rows_for_the_next_and_no_others_back(tmp_path, monkeypatch):
     for role in ("engine", "orchestrator", "trainer"):
         MetricsFile(tmp_path, "rl", role, 0, 1).write(1)
-    tail, seen, read, failing = MetricsTail(tmp_path), [], open, ["orchestrator.0.jsonl"]
+    tail, seen, read, failing = MetricsTail(tmp_path), [], open_regular, ["orchestrator.0.jsonl"]
 
-    def open_or_fail(path, mode):
+    def open_or_fail(path):
         if path.name in failing:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return read(path, mode)
+        return read(path)
 
     def look():
         for process, _ in tail.new_rows():
             seen.append(process)
 
-    monkeypatch.setattr("builtins.open", open_or_fail)
+    monkeypatch.setattr("orrery.observe.tail.open_regular", open_or_fail)
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         look()
     assert seen == ["engine.0", "trainer.0"]

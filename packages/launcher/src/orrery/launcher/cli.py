@@ -194,13 +194,14 @@ def report(
 
     from orrery.launcher import status as statuses
     from orrery.launcher.runs import find, members, resume_command
+    from orrery.manifest.json_file import read_regular
 
     if summary:
         for run in members(word):
             text = run.path / "report" / "summary.txt"
             if not text.exists():
                 raise OrreryError(f"{run.path.name}: it has no report yet; type `{resume_command(run, 'report')}`")
-            print(text.read_text().strip())
+            print(read_regular(text).decode(errors="replace").strip())
         return
     found = find(word)
     last = statuses.read(found.path)

@@ -12,6 +12,7 @@ from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
 from orrery.launcher.stage import newest_checkpoint
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import open_regular
 from orrery.manifest.run_folder import check_layout
 from orrery.observe.duration import duration
 from orrery.observe.health import read_health
@@ -151,7 +152,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
     """
     offsets: dict[Path, int] = {}
     for path in paths:
-        with open(path, "rb") as log:
+        with open_regular(path) as log:
             log.seek(_begin_of_last(log, num_lines) if num_lines else 0)
             lines = (line for data in log for line in data.decode(errors="replace").splitlines())
             yield from _prefixed(path, deque(lines, num_lines) if num_lines else lines, len(paths) > 1)
@@ -159,7 +160,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
     while follow:
         time.sleep(FOLLOW_S)
         for path in paths:
-            with open(path, "rb") as log:
+            with open_regular(path) as log:
                 log.seek(offsets[path])
                 data = log.read()
             data = data[: data.rfind(b"\n") + 1]

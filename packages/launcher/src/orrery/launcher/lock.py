@@ -70,13 +70,13 @@ def _locked(descriptor: int, kind: int) -> bool:
 def holder(run_dir: Path) -> Holder | None:
     """The launcher that holds the run now; None when nobody does, or it has not said who it is yet."""
     try:
-        descriptor = os.open(_path(run_dir), os.O_RDONLY)
+        descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
         return None
     try:
         if _locked(descriptor, fcntl.LOCK_SH):
             return None
-        words = os.pread(descriptor, 400, 0).decode().split()
+        words = os.pread(descriptor, 400, 0).decode(errors="replace").split()
     finally:
         os.close(descriptor)
     try:

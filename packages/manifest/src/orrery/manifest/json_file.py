@@ -6,13 +6,14 @@
   that no file name and no terminal takes (NUL, half a surrogate pair).
 """
 
+import errno
 import json
 import math
 import os
 import stat
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,7 +28,7 @@ MAX_DEPTH = 64
 def read_json(path: Path, remedy: str) -> Any:
     """Return the JSON value in a file. Raises `OrreryError` where it cannot be read; the sentence ends with `remedy`."""
     try:
-        return parse_json(_bytes(path))
+        return parse_json(read_regular(path))
     except OSError as error:
         raise OrreryError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     except ValueError as error:
@@ -101,14 +102,20 @@ def _check(value: Any) -> None:
     raise ValueError(f"values nested deeper than {MAX_DEPTH}")
 
 
-def _bytes(path: Path) -> bytes:
-    """The file's content. Raises OSError, also for what is no regular file or is too large."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError where it is no regular file, at once: to open a pipe could take for ever."""
     if path.is_dir():
-        raise OSError(None, "it is a folder")
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(None, "it is no regular file")
-        if info.st_size > MAX_BYTES:
-            raise OSError(None, f"it has {info.st_size} bytes, and at most {MAX_BYTES} are read")
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a small file. Raises OSError, also where it is no regular file or has more than `MAX_BYTES`."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {MAX_BYTES} are read", str(path))
         return file.read()

@@ -22,6 +22,7 @@ from orrery.manifest.schema import TARGETS, Manifest
 from orrery.manifest.workspace import Workspace
 
 T = TypeVar("T")
+MAX_NESTING = 500
 _FAILS = b"error 'import'"  # the binding's own text for a callback that raises ends in stray bytes
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
@@ -64,10 +65,17 @@ class Evaluator:
                 if path not in self.closure:
                     self.closure.append(path)
                 try:
-                    return str(path), self.instead[path] if path in self.instead else path.read_bytes()
+                    data = self.instead[path] if path in self.instead else path.read_bytes()
                 except OSError as error:
                     self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
                     return name, _FAILS
+                if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:  # Jsonnet's parser would end this process
+                    self._lost = f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; is the file damaged?"
+                    return name, _FAILS
+                return str(path), data
+        if any((folder / name).exists() or (folder / name).is_symlink() for folder in self.workspace.library):
+            self._lost = f"import {name!r}: under jsonnet/ it is no file that can be read; put the file back"
+            return name, _FAILS
         near = nearest(name, [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")])
         self._lost = f"import {name!r}: no such file under jsonnet/" + (f"; did you mean {near!r}?" if near else "")
         return name, _FAILS
@@ -79,6 +87,15 @@ class Evaluator:
             return f"{self.workspace.shown(found['file'])}:{found['line']}: {message.split(' ', 1)[-1]}"
         frames = [f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")]
         return f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})" if frames else message
+
+
+def _nesting(data: bytes) -> int:
+    """How deep brackets nest, those in texts and comments too."""
+    depth = deepest = 0
+    for bracket in re.findall(rb"[\[({\])}]", data):
+        depth += 1 if bracket in b"[({" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def quoted(text: str) -> str:

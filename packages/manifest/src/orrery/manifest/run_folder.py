@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_regular
 from orrery.manifest.publish import make_folder, sync, write_atomic
 
 LAYOUT = 2
@@ -37,7 +38,7 @@ def check_layout(run_dir: Path) -> None:
     """Raise OrreryError where the folder of a run has another layout than this release's."""
     file = run_dir / LAYOUT_FILE
     try:
-        found = int(file.read_text())
+        found = int(read_regular(file))
     except FileNotFoundError:
         found = 1  # the first layout had no such file
     except ValueError:

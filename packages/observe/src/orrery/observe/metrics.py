@@ -19,7 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from orrery.manifest.json_file import parse_json
+from orrery.manifest.json_file import open_regular, parse_json
 
 Row = dict[str, Any]
 
@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
 def rows(path: Path | str) -> Iterator[Row]:
     """Every whole row in the order written, all attempts, one at a time; a missing file has none."""
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = open_regular(Path(path))
     except FileNotFoundError:
         return
     with file:

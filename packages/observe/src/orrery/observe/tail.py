@@ -7,6 +7,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from orrery.manifest.json_file import open_regular
 from orrery.observe.metrics import Row, parse_row
 
 
@@ -41,7 +42,7 @@ class MetricsTail:
         offset = self._offsets.get(path, 0)
         if path.stat().st_size == offset:
             return []
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             data = file.read()
         whole = data.rfind(b"\n") + 1
