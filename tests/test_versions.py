@@ -5,6 +5,8 @@ What the rooms' pyproject.toml ask for is in the locks of the roles that import 
 """
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -96,6 +98,42 @@ def test_a_lock_holds_what_the_rooms_of_its_roles_ask_for(lock):
     held, asked = pins(lock), [one for room in ROOMS[lock] for one in needed(room) if lock in {"cpu", "login"} or one.name != RENDERS]
     assert len(asked) > 5
     assert [str(one) for one in asked if one.name not in held or held[one.name] not in one.specifier] == []
+
+
+# lock of an image → modules that a role's process imports there, besides what it imports for one kind of model or wire
+IMPORTED = {
+    "trainer.cpu": ("orrery.trainer.initialize", "orrery.trainer.loop", "orrery.trainer.sft", "orrery.trainer.export"),
+    "orchestrator": ("orrery.orchestrator.evaluate", "orrery.orchestrator.loop"),
+    "inference.cpu": ("orrery.inference.router", "orrery.inference.plugin", "orrery.inference.server"),
+}
+WITH_THE_LOCK_ALONE = """
+import importlib.machinery, re, sys
+from importlib.metadata import packages_distributions
+held = set(sys.argv[1].split(","))
+named = lambda name: re.sub("[-_.]+", "-", name).lower()
+hidden = {module for module, of in packages_distributions().items() if module != "orrery" and not held & set(map(named, of))}
+class Held:
+    finders = list(sys.meta_path)
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in hidden:
+            return None
+        return next((spec for finder in self.finders if (spec := finder.find_spec(name, path, target))), None)
+    def find_distributions(self, context):
+        return importlib.machinery.PathFinder.find_distributions(context)
+sys.meta_path[:] = [Held()]
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+print(len(hidden))
+"""
+
+
+@pytest.mark.parametrize("lock", IMPORTED)
+def test_a_role_imports_with_the_packages_of_its_images_lock_alone(lock):
+    """The environment of the tests has every package, so an import that an image lacks would fail on a cluster only."""
+    argv = [sys.executable, "-c", WITH_THE_LOCK_ALONE, ",".join(map(canonicalize_name, pins(lock))), *IMPORTED[lock]]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10, "nothing was hidden"
 
 
 def test_trainer_and_engines_have_the_same_transformers_on_all_hardware():

@@ -20,10 +20,10 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
-from orrery.transport.engine import EngineClient, GenerationFailed, UpdateFailed, WeightsDiffer
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
+    from orrery.transport.engine import EngineClient
 
 NUM_TOKENS = 32
 TIMEOUT_S = 120.0
@@ -50,11 +50,13 @@ def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))
 
 
-async def prove(engine: EngineClient, canary: Canary, version: int, known: Sequence[float]) -> tuple[float, float]:
+async def prove(engine: "EngineClient", canary: Canary, version: int, known: Sequence[float]) -> tuple[float, float]:
     """The mean |difference| and the seconds that it took, of one engine that has resumed with `version`.
 
     Raises WeightsDiffer where it is beyond the bound, after pausing the engine; UpdateFailed where it gives no log-probs; EngineGone.
     """
+    from orrery.transport.engine import GenerationFailed, UpdateFailed, WeightsDiffer  # not at the top: a trainer lacks its packages
+
     begin = time.perf_counter()
     try:
         found = await engine.prompt_logprobs(canary.token_ids, f"canary-{version}", scaled(TIMEOUT_S))
