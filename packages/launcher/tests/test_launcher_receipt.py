@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -72,6 +73,14 @@ def test_a_clean_checkout_is_told_by_its_commit(run_dir):
     assert (told["nodes"], told["slurm_job_id"], told["started_s"], told["ended_s"]) == (["node1"], "77", 10.0, 20.0)
     assert told["versions"]["host"]["torch"] and told["versions"]["host"]["python"].startswith("3.1")
     assert not (run_dir / "receipts").exists()
+
+
+def test_of_two_releases_on_the_path_the_one_that_is_imported_is_told(tmp_path):
+    for folder, version in (("first", "2.0"), ("second", "1.0")):
+        write(tmp_path / folder / f"torch-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    path = os.pathsep.join(str(tmp_path / folder) for folder in ("first", "second"))
+    told = subprocess.run([sys.executable, "-c", receipt.VERSIONS], env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=True)
+    assert json.loads(told.stdout)["torch"] == "2.0"
 
 
 def test_the_kept_diff_of_a_dirty_checkout_makes_the_same_tree_again(run_dir, tmp_path):

