@@ -45,6 +45,8 @@ if [ -z "$uv" ]; then
     fi
 fi
 
+uv=$(realpath "$(command -v "$uv")") # .venv/bin/uv, which may be the one found, goes with an old .venv
+
 source locks/sources.sh
 
 if [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$version" ]; then
@@ -60,6 +62,8 @@ say "packages of locks/$lock.txt ($(grep -c '^[a-z].*==' "locks/$lock.txt"))"
 say "rooms of packages/, editable"
 "$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --offline "${rooms[@]/#/--editable=}" ||
     fail "a package under packages/ does not build; uv's message above names it"
+
+ln -sf "$uv" .venv/bin/uv # docs/quickstart.md types it once .venv is active
 
 .venv/bin/python -c "import $modules" ||
     fail "the packages do not import; remove .venv and type again: $again"
