@@ -53,7 +53,7 @@ def holder(num_bytes: int, world: World) -> Any:
     for weight in policy.parameters():
         nn.init.normal_(weight.to_local() if hasattr(weight, "to_local") else weight)
     weights = dict(policy.named_parameters())
-    return SimpleNamespace(policy=policy, weights=weights, optimizer=make_optimizer(policy, ADAMW), world=world, step=0)
+    return SimpleNamespace(policy=policy, weights=weights, optimizer=make_optimizer(policy, ADAMW), world=world, step=0, base_sha256=None)
 
 
 class Steps:

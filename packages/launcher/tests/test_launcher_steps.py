@@ -184,6 +184,11 @@ def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node
 def test_a_snapshot_is_the_code_and_the_metadata_that_plugins_are_found_by(tmp_path):
     code = snapshot(Workspace(ROOT), tmp_path)
     assert code == snapshot(Workspace(ROOT), tmp_path)  # the same tree is the same folder
+    whole = {path: path.read_bytes() for path in code.rglob("*") if path.is_file()}
+    for damage in (lambda path: path.write_bytes(b""), lambda path: path.unlink(), lambda path: path.with_name("more.py").touch()):
+        damage(code / "orrery" / "launcher" / "task.sh")
+        assert snapshot(Workspace(ROOT), tmp_path) == code, "a copy that is not what its name says is written anew"
+        assert {path: path.read_bytes() for path in code.rglob("*") if path.is_file()} == whole
     assert (code / "orrery/trainer/loop.py").read_bytes() == (ROOT / "packages/trainer/src/orrery/trainer/loop.py").read_bytes()
     assert "orrery.inference.plugin:register" in (code / "orrery_inference-0.1.0.dist-info/entry_points.txt").read_text()
     assert not list(code.rglob("__pycache__")) and not (code / "orrery" / "__init__.py").exists()

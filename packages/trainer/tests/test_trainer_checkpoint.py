@@ -18,8 +18,15 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import HOSTED, MOE, OFFLOADED, make_learner, manifest, run_ranks, whole_weights, write_start_weights
 from trainer_rank import die_in_the_middle, train
 
+from orrery.manifest.digest import sha256
 from orrery.manifest.errors import RunFailed
-from orrery.trainer import checkpoint, host_copy, pulse, replicas, safetensors_file
+from orrery.manifest.identity import canonical_json
+from orrery.manifest.run_folder import inputs_path
+from orrery.observe.process import parse_role
+from orrery.trainer import base, checkpoint, host_copy, pulse, replicas, safetensors_file
+from orrery.trainer.assemble import assemble_learner
+from orrery.trainer.export import export_checkpoint
+from orrery.trainer.parallel.world import World
 from orrery.transport import checkpoints
 
 
@@ -491,3 +498,37 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
     plain = make_learner(manifest(), tmp_path / "start")
     with pytest.raises(RunFailed, match="is only in the"):
         checkpoint.load(plain, tmp_path / "trainer")
+
+
+def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_path):
+    """A checkpoint of adapters says nothing of the weights under them; another folder of the same shapes would be taken without a word."""
+    adapted = manifest(trainer={"lora": {"rank": 2, "alpha": 4.0, "targets": ["attention"], "seed": 1}}, stages={"sft": None})
+    (tmp_path / "manifest.json").write_bytes(canonical_json(adapted))
+    me = parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"])
+    start = write_start_weights(adapted, tmp_path / "weights" / "init")
+
+    def begun():
+        return assemble_learner(me, World(0, 1, torch.device("cpu"), None), start, adapted.trainer.optimizer, 1.0)
+
+    train(first := begun(), [1, 2])
+    checkpoint.save(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
+    checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    tensors = load_file(start / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailed, match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage began with "):
+        checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    with pytest.raises(RunFailed, match=r"init: its weights have sha256 [0-9a-f]{64}, but the adapters of .* were trained on"):
+        export_checkpoint(tmp_path)
+    assert not list((tmp_path / "weights").glob("step*"))
+
+
+def test_the_digest_of_the_base_is_the_launchers_where_it_has_hashed_the_files(tmp_path, monkeypatch):
+    start = write_start_weights(manifest(), tmp_path / "weights" / "init")
+    found = base.base_sha256(tmp_path, "rl", start)
+    path = inputs_path(tmp_path, "rl")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"weights/init/model.safetensors": sha256(start / "model.safetensors")}))
+    monkeypatch.setattr(base, "sha256", lambda path: pytest.fail("hashed twice"))
+    assert base.base_sha256(tmp_path, "rl", start) == found

@@ -44,6 +44,7 @@ from orrery.transport import checkpoints, rendezvous
 from orrery.transport.packing import pack
 from orrery.transport.rollout_wire import Batch, make_sender
 from orrery.transport.weight_wire import Published, WeightWatch, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire.files import WeightPublisher
 
 pytestmark = pytest.mark.timeout(180)
 DEADLINE_S = 120.0
@@ -252,6 +253,9 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     exported = load_file(straight / "weights" / "rl" / "model.safetensors")
     assert newest.fingerprints.keys() == exported.keys()
     assert checkpoints.steps(straight) == [4, 5]  # keep 2
+    publisher = WeightPublisher(tmp_path / "evaluate")
+    written = publisher.publish_folder(5, straight / "weights" / "rl")
+    assert written.digest == stamped["5"], "the evaluate stage compares the two"
     checkpoints.verify(checkpoints.checkpoint_dir(straight, 5, 1))
     assert Renderer(straight / "weights" / "rl").stop_token_ids
     export_checkpoint(straight, to=tmp_path / "exported")

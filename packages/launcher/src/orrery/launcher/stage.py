@@ -33,7 +33,7 @@ from typing import Literal
 
 import psutil
 
-from orrery.launcher import lock, receipt, slurm
+from orrery.launcher import inputs, lock, receipt, slurm
 from orrery.launcher import status as statuses
 from orrery.launcher.allocation import Allocation
 from orrery.launcher.blame import ACCUSED_S, accused
@@ -125,9 +125,9 @@ def run_stage(job: Job) -> Outcome:
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
             if not marker.exists():
-                raise OrreryError(
-                    f"{job.plan.name}: {before} is not done ({marker} is missing); type `{job.resume}` to run the stages in order"
-                )
+                command = inputs.command(job.run_dir, job.plan.name, before, job.resume)
+                missing = f"{job.plan.name}: {before} is not done ({marker} is missing)"
+                raise OrreryError(f"{missing}; type `{command}` to run the stages in order")
         if done_path(job.run_dir, job.plan.name).exists():
             return Outcome("done", f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again", 0)
         return _Stage(job, interrupts).run()
@@ -227,8 +227,8 @@ class _Stage:
         try:
             self._say_restart()
             self._say_changes()
-            self._start()
-            outcome = self._watch(view)
+            self._verify_inputs()
+            outcome = self._stopped() if self.interrupts.received else self._run(view)
             self._say_state("stopping", outcome.message)
         except OrreryError as error:
             outcome = Outcome("failed", str(error), error.exit_code)
@@ -261,6 +261,22 @@ class _Stage:
             sync_folders(self.run_dir)  # DONE vouches for what roles have left, and so for the names of the folders above it
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
+
+    def _run(self, view: View) -> Outcome:
+        self._start()
+        return self._watch(view)
+
+    def _verify_inputs(self) -> None:
+        """Raise OrreryError where a file that the stage reads is not what its receipt says."""
+
+        def remedy(maker: str) -> str:
+            command = inputs.command(self.run_dir, self.stage, maker, self.job.resume)
+            return f"type `rm {done_path(self.run_dir, maker)} && {command}` to run {maker} again and go on"
+
+        self._say_state("running", "")
+        unknown = inputs.verify(self.run_dir, self.stage, self.job.stages, remedy, lambda: bool(self.interrupts.received))
+        if unknown:
+            self._tell(f"what {' and '.join(unknown)} made is not verified: {receipt.RECEIPT} does not tell it")
 
     def _put_back(self, outcome: Outcome) -> None:
         """Ask Slurm to start our job again, before anything else that takes time; Slurm ends this process a little later."""

@@ -88,6 +88,11 @@ def last_attempt(run_dir: Path) -> int:
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
 
+def inputs_path(run_dir: Path, stage: str) -> Path:
+    """What the newest attempt at a stage has read of earlier stages: {path in the run's folder: sha256}."""
+    return run_dir / "stages" / stage / "inputs.json"
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 

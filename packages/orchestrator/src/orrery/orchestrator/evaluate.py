@@ -11,8 +11,12 @@ import json
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.pace import Pace
@@ -53,6 +57,8 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
     for policy, (version, folder) in policies.items():
         with me.metrics.span("update", version):
             published = await asyncio.to_thread(publisher.publish_folder, version, folder)
+            if policy == "after":
+                check_last(me, version, folder, published.digest)
             report = await fleet.update(published)
             assert report is not None  # files stay
         me.metrics.write(
@@ -66,6 +72,28 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
             me.metrics.add_span("evaluation", row["start_s"], row["end_s"], version, task=row["task"])
             me.log.info("%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row))
     return results
+
+
+def check_last(me: Any, version: int, folder: Path, digest: str) -> None:
+    """Raise RunFailed where the weights in `folder` are not what the trainer published last, as `version`.
+
+    Comparable where the wire `files` carried the same tensors in the same precision. On the others engines have had another precision,
+    or adapters alone, so there the sha256 of the files counts, which the launcher has compared with the receipt.
+    """
+    newest = checkpoints.latest(me.run_dir)
+    if me.manifest.transport.weights != "files" or newest is None or newest.step != version:
+        return
+    file = checkpoints.checkpoint_dir(me.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
+    try:
+        expected = {int(step): text for step, text in msgspec.json.decode(file.read_bytes(), type=dict[str, str]).items()}[version]
+    except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise RunFailed(f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(me)}") from error
+    if digest != expected:
+        raise RunFailed(f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(me)}")
+
+
+def _rl_again(me: Any) -> str:
+    return f"remove {me.run_dir / 'stages' / 'rl' / 'DONE'} and run rl again: it goes on from its last checkpoint"
 
 
 class HeldOut:

@@ -15,6 +15,7 @@ from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
+from orrery.trainer.base import base_sha256
 from orrery.trainer.learner import Learner
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel import build_network, build_policy, fsdp
@@ -71,7 +72,10 @@ def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Opti
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
     me.health.doing("loading weights", still_s=parts_s(world.size))
     policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
-    return Learner(policy, world, me.manifest.trainer, optimizer, max_grad_norm)
+    learner = Learner(policy, world, me.manifest.trainer, optimizer, max_grad_norm)
+    if me.manifest.trainer.lora is not None:
+        learner.base_sha256 = base_sha256(me.run_dir, me.stage, start)
+    return learner
 
 
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:

@@ -1,7 +1,7 @@
 """Checkpoints: weights and optimizer state as each rank holds them, in safetensors, readable at any world size and mesh.
 
     checkpoints/step_<n>.attempt_<k>/trainer/
-        state.json            {"format", "step", "world_size", "frozen"}
+        state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: what rank i holds, box = [start, stop) a dimension
         rank_<i>.safetensors  those boxes, and the rank's random-number state
         rank_<i>.sha256.json  size and sha256 of rank i's two files, which rank i wrote, synced and hashed itself
@@ -11,7 +11,8 @@
 - Each rank writes what it holds; of replicas, and of what is not sharded, only the first rank does. Reading intersects boxes
   (`stored.py`), so another mesh, or another way of sharding, reads the same files.
 - What is not finite is not stored: the checkpoint before, which is good, would go for it, and every attempt would end as this one.
-- Frozen weights (those that adapters are added to) are named and not stored: the folder that the stage began with has them.
+- Frozen weights (those that adapters are added to) are named and not stored: the folder that the stage began with has them,
+  and its digest is stored (`base.py`).
 - Training waits only while what a rank holds is copied into host memory (`host_copy.py`). A thread writes the copy; another checkpoint
   waits until the one before it is done, so at most one is on its way.
 - Threads take part in no collective. Each rank's leaves its note of sha256; the first rank's waits for all notes, then renames the folder,
@@ -77,6 +78,12 @@ def load(learner: Learner, folder: Path) -> None:
         raise RunFailed(f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model")
     if odd := sorted(frozen_names(learner) ^ stored.frozen):
         raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {'checkpoint' if odd[0] in stored.frozen else 'model'}: another model")
+    if stored.base_sha256 != learner.base_sha256:
+        raise RunFailed(
+            f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, and this stage began with "
+            f"{learner.base_sha256}; "
+            f"put those weights back, or remove {folder.parent.parent} to train the adapters anew"
+        )
     for name, held in mine.items():
         if stored.shapes[name] != held.shape:
             raise RunFailed(
@@ -213,7 +220,10 @@ class Saver:
             name: {"shape": held.shape, "dtype": str(held.local.dtype).removeprefix("torch."), "box": held.box}
             for name, held in mine.items()
         }
-        state = {"format": FORMAT, "step": learner.step, "world_size": self._world.size, "frozen": sorted(frozen_names(learner))}
+        state = {
+            "format": FORMAT, "step": learner.step, "world_size": self._world.size, "frozen": sorted(frozen_names(learner)),
+            "base_sha256": learner.base_sha256,
+        }  # fmt: skip
         self._copied = _Copied(folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)})
         return time.monotonic() - begin_s
 

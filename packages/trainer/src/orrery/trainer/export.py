@@ -29,6 +29,7 @@ from orrery.models.hf_tensors import HfTensor, hf_tensors
 from orrery.models.lora import adapters, merged
 from orrery.models.weights import MAX_FILE_BYTES
 from orrery.observe.system_error import explain
+from orrery.trainer.base import base_sha256
 from orrery.trainer.parallel import build_network
 from orrery.trainer.publish import copy_tokenizer
 from orrery.trainer.stored import Stored
@@ -54,7 +55,13 @@ def export_checkpoint(run_dir: Path, stage: str = "rl", step: int | None = None,
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     try:
-        write(Stored(folder / "trainer"), manifest, start, partial)
+        stored = Stored(folder / "trainer")
+        if stored.base_sha256 is not None and stored.base_sha256 != (found := base_sha256(run_dir, stage, start)):
+            raise RunFailed(
+                f"{start}: its weights have sha256 {found}, but the adapters of {folder} were trained on {stored.base_sha256}; "
+                f"put those weights back"
+            )
+        write(stored, manifest, start, partial)
         copy_tokenizer(start, partial)
         publish_folder(partial, to)
     finally:

@@ -30,11 +30,10 @@ from orrery.observe.process import RoleProcess
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.stored import REMEDY
+from orrery.transport.checkpoints import PUBLISHED
 from orrery.transport.weight_wire import Published, WeightPublisher
 from orrery.transport.weight_wire.buckets import Held
 from orrery.transport.weight_wire.source import SETTLE_S, Source
-
-PUBLISHED = "published.json"  # {version: digest}
 
 
 class Publisher:

@@ -29,6 +29,7 @@ class Stored:
         self.step: int = state["step"]
         self.world_size: int = state["world_size"]
         self.frozen: frozenset[str] = frozenset(state.get("frozen", ()))
+        self.base_sha256: str | None = state.get("base_sha256")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}  # as torch names them
         self._folder = folder
