@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -38,7 +38,7 @@ from orrery.manifest.workspace import Workspace  # noqa: E402
 from orrery.models import weights  # noqa: E402
 from orrery.observe.process import parse_role  # noqa: E402
 from orrery.orchestrator import snapshot  # noqa: E402
-from orrery.orchestrator.state import Snapshot  # noqa: E402
+from orrery.orchestrator.state import Snapshot, State  # noqa: E402
 from orrery.trainer import checkpoint, safetensors_file  # noqa: E402
 from orrery.trainer.export import export_checkpoint  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
@@ -120,7 +120,7 @@ def whole_checkpoint(root: Path) -> None:
 
 
 def of_orchestrator(next_batch: int) -> Snapshot:
-    return Snapshot(next_batch, [1], [], [], [], 0, 1, 0, {}, [])
+    return replace(State(manifest()).snapshot(), next_batch=next_batch)
 
 
 def complete_what_is_not_synced(root: Path) -> None:
@@ -143,7 +143,7 @@ def remove_them(root: Path) -> None:
 
 def wind_down(root: Path) -> None:
     for evaluated in (1, 2):
-        state = Snapshot(5, [1], [], [], [], 0, evaluated, 0, {}, [])
+        state = replace(of_orchestrator(5), evaluated=evaluated)
         snapshot.write_now(root / "run", 4, 2, state, 1.0, is_resumed=True)
 
 
