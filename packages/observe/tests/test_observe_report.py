@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orrery.manifest.errors import OrreryError
 from orrery.observe.duration import duration
 from orrery.observe.metrics import read
 from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
@@ -108,6 +109,28 @@ def test_the_validation_loss_is_drawn_beside_the_loss_and_counts_as_no_step(run_
     trained, validated = warm_start(data).data
     assert (trained.x, trained.y) == ((1, 2, 3), (3.0, 1.5, 1.0))
     assert (validated.name, validated.x, validated.y) == ("validation", (0, 3), (4.0, 1.0))
+
+
+@pytest.mark.parametrize("name", ["metrics/trainer.0.jsonl", "metrics/trainer.0.spans.jsonl", "rollouts/evaluate.jsonl"])
+def test_a_folder_in_the_place_of_rows_is_one_sentence(run_dir, name):
+    (run_dir / name).unlink()
+    (run_dir / name).mkdir()
+    with pytest.raises(OrreryError, match=f"{name}: it is a folder; put the file back"):
+        RunData.load(run_dir)
+
+
+@pytest.mark.parametrize("text", ["", "touched by hand", "[]", '{"attempt": 1}'])
+def test_a_hand_made_marker_is_one_sentence(run_dir, text):
+    (run_dir / "stages/rl/DONE").write_text(text)
+    with pytest.raises(OrreryError, match=r"stages/rl/DONE: .*; remove it and run the stage again"):
+        RunData.load(run_dir)
+
+
+def test_an_odd_row_is_one_sentence_that_names_its_file_or_figure(run_dir):
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    path.write_text(path.read_text() + json.dumps({"attempt": 1, "stage": "rl", "time_s": 104.0, "step": 4, "step_time_s": "x"}) + "\n")
+    with pytest.raises(OrreryError, match="metrics/, for the figure 'Parts of a step': a row is not as roles write it"):
+        render(RunData.load(run_dir), 1.0)
 
 
 def test_an_unfinished_run_gives_a_shorter_page(tmp_path):

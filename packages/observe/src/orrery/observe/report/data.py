@@ -24,6 +24,7 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import Attempts, Row, rows, used_by_process
 from orrery.observe.report.spans import Span, Spans
 from orrery.observe.report.table import Table
+from orrery.observe.system_error import explain
 
 Interval = tuple[float, float]
 
@@ -76,15 +77,17 @@ class RunData:
             **_metrics(run_dir / "metrics"),
             spans=_spans(run_dir / "metrics"),
             result=_result(run_dir / "stages" / "evaluate" / "result.json"),
-            evaluated=list(rows(run_dir / "rollouts" / "evaluate.jsonl")),
+            evaluated=_evaluated(run_dir / "rollouts" / "evaluate.jsonl"),
         )
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError, naming `what`, where a row lacks a value that roles write, or has one of another type."""
+    """Raise OrreryError where a file cannot be read, or, naming `what`, where a row is not as roles write it."""
     try:
         yield
+    except OSError as error:
+        raise OrreryError(f"{explain(error)}; put the file back, or remove what stands there") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)
         raise OrreryError(f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery report` again") from error
@@ -101,6 +104,11 @@ def without_signal(run: RunData) -> float | None:
     """Share of the rollouts sampled for training whose group had equal rewards; None where no batch counted them."""
     counts = [(num, sampled) for num, sampled in run.batches.each("num_without_signal", "num_sampled") if sampled]
     return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
+
+
+def _evaluated(path: Path) -> list[Row]:
+    with reading(str(path)):
+        return list(rows(path))
 
 
 def _done(path: Path) -> Row:
