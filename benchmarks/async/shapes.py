@@ -3,7 +3,8 @@
 - `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
 - Warm is what comes after step WARM_STEPS, for the first steps compile, fill the engines, and have no batch ready; and before the last
   batch was cut, for the trainer takes what lies ready then while engines rest.
-- No measured step may take MOST_OF_MEDIAN times the median: a compiler then ran in it, which a gate would take for the loop's own time.
+- No measured step may take MOST_OF_MEDIAN times the median seconds a token. A compiler ran in such a step, and a gate would take its
+  time for the loop's own.
 """
 
 import itertools
@@ -92,13 +93,13 @@ def numbers(run: RunData) -> Numbers:
         )
     begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
     lengths = [after["time_s"] - before["time_s"] for before, after in itertools.pairwise([run.rl[WARM_STEPS - 1], *steps])]
-    longest_s, median_s = max(lengths), statistics.median(lengths)
-    if longest_s > MOST_OF_MEDIAN * median_s:
-        step = steps[lengths.index(longest_s)]["step"]
+    per_token_s = [length / row["num_trained_tokens"] for length, row in zip(lengths, steps, strict=True)]
+    slowest = max(range(len(steps)), key=per_token_s.__getitem__)
+    if (times := per_token_s[slowest] / statistics.median(per_token_s)) > MOST_OF_MEDIAN:
         raise SystemExit(
-            f"error: {run.run_dir.name}: step {step} took {longest_s:.3g} s, {longest_s / median_s:.2g} times the median of the "
-            f"{len(steps)} measured steps, so it compiled or the machine stood still; measure again, with a larger stages.rl.num_steps "
-            "where a shape compiles late"
+            f"error: {run.run_dir.name}: step {steps[slowest]['step']} took {lengths[slowest]:.3g} s, {times:.2g} times the median a token "
+            f"of the {len(steps)} measured steps, so it compiled or the machine stood still; measure again, with a larger "
+            "stages.rl.num_steps where a shape compiles late"
         )
     window: list[Interval] = [(begin_s, end_s)]
     waits = [(span.start_s, span.end_s) for span in run.spans if span.role == "trainer.0" and span.name == "wait"]
@@ -118,7 +119,7 @@ def numbers(run: RunData) -> Numbers:
         update_pause_s=sum(row["pause_s"] for row in updates) / len(updates),
         update_s=sum(row["drain_s"] + row["pause_s"] for row in updates) / len(updates),
         step_s=(end_s - begin_s) / len(steps),
-        longest_step_s=longest_s,
+        longest_step_s=max(lengths),
         median_tokens=means[len(means) // 2],
         mismatch_kl=sum(row["mismatch_kl"] for row in steps) / len(steps),
         num_steps=len(run.rl),
