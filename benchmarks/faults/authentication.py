@@ -1,13 +1,14 @@
-"""What authentication and canaries cost: CPU seconds of their own code, as a share of all of the demo's and of `orchestrator/overhead`'s.
+"""Measure the cost of authentication and canaries: its share of the CPU seconds of two workloads.
 
-- Costs of one check are measured here, in this process, each as the difference between the same code with the check and without it:
-  a request's credential at the orchestrator, the router's front and the engine; an ask for a micro-batch over CurveZMQ and its ticket;
-  a value in the weight wire's store. vllm-router's question about each key is a whole request over HTTP, answered by the front.
-- A canary costs what the rows of updates say that it took, as if that kept a core of each engine busy; `overhead` has no updates.
-- Runs say how many there were. The demo is run here, from spec to report, and so is one round of `orchestrator/overhead`; their CPU
-  seconds are those of all their processes, start-up included.
+- The workloads are the demo, from spec to report, and one round of `orchestrator/overhead`. Their
+  CPU seconds include all processes and the start-up. Their output gives the number of checks.
+- This process measures the cost of one check: CPU seconds with the check less those without it.
+  Measured are a request's credential at the orchestrator, the front and the engine; an ask for a
+  micro-batch over CurveZMQ with its ticket; a value in the weight wire's store.
+- vllm-router asks the front about each key. The cost of that is a whole HTTP request.
+- A canary counts as its duration times one core of each engine. `overhead` has no canaries.
 
-    python benchmarks/faults/authentication.py            # on a quiet machine, about 4 minutes
+    python benchmarks/faults/authentication.py      # on a quiet machine, about 4 minutes
 """
 
 import argparse
@@ -47,11 +48,11 @@ TOKEN = "7ab1e5" * 5
 GOAL = 0.01
 NUM_CALLS, NUM_BATCHES, NUM_QUESTIONS = 20_000, 300, 2000
 OVERHEAD = ("--rounds", "1", "--seconds", "15", "--dry-run")
-OVERHEAD_S, OVERHEAD_TOKENS = 19.0, 32  # seconds that it generates each way, tokens a request
+OVERHEAD_S, OVERHEAD_TOKENS = 19.0, 32  # seconds of generation per arm; tokens per request
 
 
 async def cost_s(call: Callable[[], Awaitable[Any]], without: Callable[[], Awaitable[Any]]) -> float:
-    """CPU seconds of one `call` beyond those of `without`; the smallest of three measurements."""
+    """Return the least of three measurements of CPU seconds: one `call` less one `without`."""
 
     async def seconds(each: Callable[[], Awaitable[Any]]) -> float:
         begin_s = time.process_time()
@@ -63,7 +64,7 @@ async def cost_s(call: Callable[[], Awaitable[Any]], without: Callable[[], Await
 
 
 async def of_requests() -> dict[str, float]:
-    """CPU seconds that authenticate one request for generation, by place."""
+    """Return the CPU seconds that each process spends to authenticate one generation request."""
     carried = authorization(TOKEN, Purpose.GENERATE)
 
     async def engine(*_: Any) -> None: ...
@@ -97,7 +98,7 @@ async def of_requests() -> dict[str, float]:
 
 
 async def batches_s(is_authenticated: bool) -> float:
-    """CPU seconds of both ends of a wire for one batch of one small micro-batch."""
+    """Return the CPU seconds that both ends of a wire spend on a batch of one small micro-batch."""
     original = zeromq._authenticate
     zeromq._authenticate = original if is_authenticated else lambda socket, is_sender: None
     columns = Columns(np.array([0, 64]), {"token_id": np.zeros(64, np.int32)})
@@ -109,7 +110,7 @@ async def batches_s(is_authenticated: bool) -> float:
             for step in range(NUM_BATCHES + 1):
                 await sender.send(Batch(step, [[columns]]))
                 await asyncio.to_thread(lambda step=step: list(receiver.receive(step, 60.0)))
-                begin_s = begin_s or time.process_time()  # the first makes the connection
+                begin_s = begin_s or time.process_time()  # the first batch opens the connection
             spent_s = time.process_time() - begin_s
             receiver.close()
             sender.close()
@@ -119,7 +120,7 @@ async def batches_s(is_authenticated: bool) -> float:
 
 
 def of_values() -> float:
-    """CPU seconds that seal and check one value of 4 KiB in the weight wire's store."""
+    """Return the CPU seconds to sign and check one value of 4 KiB in the weight wire's store."""
     meeting, content = Meeting(None, Address("", 0, "", "s" * 64, "nccl", 1, 1)), bytes(4096)  # type: ignore[arg-type]
     begin_s = time.process_time()
     for _ in range(NUM_CALLS):
@@ -128,7 +129,10 @@ def of_values() -> float:
 
 
 def watched(*command: str, folder: Path) -> tuple[str, float]:
-    """What the command printed, and the CPU seconds of it and all its descendants. Raises SystemExit if it failed."""
+    """Run a command; return its output and the CPU seconds of its process tree.
+
+    Raises SystemExit if the command fails.
+    """
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
@@ -139,7 +143,7 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
 
 
 def demo() -> tuple[Counter[str], float, float]:
-    """How often the demo authenticates what, CPU seconds of its canaries, and all its CPU seconds."""
+    """Return the demo's number of checks by kind, the CPU seconds of its canaries and its total."""
     with tempfile.TemporaryDirectory() as name:
         folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
         for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
@@ -151,7 +155,7 @@ def demo() -> tuple[Counter[str], float, float]:
         updates = [row for row in read(metrics / "orchestrator.0.jsonl") if row.get("event") == "update"]
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
-    values = len(updates) * 16 * (ranks + engines)  # of a direct wire, an upper bound; none pass where weights are files
+    values = len(updates) * 16 * (ranks + engines)  # an upper bound; a files wire has none
     canaries_s = engines * sum(row["canary_s"] for row in updates)
     return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), canaries_s, cpu_s
 

@@ -1,6 +1,7 @@
-"""Ways to damage a file, each drawn from a seeded generator: bytes, texts, values of JSON, fields of Jsonnet, and what stands at its path.
+"""Ways to damage a file: its bytes, its text, a value of JSON, a field of Jsonnet, or its path.
 
-A damage takes the file's content and a `random.Random`; it returns new content, or puts something that is no regular file at the path.
+A damage takes a path and a seeded `random.Random`. It rewrites the file, or puts something that is
+no regular file at the path.
 """
 
 import copy
@@ -23,7 +24,7 @@ DEEP = 100_000
 
 
 def text_damage(path: Path, rng: random.Random) -> None:
-    """Truncate, empty, overwrite or encode the file's bytes otherwise."""
+    """Truncate, empty, overwrite or re-encode the file's bytes."""
     data = path.read_bytes()
     at = rng.randrange(len(data) + 1)
     noise = rng.randbytes(rng.randint(1, 40))
@@ -45,7 +46,7 @@ def text_damage(path: Path, rng: random.Random) -> None:
 
 
 def path_damage(path: Path, rng: random.Random) -> None:
-    """Put at the path what is no regular file, or a file that nobody may read."""
+    """Replace the file by a folder, a link or a pipe, or remove its read permission."""
     if rng.random() < 0.2:
         path.chmod(0)
         return
@@ -88,7 +89,7 @@ def _odd_value(value: Any, rng: random.Random) -> str:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every element of a JSON value with what holds it."""
+    """Return (container, key) for every element of a JSON value."""
     found = []
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         found += [(value, key), *_places(value[key])]

@@ -1,15 +1,15 @@
-"""Kills at random moments of the demo: is every end named within 15 s, and does the run that goes on have each batch once, by its version?
+"""Kill processes of the demo at random moments; check the error messages and the resumed run.
 
-- The demo in its widest layout (two engines behind a router, two trainer ranks), with a checkpoint every second step. A kill is a
-  SIGKILL of one process. Then the stage is started again, as the last words say; after the last kill it goes on to its end.
-- `--seed` draws the order of the victims and the moments: some while a stage starts, some once it has trained so many steps.
-- Named means: the launcher ends, and its last line names the victim and what to type. `orrery status` names a launcher that was killed.
-- What is checked in the end, of the history that counts: steps in order, each once. Each batch that was trained is the one that was
-  kept; its groups are whole, and no other batch has their samples. Every token's version is within the bound, and its digest is that
-  of the weights which the trainer published as that version. Log-probs of trainer and engines agree on equal weights.
+- The layout: two engines behind a router, two trainer ranks, a checkpoint every second step.
+- A kill is a SIGKILL of one process. `--seed` draws the order of the victims and the moments.
+- Within 15 s the launcher ends and its last line names the victim and the command to type. For a
+  killed launcher, `orrery status` does. Then the stage is started again.
+- The history of the finished run has every step once and in order, with the batch that was kept.
+  Every group is whole, no sample is trained twice. Token versions are within the bound and have the
+  digest that the trainer published. Log-probs of trainer and engines agree on equal weights.
 
-    python benchmarks/faults/kills.py                # 20 kills; about 15 minutes on two cores
-    python benchmarks/faults/kills.py --kills 3 --out /tmp    # fewer, of all stages; no figure to keep
+    python benchmarks/faults/kills.py                           # 20 kills; 15 minutes on two cores
+    python benchmarks/faults/kills.py --kills 3 --out /tmp      # a short trial in all stages
 """
 
 import argparse
@@ -45,12 +45,12 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BASE, NAME = "reverse_text_smoke", "kills"
 STAGES = ("init", "sft", "rl", "evaluate", "report")
-SHORT = ("init", "report")  # of a few seconds
+SHORT = ("init", "report")  # stages of a few seconds
 NAMED_S = 15.0
-LIMIT_S = 300.0  # for what a kill waits for; a run that does not get there is a defect
+LIMIT_S = 300.0  # a run that does not reach the moment of a kill in this time is a defect
 NUM_STEPS, INTERVAL = 48, 2
 SAME_WEIGHTS = 1e-4
-# Children of roles are victims of their own; what each is called by its role's name.
+# Children of roles are victims too: the prefix of a victim's name → a word of its command line.
 CHILDREN = {"engine core of ": "EngineCore", "vllm-router of ": "router_program"}
 OF_RL = (
     *("orchestrator.0", "trainer.0", "launcher", "engine core of inference.0", "trainer.1", "inference.1", "router.0"),
@@ -62,7 +62,7 @@ OF_OTHERS = (("init", "trainer.0"), ("sft", "trainer.1"), ("evaluate", "orchestr
 
 @dataclass(frozen=True)
 class Kill:
-    """Of `victim` in `stage`: `after_s` after it is there, or after this start has trained `after_steps`."""
+    """A kill of `victim`: `after_s` after its start or, if given, after `after_steps` new steps."""
 
     stage: str
     victim: str
@@ -71,7 +71,7 @@ class Kill:
 
 
 def schedule(seed: int, kills: int) -> list[Kill]:
-    """The kills in the order of the stages; fewer than all are drawn evenly from them."""
+    """Return `kills` kills, spread evenly over the stages and in their order."""
     draw = random.Random(seed)
     victims = [("rl", victim) for victim in draw.sample(OF_RL, len(OF_RL))]
     chosen = [*OF_OTHERS[:2], *victims, *OF_OTHERS[2:]]
@@ -94,7 +94,7 @@ def manifest() -> Manifest:
 
 
 class Run:
-    """The run in a workspace of its own, started and killed again and again."""
+    """A run in its own workspace, which is started and killed repeatedly."""
 
     def __init__(self, workspace: Path, what: Manifest):
         for name in ("jsonnet", "locks", "local", "Snakefile"):
@@ -110,7 +110,7 @@ class Run:
             return subprocess.Popen(argv, cwd=self.workspace, env=env, stdout=said, stderr=said)
 
     def said(self, word: str = "run") -> str:
-        """What the newest `orrery run` (or status) has printed."""
+        """Return the output of the newest `orrery run` or `orrery status`."""
         return (self.workspace / f"said.{word}").read_text()
 
     def last_words(self, word: str = "run") -> str:
@@ -123,7 +123,7 @@ class Run:
         print(f"{stage}: done after {time.monotonic() - begin_s:.0f} s", flush=True)
 
     def round(self, kill: Kill) -> dict:
-        """One start of a stage and its end by a kill: how long until it was named, and the words."""
+        """Start a stage and kill its victim; return a row with the last line and the time to it."""
         before = self.attempt()
         launcher = self.start("run", NAME, kill.stage)
         pid = self.wait(launcher, kill, lambda: self.pid(kill.victim, launcher, before))
@@ -138,7 +138,7 @@ class Run:
         launcher.wait()
         said = self.ask_status(killed_s) if kill.victim == "launcher" else self.last_words()
         named_s = time.monotonic() - killed_s
-        while left := [process for process in family if _line(process)]:  # lifelines end them; the next start would too
+        while left := [process for process in family if _line(process)]:  # their lifelines end them
             if time.monotonic() > killed_s + LIMIT_S:
                 raise SystemExit(f"{kill}: left {left}")
             time.sleep(0.1)
@@ -151,14 +151,14 @@ class Run:
         return row
 
     def attempt(self) -> int:
-        """The newest that its launcher has told of; 0 before any."""
+        """Return the number of the newest attempt in `status.json`; 0 before the first."""
         try:
             return int(json.loads((self.folder / "status.json").read_text())["attempt"])
         except FileNotFoundError:
             return 0
 
     def pid(self, victim: str, launcher: subprocess.Popen[bytes], before: int) -> int | None:
-        """Of the victim in the attempt after `before`, once it is there."""
+        """Return the victim's pid in an attempt after `before`; None until it has started."""
         if self.attempt() <= before:
             return None
         if victim == "launcher":
@@ -171,11 +171,11 @@ class Run:
         return next((child.pid for child in psutil.Process(pid).children(recursive=True) if CHILDREN[kind] in " ".join(_line(child))), None)
 
     def num_trained(self, before: int) -> int:
-        """Steps of RL that attempts after `before` have trained."""
+        """Return the number of RL steps that attempts after `before` have trained."""
         return sum(row["attempt"] > before for row in self.trained())
 
     def trained(self) -> list[dict]:
-        """A row each time that a step of RL was trained, whether it counts or not."""
+        """Return a row for each trained RL step, including steps that a later attempt repeated."""
         return [row for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row.get("event") is None]
 
     def wait(self, launcher: subprocess.Popen[bytes], kill: Kill, condition: Callable[[], T]) -> T:
@@ -187,7 +187,7 @@ class Run:
         return found
 
     def ask_status(self, killed_s: float) -> str:
-        """What `orrery status` says in its last line, once it has found that the launcher is dead."""
+        """Return the last line of `orrery status` once it reports that the launcher died."""
         while True:
             self.start("status", NAME).wait()
             if "its launcher died" in self.said("status") or time.monotonic() > killed_s + LIMIT_S:
@@ -202,7 +202,7 @@ def _line(process: psutil.Process) -> list[str]:
 
 
 def is_named(victim: str, sentence: str) -> bool:
-    """Whether the sentence names who was killed, and what to type."""
+    """Return whether the sentence names the victim and the command to type."""
     if victim == "launcher":
         named = r"the launcher \(pid \d+\) died without a word"
     elif victim.startswith("engine core"):
@@ -215,7 +215,7 @@ def is_named(victim: str, sentence: str) -> bool:
 
 
 def checked(run: Run) -> dict:
-    """What the finished run has of each batch and version: counts of what is wrong, all 0."""
+    """Count lost, repeated and wrong batches of the finished run; all counts should be 0."""
     counted = {row["step"]: row for row in read(run.folder / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and "loss" in row}
     batches = {row["step"]: row for row in read(run.folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "batch"}
     steps = range(1, NUM_STEPS + 1)
@@ -230,7 +230,7 @@ def checked(run: Run) -> dict:
         is_sampled = batch.token["trained"]
         lost += batch.num_samples != size or int(np.count_nonzero(is_sampled)) != counted[step]["num_trained_tokens"]
         groups.update(batch.sample["group_id"].tolist())
-        last = set(batch.sample["group_id"].tolist())  # in the end: one that the last batch holds in part
+        last = set(batch.sample["group_id"].tolist())  # the last batch may end within a group
         versions = batch.token["version"][is_sampled]
         wrong += int(((versions > step - 1) | (versions < step - 1 - bound)).sum())
         wrong += info["digests"] != batches[step]["digests"]
@@ -253,7 +253,10 @@ def checked(run: Run) -> dict:
 
 
 def published(run: Run, counted: dict[int, dict]) -> dict:
-    """The digest of each version in the history that counts; `differ`: attempts that went on from other weights than that version's."""
+    """Return the digest of each version in the final history.
+
+    `differ` counts attempts that resumed from weights other than the published ones.
+    """
     spans = [
         span for span in all_rows(run.folder / "metrics" / "trainer.0.spans.jsonl") if span["name"] == "publish" and span["stage"] == "rl"
     ]

@@ -1,10 +1,12 @@
-"""Damaged specs, manifests and run files, and what the commands that read them do: tracebacks, hangs, half-written files.
+"""Damage specs, manifests and run files; count tracebacks, hangs and half-written files.
 
     python benchmarks/faults/malformed.py [--cases 1000] [--seed 1]
 
-- A case is a fresh checkout with one damaged file (`damage.py`) and one command, in a process of its own. It is drawn from seed and number.
-- Counted: a traceback, a death by signal, or a failure without a sentence; more than 5 s of waiting; a file that a failed command left
-  behind or changed, and a temporary file after any command.
+- A case is a fresh checkout with one damaged file (`damage.py`) and one command that reads it, in a
+  new process. The seed and the case's number determine it.
+- A traceback, a death by signal and a failure without an error sentence count as tracebacks.
+- A command that takes more than 5 s counts as a hang.
+- A file that a failed command left or changed counts as half-written, as does any temporary file.
 """
 
 import argparse
@@ -37,12 +39,12 @@ from orrery.transport import checkpoints  # noqa: E402
 
 HANG_S, GIVE_UP_S = 5.0, 30.0
 AREAS = ("specs", "manifests", "run files")
-OWN = ("metrics/report.", "stages/report/", "logs/", ".lock")  # what the report stage says of itself, also where it fails; the lock
+OWN = ("metrics/report.", "stages/report/", "logs/", ".lock")  # of the report stage, and the lock
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended; `told`: what it printed. The rest says what is wrong with that, or is empty."""
+    """The end of one case: `told` is the command's output, `fault` the kind of defect or ""."""
 
     area: str
     what: str
@@ -55,10 +57,10 @@ class Outcome:
 
 
 def healthy(folder: Path) -> Workspace:
-    """A checkout with the specs of the tests, their manifests, and the folder of one run that has ended."""
+    """Make a checkout with the tests' specs, their manifests and the folder of one ended run."""
     workspace = manifest_specs.checkout(folder)
     done = os.fork()
-    if not done:  # Jsonnet's runtime has threads, which a later fork would not have
+    if not done:  # Jsonnet's runtime has threads, which a fork loses
         os._exit(_orrery(folder, ["render"]))
     if os.waitpid(done, 0)[1]:
         raise OrreryError("the healthy specs do not render")
@@ -114,7 +116,7 @@ def _rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Callable[[], int]]:
-    """Damage one file of the checkout; return what was done, and the command that reads it."""
+    """Damage one file of the checkout; return a description and the command that reads the file."""
     folder = workspace.root
     run = next((folder / "runs").iterdir())
     own: damage.Damage = damage.json_damage
@@ -142,7 +144,7 @@ def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Call
 
 
 def _orrery(folder: Path, argv: list[str]) -> int:
-    """The exit code of `orrery argv…` in this process."""
+    """Run `orrery argv…` in this process; return its exit code."""
     os.chdir(folder)
     sys.argv = ["orrery", *argv]
     try:
@@ -153,7 +155,7 @@ def _orrery(folder: Path, argv: list[str]) -> int:
 
 
 def _pipeline(folder: Path) -> int:
-    """What Snakemake does first."""
+    """Read the manifests as the Snakefile does; return the exit code."""
     try:
         found = pipeline.checked_in(Workspace(folder))
     except (OrreryError, OSError) as error:
@@ -167,7 +169,7 @@ def _pipeline(folder: Path) -> int:
 
 
 def files_case(run: Path, rng: random.Random) -> tuple[str, Callable[[], int]]:
-    """Damage `files.json` of a checkpoint, and verify it."""
+    """Damage a checkpoint's `files.json`; return a description and a call that verifies it."""
     folder = run / "checkpoints" / "step_2"
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "rank_0.safetensors").write_bytes(b"weights")
@@ -190,7 +192,7 @@ def files_case(run: Path, rng: random.Random) -> tuple[str, Callable[[], int]]:
 
 
 def run_cases(number: int, seed: int) -> Iterator[Outcome]:
-    """The outcome of each of `number` cases."""
+    """Yield the outcome of each of `number` cases."""
     with tempfile.TemporaryDirectory(prefix="orrery-malformed-") as scratch:
         healthy(Path(scratch) / "healthy")
         for index in range(number):
@@ -198,7 +200,7 @@ def run_cases(number: int, seed: int) -> Iterator[Outcome]:
 
 
 def run_case(scratch: Path, index: int, seed: int) -> Outcome:
-    """One case, in a fresh copy of the healthy checkout."""
+    """Run one case in a fresh copy of the healthy checkout."""
     rng, area, folder = random.Random(f"{seed}/{index}"), AREAS[index % len(AREAS)], scratch / "case"
     shutil.copytree(scratch / "healthy", folder)
     if area == "run files" and rng.random() < 0.1:
@@ -207,7 +209,7 @@ def run_case(scratch: Path, index: int, seed: int) -> Outcome:
         what, command = case(area, Workspace(folder), rng)
     before = _tree(folder)
     code, told, seconds = _forked(command, scratch / "told")
-    if seconds > HANG_S:  # once more: this machine may have been busy
+    if seconds > HANG_S:  # try again: this machine may have been busy
         code, told, again_s = _forked(command, scratch / "told")
         seconds = min(seconds, again_s)
     changed = sorted(path for path, digest in _tree(folder).items() if before.get(path) != digest)
@@ -231,7 +233,10 @@ def _fault(code: int, told: str, seconds: float, changed: list[str]) -> str:
 
 
 def _is_whole(folder: Path, path: str, before: dict[str, str]) -> bool:
-    """Whether a changed file is the report stage's own word, or of a run that has begun: its folder is new and holds a whole manifest."""
+    """Return whether a failed command may write this file.
+
+    It may write the report stage's own files, and files of a new run whose manifest is whole.
+    """
     top, _, inside = path.partition("/")
     run, _, name = inside.partition("/")
     if top != "runs":
@@ -248,7 +253,10 @@ def _is_sentence(line: str) -> bool:
 
 
 def _forked(command: Callable[[], int], told: Path) -> tuple[int, str, float]:
-    """Run `command` in a process of its own, and end it with all that it started where it does not end; (exit code, output, seconds)."""
+    """Run `command` in a fork; return (exit code, output, seconds).
+
+    After GIVE_UP_S the fork and its process group are killed.
+    """
     start_s = time.monotonic()
     sys.stdout.flush()
     child = os.fork()
@@ -278,7 +286,7 @@ def _forked(command: Callable[[], int], told: Path) -> tuple[int, str, float]:
 
 
 def _tree(folder: Path) -> dict[str, str]:
-    """What stands in a folder: the digest of each file, the kind of anything else."""
+    """Return the digest of each readable file in a folder, and "no file" for any other path."""
     found = {}
     for path in folder.rglob("*"):
         is_file = path.is_file() and not path.is_symlink() and os.access(path, os.R_OK)

@@ -1,7 +1,8 @@
-"""What it costs to score each model-written answer in a fork of its own: processor time of scorer and fork, and the wait for the score.
+"""Measure the cost of scoring each model-written answer in its own fork.
 
-Families whose scorers run answers (`eval`), parse them (sympy) or compare text. One scorer, one answer at a time. Each problem has eight
-answers, one of them right, as a group of rollouts gives them. The scorer has started, and scored its known answers, before.
+The cost is the CPU time of scorer and fork, and the wait for the score. The families have scorers
+that run answers (`eval`), parse them (sympy) or compare text. One scorer gets one answer at a time.
+Each problem has eight answers, one of them right, like a group of rollouts. Start-up is excluded.
 """
 
 import argparse
@@ -26,7 +27,7 @@ GOAL_MS = 30.0
 
 
 def processor_s(process: psutil.Process) -> float:
-    """Of the scorer and of all its forks so far."""
+    """Return the CPU seconds of the scorer and all its forks so far."""
     return sum(process.cpu_times()[:4])
 
 
@@ -71,6 +72,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # else a family's problems are others in the scorer
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # else the scorer draws other problems
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED})
     main()

@@ -1,16 +1,15 @@
-"""A stranger at every listener of a live run: what does it get, and what does it change?
+"""Attack every listener of a live run without its token; count answers and changes of state.
 
-- The demo in its widest layout runs: two engines behind a router, two trainer ranks, weights from rank to rank. Once it trains, all
-  sockets of all its processes are listed (`orrery.launcher.listeners`); one that is not declared is a defect.
-- At each listener of ours: every route with each method, without a credential and with wrong ones; garbage; nested msgpack; a message of
-  100 MB; ZeroMQ without keys; a torch store's client; connections that say nothing. Each answer is 401, or nothing, or declared public.
-- Sockets of libraries that know no users (torch, gloo, vllm-router's metrics) are listed and counted; torch's stores are asked for their
-  keys. `docs/security.md` says what a stranger there can do.
-- State changed: the router's engines, roles that ended or were started again, batches that were not trained once, tokens of another
-  policy. The run has to train on after the attack.
+- The run has two engines behind a router and two trainer ranks. Weights go from rank to rank. Once
+  it trains, all its sockets are listed. A socket that is not in `LISTENERS` is a defect.
+- Our listeners get every route and method with no or wrong credentials, garbage, nested msgpack,
+  messages of 100 MB, ZeroMQ without keys and idle connections. They must answer 401, nothing or a
+  public page.
+- Sockets of libraries without authentication (torch, gloo, vllm-router's metrics) are only counted.
+- The run must keep its engines and roles, and train each later batch once, on its own tokens.
 
     python benchmarks/faults/strangers.py                # as root, about 3 minutes on two cores
-    python benchmarks/faults/strangers.py --out /tmp     # no figure to keep
+    python benchmarks/faults/strangers.py --out /tmp     # a trial that leaves the record alone
 """
 
 import argparse
@@ -44,9 +43,9 @@ from record import record
 
 ROOT = Path(__file__).parents[2]
 BASE, NAME = "reverse_text_smoke", "strangers"
-NUM_STEPS, AFTER_STEP, MORE_STEPS = 1000, 2, 5  # of the run; trained before the attack, and after it
+NUM_STEPS, AFTER_STEP, MORE_STEPS = 1000, 2, 5  # in all, before, after the attack
 TOKEN = "7ab1e5" * 5
-# `orrery`, whose next attempt has a token that this program knows: no process tells it.
+# `orrery` with a token that this program knows, since no process reveals a random one.
 KNOWN_TOKEN = f"""
 import secrets
 from orrery.launcher.cli import main
@@ -58,8 +57,8 @@ ANSWER_S = 3.0
 HUGE_BYTES = 100 << 20
 NUM_HALF_OPEN = 100
 SAME_WEIGHTS = 1e-4
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZeroMQ's, of a peer without keys
-PUBLIC = ("/health", "/metrics")  # of an engine
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZeroMQ's, without keys
+PUBLIC = ("/health", "/metrics")  # routes of an engine
 PATHS = (
     *("/", "/health", "/metrics", "/docs", "/openapi.json", "/ping", "/version", "/server_info", "/v1/models", "/list_workers", "/workers"),
     *("/add_worker?url=http://127.0.0.1:9", "/remove_worker?url=http://127.0.0.1:9", "/authorized", "/get_worker_metrics", "/flush_cache"),
@@ -82,7 +81,7 @@ WRONG = (None, "Bearer ", "Bearer " + "0" * 64, f"Bearer {credential('another', 
 
 
 class Run:
-    """The run in a workspace of its own, with its token known."""
+    """A run in its own workspace, with a known token."""
 
     def __init__(self, workspace: Path) -> None:
         content = json.loads((ROOT / "manifests" / f"{BASE}.json").read_text())
@@ -109,12 +108,12 @@ class Run:
         return [row for row in read(path) if row.get("stage") == "rl" and row.get("event") is None] if path.exists() else []
 
     def roles(self) -> dict[int, str]:
-        """pid → role, of the running stage."""
+        """Return pid → role for the running stage."""
         status = json.loads((self.folder / "status.json").read_text())
         return {role["pid"]: role["name"].split(".")[0] for role in status["roles"]}
 
     def stores(self) -> dict[str, tuple[str, int]]:
-        """Where the stores of torch are that this project opens."""
+        """Return the (host, port) of the TCPStores that this project opens."""
         trainer = json.loads((self.folder / "stages" / "rl" / "endpoints" / "trainer.0.json").read_text())["url"]
         wire = meeting.find(weight_dir(self.folder, json.loads((self.folder / "status.json").read_text())["attempt"]))
         host, _, port = trainer.removeprefix("tcp://").rpartition(":")
@@ -128,7 +127,7 @@ class Run:
 
 
 def ask(address: tuple[str, int], method: str, path: str, given: str | None, body: bytes = b"{}") -> str:
-    """The status, or "nothing" where no HTTP answer comes."""
+    """Return the HTTP status of the answer, or "nothing" if there is none."""
     headers = {"Content-Type": "application/json"} | ({} if given is None else {"Authorization": given})
     try:
         connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
@@ -141,7 +140,7 @@ def ask(address: tuple[str, int], method: str, path: str, given: str | None, bod
 
 
 def say(address: tuple[str, int], content: bytes) -> str:
-    """Send bytes as they are; what comes back but for a refusal of HTTP is an answer."""
+    """Send raw bytes; return the HTTP status, "an answer" for other bytes, or "nothing"."""
     with suppress(OSError), socket.create_connection(address, timeout=ANSWER_S) as peer:
         with suppress(OSError):
             for start in range(0, len(content), 1 << 20):
@@ -149,7 +148,7 @@ def say(address: tuple[str, int], content: bytes) -> str:
             peer.shutdown(socket.SHUT_WR)
         answer = peer.recv(4096)
         if answer.startswith(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f") or not answer:
-            return "nothing"  # or ZeroMQ's greeting, which says its version and that it wants CURVE
+            return "nothing"  # ZeroMQ's greeting tells only its version and that it wants CURVE
         return answer.split()[1].decode() if answer.startswith(b"HTTP/1.") else "an answer"
     return "nothing"
 
@@ -169,7 +168,10 @@ def zeromq(address: tuple[str, int], content: bytes) -> str:
 
 
 def store_keys(address: tuple[str, int]) -> int | None:
-    """How many keys a TCPStore there shows; None where it is none. In a process of its own: a client may wait for long."""
+    """Return the number of keys that a TCPStore shows, or None if the address has no TCPStore.
+
+    The client runs in a subprocess, because it may block for long.
+    """
     code = (
         "import sys, datetime, torch.distributed as d\n"
         f"store = d.TCPStore({address[0]!r}, {address[1]}, None, False, timeout=datetime.timedelta(seconds=3), wait_for_workers=False)\n"
@@ -183,7 +185,7 @@ def store_keys(address: tuple[str, int]) -> int | None:
 
 
 def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
-    """Everything that a stranger can do at one listener: attempts by kind, counted by their outcome."""
+    """Attack one listener in every way; return the attempts by kind and outcome."""
     address, rng = (one.address, one.port), random.Random(one.port)
     with suppress(OSError):
         for _ in range(NUM_HALF_OPEN):
@@ -205,7 +207,7 @@ def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
     outcomes["nested"][say(address, nested)] += 1
     outcomes["huge"][say(address, b"POST /inference/v1/generate HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n" + bytes(HUGE_BYTES))] += 1
     for kind, content in (("huge", bytes(HUGE_BYTES)), ("ZeroMQ without keys", nested)):
-        # libzmq takes the answer of an HTTP server for a message of its first protocol, so that gets the bytes alone.
+        # An HTTP server gets plain bytes: libzmq would read its answer as a ZMTP 1.0 message.
         outcomes[kind][say(address, GREETING + content) if is_http else zeromq(address, content)] += 1
     allowed = (*ALLOWED, *(REFUSALS_OF_VLLM_ROUTER if one.program else ()))
     answered = sum(count for each in outcomes.values() for how, count in each.items() if how not in allowed)
@@ -213,8 +215,8 @@ def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
     return {"listener": _named(one), "attempts": attempts, "answers_but_401_or_nothing": answered, "outcomes": outcomes}
 
 
-ALLOWED = ("401", "nothing", "public", "400")  # 400: bytes that are no HTTP, which no route has seen
-# vllm-router says that a method or a body is wrong before it asks about the key, and answers browsers' questions; it does nothing.
+ALLOWED = ("401", "nothing", "public", "400")  # 400: bytes that are not HTTP and reach no route
+# vllm-router refuses wrong methods and bodies and answers CORS preflights before it checks the key.
 REFUSALS_OF_VLLM_ROUTER = ("405", "415", "422", "preflight")
 
 
@@ -236,7 +238,10 @@ def measure(run: Run) -> tuple[int, dict[str, Any]]:
 
 
 def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[str, Any]]:
-    """The number of defects, and the details of the record. Raises SystemExit with the run's last words if it ends."""
+    """Attack the running stage; return the number of defects and the details of the record.
+
+    Raises SystemExit with the end of the run's output if the run ends.
+    """
     while len(run.trained()) < AFTER_STEP:
         if launcher.poll() is not None:
             raise run.failed("rl ended before it trained")
@@ -283,7 +288,7 @@ def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[st
 
 
 def _is_metrics(one: Socket) -> bool:
-    """vllm-router's second port, which answers any GET; its first asks for a key."""
+    """Return whether this is vllm-router's metrics port, which answers any GET without a key."""
     return one.role == "router" and bool(one.program) and ask((one.address, one.port), "GET", "/metrics", None) == "200"
 
 
