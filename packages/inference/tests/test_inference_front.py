@@ -1,4 +1,4 @@
-"""What callers get at the real vllm-router and at stand-ins for engines behind it, by the credential that they bring."""
+"""The real vllm-router before stand-ins for engines: the answer that each credential gets."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ STRANGERS = ["no token", "another run's token", "the token itself"]
 
 
 class StandIn:
-    """An engine with the real door: remembers what came in, and how a held request ended."""
+    """An engine with the real check of credentials, which records requests and their endings."""
 
     def __init__(self, behind_door: bool = True) -> None:
         self.came: list[tuple[str, str | None]] = []
@@ -93,7 +93,7 @@ def start_router(run_dir, engines):
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory, engines):
-    """The router's process and address."""
+    """Yield the router's process and address."""
     run_dir = make_run(tmp_path_factory.mktemp("front") / "run", DENSE, num_replicas=2)
     process, url = start_router(run_dir, engines)
     yield process, url
@@ -107,7 +107,7 @@ def nothing_came(engines):
 
 
 def ask(url, key=None, method="POST", body=b"{}"):
-    """Status and text of the answer."""
+    """Return the status and the text of the answer."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, data=body if method == "POST" else None, headers=headers, method=method)
     try:
@@ -167,7 +167,7 @@ def test_other_users_of_the_host_get_nothing_from_the_port_behind_the_front(rout
     statuses, fake = [], quote("http://127.0.0.1:9", safe="")
     for port in ports:
         inner = f"http://127.0.0.1:{port}"
-        if ask(f"{inner}/metrics", method="GET")[0] == 200:  # the Prometheus page, which is all there is at its port
+        if ask(f"{inner}/metrics", method="GET")[0] == 200:  # the port of the metrics
             continue
         request = json.dumps({"url": "http://127.0.0.1:9", "token_ids": [1], "sampling_params": {"max_tokens": 1}}).encode()
         paths = (f"/add_worker?url={fake}", "/flush_cache", "/workers", "/pause", GENERATE)
@@ -215,7 +215,7 @@ def test_a_stranger_is_refused_before_the_body_comes(router):
     with socket.create_connection((urlsplit(router[1]).hostname, urlsplit(router[1]).port), timeout=20) as connection:
         connection.sendall(f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
-        while connection.recv(4096):  # to the end: the connection is closed, and the body never asked for
+        while connection.recv(4096):  # until the server closes, without reading the body
             pass
 
 

@@ -1,4 +1,4 @@
-"""The list of a run's listeners: what is not in it is found, whatever it is."""
+"""The list of a run's listeners: every socket outside it is found."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from orrery.launcher.listeners import LISTENERS, listening, table, undeclared
 
 LOOPBACK = "127.0.0.1"
-# A process that listens on what its arguments say, until its standard input ends.
+# A process that listens on the sockets in its arguments until its standard input ends.
 LISTENS = """
 import socket, sys
 held = []
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @contextmanager
 def process(*sockets, before=()):
-    """The pid of a process of its own that listens on `sockets`: tests before this one may have left some in ours."""
+    """Yield the pid of a new process that listens on `sockets`; this one may have older sockets."""
     words = [*before, sys.executable, "-c", LISTENS, repr(sockets)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"\n"

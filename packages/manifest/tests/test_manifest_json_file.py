@@ -1,4 +1,4 @@
-"""Files of JSON that a person or a killed process left: one sentence each, and never a wait."""
+"""Broken JSON files: each is refused with one sentence, and no reader blocks."""
 
 import json
 import os

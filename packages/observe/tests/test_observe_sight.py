@@ -1,4 +1,4 @@
-"""Sight as a pure function: only the looker's own clock decides, whatever the wall clocks of those it looks at do."""
+"""Sight as a pure function: only the reader's clock decides, not the writers' wall clocks."""
 
 import asyncio
 import time
@@ -16,13 +16,13 @@ WALL_S = 1_800_000_000.0
 
 
 def waiting(wall_s=WALL_S, deadline_s=600.0, pid=1):
-    """A rank that has just begun to wait, by its own wall clock."""
+    """Return the health of a rank that has just begun to wait, by its own wall clock."""
     wait = Wait("batch 4 from orchestrator", wall_s, None if deadline_s is None else wall_s + deadline_s)
     return Health("trainer", 1, wall_s, pid, 1, "training", wall_s - 5, 3, waits=(wait,))
 
 
 def looks(sight, health, begin_s, end_s):
-    """The first stall, and when it was found, of a looker that sees the same from `begin_s` until `end_s`."""
+    """Look at the same health from `begin_s` to `end_s`; return the first stall and its time."""
     clock_s = begin_s
     while clock_s <= end_s:
         seen = sight.look({health.name: health}, clock_s)
@@ -34,7 +34,7 @@ def looks(sight, health, begin_s, end_s):
 
 @pytest.mark.parametrize("ahead_s", [0.0, 1200.0, -3600.0])
 def test_a_deadline_is_counted_from_when_the_looker_saw_the_wait_whatever_the_writers_clock_says(ahead_s):
-    """Another host's clock, or one that was set: 20 minutes ahead it looked overdue, an hour behind it was given an hour more."""
+    """A clock 20 minutes ahead must not end a wait. One an hour behind must not extend it."""
     stall, found_s = looks(Sight(), waiting(WALL_S + ahead_s), 50.0, 1000.0)
     assert found_s == 50.0 + 600.0 + watchdog.GRACE_S + 0.5
     assert stall.sentence == ("stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s past its deadline)")
@@ -52,7 +52,7 @@ def test_a_clock_that_is_set_between_two_waits_changes_neither():
 
 
 def test_what_passes_while_nobody_looks_counts_for_no_wait():
-    """The looker was stopped, as by a debugger or a frozen container, and everybody with it."""
+    """The reader and the processes were stopped together, for example in a frozen container."""
     sight, health = Sight(), waiting(deadline_s=30.0)
     assert looks(sight, health, 0.0, 20.0)[0] is None
     stall, found_s = looks(sight, health, 5000.0, 5100.0)
@@ -75,7 +75,7 @@ def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_the
     sight, said = Sight(), {}
     for number, (name, boot, up_s) in enumerate((("trainer.0", "a", 0.0), ("trainer.1", "b", 86_400.0), ("trainer.2", "b", 86_400.0))):
         said[name] = replace(waiting(), index=number, boot=boot, clock_s=up_s)
-    for step in range(1, 20):  # each look comes a little later after what it finds than the one before
+    for step in range(1, 20):  # the delay from a change to the look grows with each look
         said = {name: replace(one, step=step, clock_s=one.clock_s + 1.0) for name, one in said.items()}
         sight.look(said, 500.0 + step + 0.02 * step)
     for name, after_s in (("trainer.2", 0.30), ("trainer.1", 0.31), ("trainer.0", 0.40)):
@@ -91,7 +91,7 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatev
     clock_s = 0.0
     while not (stall := watchdog.look(sight.look({"orchestrator.0": loop, "trainer.1": late}, clock_s), sight.now_s)):
         clock_s += 0.5
-        loop = replace(loop, time_s=loop.time_s + 0.5, step=loop.step + 1)  # a thread of it goes on
+        loop = replace(loop, time_s=loop.time_s + 0.5, step=loop.step + 1)  # another thread runs
         if clock_s < 300.0:
             loop = replace(loop, turns=replace(loop.turns, count=loop.turns.count + 1))
     assert clock_s == 299.5 + 90.5 and stall.blamed == ("orchestrator.0",)
@@ -102,7 +102,7 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatev
 
 
 def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")  # it turns every 22 ms
+    monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")  # the loop beats every 22 ms
 
     def turns():
         return read_health(tmp_path, "rl")["orchestrator.0"].turns
@@ -113,7 +113,7 @@ def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_n
                 await asyncio.sleep(0.01)
             assert seen.within_s == pytest.approx(0.09)
             blocked = turns()
-            time.sleep(0.2)  # the block itself: nothing is waited for
+            time.sleep(0.2)  # the sleep is the blocked loop
             assert turns() == blocked
 
     asyncio.run(main())

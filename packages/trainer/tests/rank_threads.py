@@ -1,7 +1,8 @@
-"""Ranks as threads of one process and on one device: what torch.distributed carries between ranks goes by hand.
+"""Run ranks as threads of one process on one device, with queues in place of torch.distributed.
 
-Kernels of all ranks are queued on one stream, so a tensor that is handed over is complete for what is queued later. Each thread runs its
-own backward pass: autograd's one thread a device would wait in one rank's collective for another rank's.
+All ranks queue their kernels on one stream, so a received tensor is complete for every later
+kernel. Each thread runs its own backward pass. autograd's single thread per device would deadlock
+between the collectives of two ranks.
 """
 
 import queue
@@ -11,11 +12,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 120.0  # for a message; kernels may be compiled before it is sent
+DEADLINE_S = 120.0  # per message; kernels may be compiled before it is sent
 
 
 class Group:
-    """What the code under test asks of a `dist.ProcessGroup`."""
+    """The methods of `dist.ProcessGroup` that the code under test calls."""
 
     def __init__(self, boxes, rank, size):
         self.boxes, self._rank, self._size = boxes, rank, size
@@ -34,7 +35,7 @@ class Group:
 
 
 class Later:
-    """A collective whose receiving half happens when it is waited for."""
+    """The handle of a collective whose `wait` receives."""
 
     def __init__(self, finish):
         self.wait = finish
@@ -66,7 +67,7 @@ def _batch_isend_irecv(operations):
 
 
 def install(monkeypatch):
-    """Have torch.distributed's calls take a `Group`."""
+    """Replace torch.distributed's calls by versions that take a `Group`."""
     isend = dist.isend
 
     def operation(call, tensor, peer, group, tag):
@@ -79,7 +80,7 @@ def install(monkeypatch):
 
 
 def on_ranks(size, work):
-    """What `work(group)` gives on each of `size` ranks."""
+    """Run `work(group)` on each of `size` ranks; return the results."""
     keys = [(source, target, tag) for source in range(size) for target in range(size) for tag in ("all_to_all", 0, 1)]
     boxes = {key: queue.SimpleQueue() for key in keys}
 

@@ -1,4 +1,4 @@
-"""Bounds on how far engines are from the trainer: what is said, what ends the run, and whom the sentence names."""
+"""Bounds on the mismatch of engines and trainer: warning, end of the run, name of the engine."""
 
 import logging
 
@@ -14,11 +14,14 @@ from orrery.trainer.parallel.world import World
 from orrery.transport.columns import Columns
 
 WORLD = World(0, 1, torch.device("cpu"), None)
-LENGTH = 1 + MIN_TOKENS // 2  # a sample; the first token is the prompt
+LENGTH = 1 + MIN_TOKENS // 2  # tokens of a sample; the first is the prompt
 
 
 def batch(step, engines, versions, differences):
-    """A micro-batch of one sample an engine, and the trainer's log-probs, which are `differences` above the engines'."""
+    """Return a micro-batch of one sample per engine, and the trainer's log-probs.
+
+    These are the engines' log-probs plus `differences`.
+    """
     n = len(engines)
     prompt = np.tile(np.arange(LENGTH) == 0, n)
     token = {

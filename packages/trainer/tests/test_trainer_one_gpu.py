@@ -1,6 +1,7 @@
-"""The fast kernels under `ring` and beside exchanged experts, all ranks on one device, against attention over whole documents.
+"""The fast kernels under `ring` and with exchanged experts, all ranks on one device.
 
-On a CPU the same code runs in float64 and float32, where what is left is rounding: that shows that the ranks are put together right.
+The reference is attention over whole documents. On a CPU the same code runs in float64 and float32.
+Its only error there is rounding, so it shows that the ranks' parts are combined correctly.
 """
 
 import threading
@@ -33,7 +34,10 @@ def by_hand(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The passes that FlashAttention 4 ran. One rank after the other calls kernels, whose compilers are not made for several threads."""
+    """Record the passes that FlashAttention 4 ran.
+
+    A lock lets one rank at a time call kernels, because their compilers are not thread-safe.
+    """
     seen, flash4, first_that_runs, lock = [], forms.FORMS["flash4"], forms._first_that_runs, threading.Lock()
 
     def noted(name):
@@ -60,7 +64,7 @@ def is_hopper():
 
 
 def check_calls(calls, device, num_ranks):
-    """Each rank once, either way: of a ring's blocks only a rank's own is causal."""
+    """Check for one forward and one backward pass per rank: only its own block is causal."""
     assert sorted(calls) == (["backward"] * num_ranks + ["forward"] * num_ranks if device == "cuda" and is_hopper() else [])
     assert not forms._failed
 
@@ -102,7 +106,7 @@ def test_a_ring_makes_the_attention_and_the_gradients_of_whole_documents(device,
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     out = reference_varlen_attention(*leaves, cu_seqlens)
     out.backward(dout.double())
-    # A rounding of bfloat16 is 4e-3 of a number; outputs and gradients here are sums of hundreds of them with random signs.
+    # bfloat16 rounds to 4e-3; outputs and gradients sum hundreds of such errors with random signs.
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-10
     for whole, expected in zip(found, (out.detach(), *(leaf.grad for leaf in leaves)), strict=True):
         assert (whole - expected).abs().max() <= tolerance * expected.abs().max()
@@ -110,7 +114,7 @@ def test_a_ring_makes_the_attention_and_the_gradients_of_whole_documents(device,
 
 
 class Block(torch.nn.Module):
-    """Attention and experts of a network, without the norms between."""
+    """Attention and experts of a network, without the norms between them."""
 
     def __init__(self, config, exchange=None):
         super().__init__()
@@ -130,7 +134,10 @@ MODEL["moe"] = {**MOE, "num_experts": 8, "expert_intermediate_size": 128}
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), HALF])
 def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_are_all_here(device, dtype, num_ranks, calls):
-    """Each rank has documents of its own and a share of the experts; routes are given, since a rounding may choose another expert."""
+    """Each rank has its own documents and a share of the experts.
+
+    Routes are given, because rounding may change the choice of an expert.
+    """
     config = manifest(model=MODEL).model
     lengths = ([[900, 3], [250, 653], [1, 902], [451, 452]] if device == "cuda" else [[90, 3], [25, 68], [1, 92], [46, 47]])[:num_ranks]
     num_tokens, num_local = sum(lengths[0]), config.moe.num_experts // num_ranks
@@ -139,7 +146,7 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(0.05 * torch.randn(parameter.shape)) if parameter.dim() > 1 else parameter.fill_(1.0)
-            parameter.copy_(parameter.to(dtype))  # the same numbers in both
+            parameter.copy_(parameter.to(dtype))  # both dtypes hold the same numbers
     xs, douts = ([draw(i + base, num_tokens, 256, dtype=torch.float32).to(dtype) for i in range(num_ranks)] for base in (0, 50))
     routes = [torch.rand(num_tokens, 8, generator=torch.Generator().manual_seed(i)).argsort(1)[:, :2] for i in range(num_ranks)]
     positions = [torch.cat([torch.arange(length) for length in each]) for each in lengths]
@@ -163,13 +170,13 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
         return *run(block, group.rank(), device, dtype), {name: parameter.grad for name, parameter in block.named_parameters()}
 
     ranks = rank_threads.on_ranks(num_ranks, on_rank)
-    expected = [run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)]  # gradients of weights add up
+    expected = [run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)]  # weight gradients add up
     pairs = [(f"{what} of rank {i}", a, e) for i, (r, one) in enumerate(zip(ranks, expected, strict=True)) for what, a, e in
              zip(("output", "gradient"), r, one, strict=False)]  # fmt: skip
     for name, parameter in whole.named_parameters():
         parts = [gradients[name].float().cpu() for *_, gradients in ranks]
         pairs.append((name, torch.cat(parts) if "experts.experts." in name else torch.stack(parts).sum(0), parameter.grad))
-    # As of layouts in half precision on several GPUs: a gradient is tens of roundings of 4e-3 deep, with random signs.
+    # As in half precision on several GPUs: a gradient has tens of roundings of 4e-3, random signs.
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-5
     for name, actual, reference in pairs:
         error = torch.linalg.vector_norm(actual.float().cpu() - reference) / torch.linalg.vector_norm(reference)

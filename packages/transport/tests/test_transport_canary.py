@@ -1,4 +1,4 @@
-"""The canary against stand-in engines: what the fleet makes of an engine whose log-probs are not the trainer's."""
+"""The canary against stand-in engines: the fleet's reaction to log-probs unlike the trainer's."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ ASKED = {
 
 
 def update(engines, canary=CANARY, published=PUBLISHED, then=lambda fleet, error: None):
-    """Bring the stand-ins to `published`; what it raised, or the report."""
+    """Bring the stand-ins to `published`; return the report or the exception."""
 
     async def scenario(urls):
         async with EngineFleet(urls, urls[0], canary=canary) as fleet:
@@ -45,14 +45,14 @@ def test_each_engine_is_asked_itself_after_it_has_resumed():
     engines = [StandIn(canary=[-1.0, -2.0, -3.03]), StandIn(canary=list(KNOWN))]
     report, is_proving, version = update(engines)
     assert version == 3 and not is_proving and report.canary_s > 0
-    assert report.canary_difference in (pytest.approx(0.01, rel=1e-4), 0.0)  # the slowest engine's
+    assert report.canary_difference in (pytest.approx(0.01, rel=1e-4), 0.0)  # of the slowest engine
     for engine in engines:
         assert engine.paths()[-2:] == ["/resume", "/inference/v1/generate"]
         assert engine.asked[-1][1] == ASKED
 
 
 def test_an_engine_that_computes_something_else_ends_the_run_by_name_and_version_and_is_paused_again():
-    engines = [StandIn(canary=list(KNOWN)), StandIn(canary=[-1.0, -2.0, -4.0])]  # attested all the same
+    engines = [StandIn(canary=list(KNOWN)), StandIn(canary=[-1.0, -2.0, -4.0])]  # both pass attestation
     error, is_proving, version = update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
     assert "engine 1: with version 3 its log-probs of the canary are 0.333 from the trainer's on average" in str(error)

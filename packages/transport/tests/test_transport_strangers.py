@@ -1,4 +1,4 @@
-"""A stranger at the rollout wire: no secret, any message, any size. Nothing changes, nothing ends, nothing grows."""
+"""The rollout wire against peers without the token: no message of any size ends or changes it."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def token(monkeypatch):
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held since the last call."""
+    """Return this process's peak memory since the last call."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     Path("/proc/self/clear_refs").write_text("5")
     return int(line.split()[1]) * 1024
@@ -39,7 +39,7 @@ def peak_bytes() -> int:
 
 @contextlib.contextmanager
 def peer_of(url, has_token):
-    """A DEALER of anybody's making; with the run's keys where `has_token`."""
+    """Yield a DEALER connected to `url`; it has the run's keys if `has_token`."""
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     try:
@@ -58,7 +58,7 @@ async def until(condition):
 
 
 def malformed(seed: int) -> bytes:
-    """A message that is damaged: random bytes, or a true one with bytes changed, cut off or doubled, or values of other types."""
+    """Return a damaged message: random, changed, cut off, deeply nested, or with odd values."""
     rng = random.Random(seed)
     true = [
         zeromq.Ask(zeromq.PROTOCOL, 0, 1, -1, 1, -1),
@@ -89,7 +89,7 @@ def malformed(seed: int) -> bytes:
 def test_one_message_of_anybodys_does_not_end_the_wire(tmp_path, message, has_token):
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
-            assert await wire.sender.wanted() == -1  # it serves
+            assert await wire.sender.wanted() == -1  # the sender serves
             with peer_of(wire.sender.url, has_token) as peer:
                 await peer.send(message)
                 await until(lambda: wire.sender.num_foreign)
@@ -119,7 +119,7 @@ def test_neither_the_token_nor_a_key_travels(tmp_path):
 
 
 def test_who_takes_a_freed_port_learns_nothing_of_use(tmp_path):
-    """The orchestrator has ended, and another program listens where it did: it hears no token, and cannot be taken for it."""
+    """Another program listens on an ended orchestrator's port. It gets no token, and is refused."""
 
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
@@ -180,7 +180,7 @@ context.destroy(linger=0)
 
 
 def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
-    """With the run's token: what a broken or taken-over role might send. Asks that are well formed by chance are answered."""
+    """The peer has the token, like a broken role. Asks that are valid by chance are answered."""
 
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
@@ -190,7 +190,7 @@ def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
                 for message in messages:
                     await peer.send_multipart([message] if message else [b"", b""])
                 await peer.send(b"last")
-                # By chance some are true asks: those of the protocol's types and this rank.
+                # By chance some are valid asks, of the protocol's types and this rank.
                 num_true = sum(wire.sender._read([message]) is not None for message in messages)
                 await until(lambda: wire.sender.num_foreign >= 2 * (NUM_MALFORMED - num_true) + 1)
             assert num_true < NUM_MALFORMED / 10

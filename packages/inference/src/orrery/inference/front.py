@@ -1,10 +1,14 @@
-"""The router's front: the only way to vllm-router, of which anybody who reaches it could add engines of their own.
+"""The router's front: a proxy that checks credentials. vllm-router lets any caller add engines.
 
-- In: requests on the role's address. Out: the same to vllm-router on loopback, and its answers, as they come.
-- The credential is compared before a body is read. What is not among `ROUTES` is refused, and nothing of it passes.
-- Generation takes one credential, the list of engines another, which vllm-router never sees and so no engine behind it either.
-- vllm-router asks `AUTHORIZED` about every key that it is shown, so that other users of this host get nothing from its own port.
-- An answer passes only the headers in `PASSED`. A caller that hangs up ends its request in the engine.
+- In: requests on the role's address. Out: requests to vllm-router on loopback; its streamed
+  answers.
+- The front compares the credential before it reads the body. Only paths in `ROUTES` are forwarded.
+- Generation takes the `generate` credential. The list of engines takes `administer`, which neither
+  vllm-router nor an engine behind it ever sees.
+- vllm-router asks `AUTHORIZED` about every key that a caller shows. So other users of this host
+  cannot use its own port.
+- An answer has only the headers in `PASSED`. If a caller disconnects, its request in the engine
+  ends.
 """
 
 import hmac
@@ -28,13 +32,16 @@ ROUTES = {
 ASKED = ("Content-Type", SESSION_HEADER)
 PASSED = ("Content-Type", "Content-Encoding", ENGINE_HEADER)
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
-KEPT_S = 600.0  # longer than any client keeps an idle connection
+KEPT_S = 600.0  # longer than any client keeps a connection idle
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Front:
-    """`async with Front(token, router_url) as front` and `await front.listen(host, port)`. Without a token everything is let in."""
+    """A server before vllm-router; without a token it accepts every request.
+
+    Use it as `async with Front(token, router_url) as front: await front.listen(host, port)`.
+    """
 
     def __init__(self, token: str, router_url: str) -> None:
         self._url, self._onward = router_url, authorization(token, Purpose.GENERATE)
@@ -65,8 +72,8 @@ class Front:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """401 without the credential of this route; of a route that there is not, without the administrative one."""
-        route = request.match_info.route.resource  # not the path as it is written, which aiohttp reads in its own way
+        """Answer 401 without the route's credential; an unknown route needs `administer`."""
+        route = request.match_info.route.resource  # the raw path may differ: aiohttp normalizes it
         purpose = ROUTES.get((request.method, route.canonical if route else ""), Purpose.ADMINISTER)
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self._wanted[purpose]) and self._onward:
@@ -76,7 +83,7 @@ class Front:
         return await handler(request)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """vllm-router's answer, piece by piece; 502 where there is none."""
+        """Stream vllm-router's answer; answer 502 if there is none."""
         headers = {name: request.headers[name] for name in ASKED if name in request.headers}
         answer: web.StreamResponse | None = None
         try:

@@ -1,6 +1,8 @@
-"""`python -m orrery.inference.router_program URL ARGUMENTS`: vllm-router, with a URL that it asks about keys; an empty one lets all in.
+"""Run vllm-router with a URL that validates keys: `python -m orrery.inference.router_program URL
+…`.
 
-vllm-router 0.1.17 authenticates every call if it has such a URL, but no argument of its command line sets one.
+vllm-router 0.1.17 checks the key of every call if it has such a URL, but its command line has no
+option for it. With an empty URL it accepts every call.
 """
 
 import sys

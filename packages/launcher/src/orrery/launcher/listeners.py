@@ -1,9 +1,11 @@
-"""Every socket that a process of a run listens on: who holds it, where it listens, which credential it asks for.
+"""The sockets that processes of a run listen on: process, address and credential.
 
-- `LISTENERS` is the whole list. `docs/security.md` shows it, and a test holds the two together.
-- `listening` reads the kernel's tables. `undeclared` names each socket that no row of the list covers.
-- A row's `scope` says where it listens. "role" is the role's host: loopback where the stage has one node, else the run's interface.
-- A library that meets its peers (torch, gloo, NCCL, NIXL) opens as many sockets as it has groups: `most` is None there.
+- `LISTENERS` is the whole list. `docs/security.md` shows it, and a test compares the two.
+- `listening` reads the kernel's tables. `undeclared` names each socket that no row of the list
+  covers.
+- A row's `scope` is the address. "role" means the role's host: loopback if the stage has one node,
+  else the run's interface.
+- torch, gloo, NCCL and NIXL open as many sockets as they have groups. Their `most` is None.
 """
 
 import contextlib
@@ -26,16 +28,19 @@ ROLE, ON_LOOPBACK, UNIX = "role", "loopback", "unix"
 
 @dataclass(frozen=True)
 class Listener:
-    """One row: what a process of `role` listens on. `program` is part of a child's name; "" is the role's own process."""
+    """One kind of listening socket of `role`.
+
+    `program` is a part of the child process's name, or "" for the role's own process.
+    """
 
     role: str
     program: str
     what: str
     scope: str
     credential: str
-    stranger: str  # what a stranger there can do
-    most: int | None = 1  # sockets of one process
-    is_ours: bool = True  # held by code of this project or behind its check; else by a library that knows no users
+    stranger: str  # the answer or the power that a process without credentials gets
+    most: int | None = 1  # sockets per process; None: no bound
+    is_ours: bool = True  # this project checks callers; False: a library without authentication
 
 
 BY_PATH = "`generate` or `administer`, by path"
@@ -62,7 +67,7 @@ LISTENERS = (
 
 @dataclass(frozen=True)
 class Socket:
-    """A socket that some process listens on: an address of IP, or a path (port 0)."""
+    """A socket that a process listens on: an IP address and port, or a path and port 0."""
 
     role: str
     program: str  # "" for the role's own process
@@ -75,7 +80,7 @@ class Socket:
         return f"{self.program or self.role} (pid {self.pid}) of {self.role} listens on {where}"
 
     def rows(self, host: str) -> list[Listener]:
-        """The rows that may mean this socket, where roles listen on `host`."""
+        """Return the rows of LISTENERS that match this socket if roles listen on `host`."""
         scopes = {UNIX} if not self.port else {ROLE} if self.address == host else set()
         scopes |= {ON_LOOPBACK} if self.port and self.address == LOOPBACK else set()
         return [row for row in LISTENERS if row.role == self.role and row.scope in scopes and _is_program(row.program, self.program)]
@@ -86,7 +91,10 @@ def _is_program(wanted: str, name: str) -> bool:
 
 
 def listening(roles: Mapping[int, str]) -> list[Socket]:
-    """The sockets of these processes (pid → role) and of their descendants. Needs the right to read their open files."""
+    """Return the listening sockets of these processes (pid → role) and of their descendants.
+
+    The caller must be allowed to read their open files.
+    """
     found = []
     for pid, role in roles.items():
         process = psutil.Process(pid)
@@ -99,7 +107,10 @@ def listening(roles: Mapping[int, str]) -> list[Socket]:
 
 
 def _of(pid: int) -> set[tuple[str, int]]:
-    """What one process listens on, in its own network namespace. An abstract name of a Unix socket begins with @."""
+    """Return the (address, port) pairs that a process listens on, in its own network namespace.
+
+    The name of an abstract Unix socket begins with @.
+    """
     tables = Path(f"/proc/{pid}/net")
     accepting: dict[str, tuple[str, int]] = {}
     for name, states in (("tcp", (LISTEN,)), ("tcp6", (LISTEN,)), ("udp", (UNCONNECTED,)), ("udp6", (UNCONNECTED,))):
@@ -126,13 +137,16 @@ def _sockets(pid: int) -> Iterable[str]:
 
 
 def _address(words: str) -> str:
-    """An address as the kernel writes it, 32 bits a word in the order of this machine."""
+    """Decode an address of /proc/net: 32-bit words in the byte order of this machine."""
     parts = [int(words[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(words), 8)]
     return str(ipaddress.ip_address(b"".join(parts)))
 
 
 def undeclared(found: Iterable[Socket], host: str) -> list[str]:
-    """A sentence for each socket that stands in no row of `LISTENERS`, and for each process with more of them than its rows allow."""
+    """Return an error sentence for each socket that `LISTENERS` does not allow.
+
+    A socket may match no row, or its process may have more sockets than its rows allow.
+    """
     sentences, counted = [], dict[tuple[int, str], list[Socket]]()
     for one in found:
         rows = one.rows(host)
@@ -149,7 +163,7 @@ def undeclared(found: Iterable[Socket], host: str) -> list[str]:
 
 
 def table() -> str:
-    """`LISTENERS` as the table of `docs/security.md`."""
+    """Return `LISTENERS` as the table of `docs/security.md`."""
     where = {ROLE: "the role's host", ON_LOOPBACK: "loopback", UNIX: "Unix socket"}
     lines = ["| role | what listens | where | credential | a stranger there |", "|---|---|---|---|---|"]
     lines += [f"| {row.role} | {row.what} | {where[row.scope]} | {row.credential} | {row.stranger} |" for row in LISTENERS]

@@ -1,7 +1,9 @@
-"""The files of a plan: the resolved manifest, and what a start would submit. Nothing is started or asked for.
+"""The files of a plan: the resolved manifest and the submission scripts. Nothing is started.
 
-- In: a run and its stages. Out: a new folder with `manifest.json`, `plan.txt` (as `orrery plan RUN STAGE` prints) and `<n>_<stage>.sh`.
-- A script is the command that Snakemake's executor submits, word by word; at a site without Slurm, the stage's command itself.
+- In: a run and its stages. Out: a new folder with `manifest.json`, `plan.txt` (the output of
+  `orrery plan RUN STAGE`) and `<n>_<stage>.sh`.
+- A script holds exactly the command that Snakemake's executor submits. At a site without Slurm it
+  holds the stage's command.
 - The folder appears whole or not at all.
 """
 
@@ -24,7 +26,10 @@ from orrery.manifest.workspace import Workspace
 
 
 def write_plan(run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path) -> list[Path]:
-    """Write the files into the new folder `folder`; return their paths. Raises OrreryError where it is there already."""
+    """Write the files into the new folder `folder`; return their paths.
+
+    Raises OrreryError if the folder exists.
+    """
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: is there already; name a folder that is not, or remove this one")
     texts = {"manifest.json": pretty_json(run.manifest)}
@@ -32,7 +37,7 @@ def write_plan(run: Run, stages: Sequence[str], site: Site, workspace: Workspace
     texts["plan.txt"] = "\n".join(described) + "\n"
     texts |= {f"{run.stages.index(name) + 1}_{name}.sh": _script(run, name, site, workspace) for name in stages}
     made = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
     try:
         made.mkdir(parents=True)
         for name, text in texts.items():
@@ -55,15 +60,15 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 
 
 def batch_command(run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path) -> list[str]:
-    """The stage's submission: `sbatch` with `options` (of `sbatch_options`), and in it the script around `shell_command`.
+    """Return the `sbatch` command that submits `shell_command` as a job of the stage.
 
-    `root`: the checkout, which is the job's working folder.
+    `options` comes from `sbatch_options`. `root` is the checkout, the job's working folder.
     """
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {INSIDE}=1 && exec {shell_command}'
-    # USR1 is for the launcher; before that has begun, it must not end the shell
+    # USR1 is for the launcher and must not end the shell before the launcher starts
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),

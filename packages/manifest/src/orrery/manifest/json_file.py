@@ -1,9 +1,9 @@
 """Read JSON that a person or another process wrote.
 
-- In: a path, and what a reader types next where the file is broken. Out: plain data, or `OrreryError` in one sentence.
-- Only regular files are opened: a reader never waits for a pipe.
-- Refused beside what is no JSON: more than `MAX_BYTES`, values nested deeper than `MAX_DEPTH`, numbers that are not finite, and texts
-  that no file name and no terminal takes (NUL, half a surrogate pair).
+- In: a path, and the remedy for a broken file. Out: plain data, or `OrreryError` in one sentence.
+- Only regular files are opened, so a reader never waits for a pipe.
+- Also refused: more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, numbers that are not finite,
+  and texts with NUL or half a surrogate pair, which are invalid in file names and terminals.
 """
 
 import errno
@@ -26,7 +26,10 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value in a file. Raises `OrreryError` where it cannot be read; the sentence ends with `remedy`."""
+    """Return the JSON value in a file.
+
+    Raises `OrreryError` if the file cannot be read. The sentence ends with `remedy`.
+    """
     try:
         return parse_json(read_regular(path))
     except OSError as error:
@@ -36,7 +39,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `OrreryError` where it cannot be read, or holds another value."""
+    """Return the JSON object in a file. Raises `OrreryError` if there is no readable object."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
@@ -44,7 +47,10 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the value in a file as `kind`, whose types it must have. Raises `OrreryError` where it cannot be read or has others."""
+    """Return the value in a file as `kind`, strictly typed.
+
+    Raises `OrreryError` if the file cannot be read or a value has another type.
+    """
     value = read_json(path, remedy)
     try:
         return _adapter(kind).validate_json(  # type: ignore[arg-type]  # a type is hashable
@@ -62,7 +68,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8. Raises ValueError, in words, for all that this module refuses."""
+    """Return the value of a JSON text in UTF-8. Raises ValueError for a refused text."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -74,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Name a JSON value's kind, as a sentence does."""
+    """Return the name of a JSON value's kind for use in a sentence."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -103,7 +109,7 @@ def _check(value: Any) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises OSError where it is no regular file, at once: to open a pipe could take for ever."""
+    """Open a regular file to read it. Raises OSError at once for any other kind, such as a pipe."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
@@ -114,7 +120,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a small file. Raises OSError, also where it is no regular file or has more than `MAX_BYTES`."""
+    """Return the content of a regular file of at most `MAX_BYTES`. Raises OSError for any other."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {MAX_BYTES} are read", str(path))

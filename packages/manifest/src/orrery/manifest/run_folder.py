@@ -1,10 +1,12 @@
 """A run's folder: the version of its layout, the numbers of its attempts, and the names of its checkpoints.
 
 - `layout` holds LAYOUT. A folder of another layout is refused; nothing migrates it.
-- `attempts/<k>/` is made before an attempt does anything else. Making a folder is exclusive and is synced, so no number is given
-  twice: not after a launcher that died before its first status, not after `status.json` was removed, not to two launchers at once.
-- `checkpoints/[sft/]step_<n>.attempt_<k>/` is written by attempt k alone. A process of an earlier attempt that still runs on a node
-  which nobody reaches writes into a folder of its own. A run goes on from the newest step that is whole.
+- An attempt first makes the folder `attempts/<k>/`. mkdir is exclusive, and the folder is synced,
+  so no two attempts have the same number. This holds for two launchers at once, after a launcher
+  that died before its first status, and after `status.json` was removed.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. A process of an earlier attempt
+  may still run on an unreachable node. It writes into its own folder.
+- A run resumes from the newest complete step.
 """
 
 import os
@@ -27,7 +29,7 @@ _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
 
 def begin(run_dir: Path) -> None:
-    """Make the folder of a new run, with its layout; a folder that has begun stays as it is."""
+    """Make the folder of a new run, with its layout. Keep the folder of a started run."""
     make_folder(run_dir)
     sync(run_dir.parent)  # Snakemake makes the folder before the first stage begins
     if not (run_dir / "manifest.json").exists():
@@ -35,12 +37,12 @@ def begin(run_dir: Path) -> None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Raise OrreryError where the folder of a run has another layout than this release's."""
+    """Raise OrreryError if a run's folder has another layout than this release's."""
     file = run_dir / LAYOUT_FILE
     try:
         found = int(read_regular(file))
     except FileNotFoundError:
-        found = 1  # the first layout had no such file
+        found = 1  # the first layout had no layout file
     except ValueError:
         raise OrreryError(f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else {_anew(run_dir)}") from None
     if found != LAYOUT:
@@ -52,7 +54,7 @@ def check_layout(run_dir: Path) -> None:
 
 
 def has_layout(run_dir: Path) -> bool:
-    """Whether `check_layout` accepts the folder."""
+    """Return whether `check_layout` accepts the folder."""
     try:
         check_layout(run_dir)
     except OrreryError:
@@ -68,7 +70,7 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim the next attempt's number, from 1; durable when this returns, and never given again."""
+    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
@@ -83,7 +85,7 @@ def begin_attempt(run_dir: Path) -> int:
 
 
 def last_attempt(run_dir: Path) -> int:
-    """The newest attempt's number; 0 before the first."""
+    """Return the newest attempt's number; 0 before the first attempt."""
     folder = run_dir / ATTEMPTS
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
@@ -97,7 +99,7 @@ def inputs_path(run_dir: Path, stage: str) -> Path:
 
 
 class Checkpoint(NamedTuple):
-    """One attempt's checkpoint of a step. Checkpoints are ordered by step, those of one step by attempt."""
+    """One attempt's checkpoint of a step. Checkpoints are ordered by step, then by attempt."""
 
     step: int
     attempt: int
@@ -108,18 +110,18 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoints_dir(run_dir: Path, stage: str = "rl") -> Path:
-    """Where the checkpoints of a stage are."""
+    """Return the folder of a stage's checkpoints."""
     folder = Path(run_dir) / "checkpoints"
     return folder if stage == "rl" else folder / stage
 
 
 def checkpoint_named(name: str) -> Checkpoint | None:
-    """The checkpoint whose folder is called `name`; None for any other name."""
+    """Return the checkpoint whose folder is called `name`; None for any other name."""
     found = _CHECKPOINT.fullmatch(name)
     return Checkpoint(int(found["step"]), int(found["attempt"])) if found else None
 
 
 def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
-    """The stage's checkpoints that have their marker, rising."""
+    """Return the stage's checkpoints that have the marker, in ascending order."""
     found = (checkpoint_named(path.parent.name) for path in checkpoints_dir(run_dir, stage).glob(f"step_*/{COMPLETE}"))
     return sorted(one for one in found if one is not None)

@@ -1,9 +1,13 @@
-"""Heartbeat: an event loop says that it turns, so that the launcher finds one that is blocked, and names it, within HANG_S.
+"""Heartbeat: a count by which the launcher finds a blocked event loop within HANG_S.
 
-- In: the event loop of a role. Out: a count in the role's health, which the loop itself raises every BEAT_S.
-- A blocked loop (a call that does not return, a lock that is not freed) and a stopped process both stop the count.
-- What may block for long, as reading data sets does, belongs into a thread, with a wait of its own that has a deadline.
-- The launcher counts HANG_S on its own clock, and only while it looks (`sight.py`); `watchdog.py` makes the sentence.
+- In: the event loop of a role. Out: a count in the role's health, which the loop raises every
+  BEAT_S.
+- The count stops if the loop is blocked (a call does not return, a lock is not freed) or if the
+  process is stopped.
+- Run long blocking work, such as reading data sets, in a thread, under a wait with its own
+  deadline.
+- The launcher counts HANG_S on its own clock, and only while it looks (`sight.py`). `watchdog.py`
+  writes the error sentence.
 """
 
 import asyncio
@@ -14,12 +18,12 @@ from orrery.observe.deadline import scaled
 from orrery.observe.health import HealthFile
 
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled; no call in an event loop of ours takes a tenth of it, and NFS may show a file of a minute ago
+HANG_S = 90.0  # scaled; our loops block for a tenth of it at most, and NFS may lag by a minute
 
 
 @asynccontextmanager
 async def heartbeat(health: HealthFile) -> AsyncIterator[None]:
-    """Around all that the loop does. Afterwards nobody listens for it, since threads may still have something to end."""
+    """Beat while the body runs, then end the heartbeat: the process may still wait for threads."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Logs: what a process of a run writes to stderr, from the level on that ORRERY_LOG_LEVEL names (`info` without it)."""
+"""Logs to stderr, from the level in ORRERY_LOG_LEVEL on (default: `info`)."""
 
 import logging
 import os
@@ -8,11 +8,14 @@ from orrery.manifest.errors import OrreryError
 
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
-CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # a line a request
+CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # one line per request
 
 
 def log_level() -> str | None:
-    """Return the level that this process's environment names, None where it names none. Raises OrreryError where there is no such level."""
+    """Return the level in ORRERY_LOG_LEVEL, or None if it is unset.
+
+    Raises OrreryError if there is no such level.
+    """
     level = os.environ.get(LOG_LEVEL, "").lower()
     if level and level not in LEVELS:
         raise OrreryError(f"{LOG_LEVEL}: there is no level {level!r}; choose from {', '.join(LEVELS)}")
@@ -31,6 +34,6 @@ def log_to_stderr() -> None:
 
 
 def set_level() -> None:
-    """Log from the named level on. Raises OrreryError where there is no such level."""
+    """Log from the named level on. Raises OrreryError if there is no such level."""
     if level := log_level():
         logging.getLogger().setLevel(level.upper())

@@ -1,12 +1,14 @@
-"""Sight: what processes say of themselves, told by the clock of the process that looks.
+"""Sight: convert the times in health files to the clock of the process that reads them.
 
-- Stamps in a health file are the wall clock of its writer. People read them; nothing is decided by them: a wall clock can be set,
-  and the clocks of two hosts differ.
-- In: the health of all processes at every look, and the looker's monotonic clock, which leaves a suspend out.
-- Out: the same health with the looker's own times: each stamp is when the looker first saw it. A deadline keeps its distance.
-- Which of two changes came first (`changed_s`): exact on one host. Another host's monotonic clock is moved to ours by the smallest delay
-  with which any of its changes was seen.
-- The looker's time passes only while it looks. A gap of more than AWAY_S (it was stopped, or its file system was away) counts as AWAY_S.
+- Times in a health file are its writer's wall clock, for people. No decision uses them, because a
+  wall clock can be set and the clocks of two hosts differ.
+- In: the health of all processes at every look, and the reader's monotonic clock, which stands
+  still in a suspend.
+- Out: the same health, with the times at which the reader first saw each change. A deadline keeps
+  its distance from the time before it.
+- `changed_s` orders changes. The order is exact on one host. Another host's monotonic clock is
+  shifted to ours by the smallest delay with which one of its changes was seen.
+- A gap between two looks counts as AWAY_S at most: the reader or its file system was stopped.
 """
 
 import math
@@ -19,23 +21,23 @@ from orrery.observe.stillness import AWAY_S
 
 @dataclass(frozen=True)
 class _Seen:
-    """`said` as its writer stamped it, and as the looker did."""
+    """One process's health with its writer's times (`said`) and with the reader's (`stamped`)."""
 
     said: Health
     stamped: Health
 
 
 class Sight:
-    """What one looker has seen of a stage's processes."""
+    """The health of a stage's processes as one reader has seen it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # by boot: how far that monotonic clock is behind ours, at most
+        self._behind_s: dict[str, float] = {}  # by boot: at most our clock less that one
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """`said` with the looker's times, of which the present one is `now_s`; `clock_s` is the monotonic clock."""
+        """Set `now_s` and return `said` with our times; `clock_s` is our monotonic clock."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():
@@ -45,7 +47,7 @@ class Sight:
         return {name: seen.stamped for name, seen in self._seen.items()}
 
     def changed_s(self, name: str) -> float:
-        """When the process last said something new, by our monotonic clock."""
+        """Return when the process last reported a change, on our monotonic clock."""
         said = self._seen[name].said
         return said.clock_s + self._behind_s[said.boot]
 

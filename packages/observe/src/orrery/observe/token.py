@@ -1,8 +1,11 @@
-"""Token: the secret of one attempt, on its way from the launcher to a role's memory.
+"""Token: pass the secret of one attempt from the launcher to each role.
 
-- A role finds it at the first line of its standard input, where `srun` copies it to each task. No variable, command line or file holds it.
-- A role takes it once, before it starts anything. Its standard input is then empty, so what it starts inherits nothing.
-- ORRERY_TOKEN_FILE says where it is: `-` for standard input, else a file of mode 0600 (a mounted secret of Kubernetes, a person's own).
+- The token is the first line of a role's standard input, which `srun` copies to each task. No
+  variable, command line or file holds it.
+- A role reads it once, before it starts another process. Its standard input is then empty, so child
+  processes inherit nothing.
+- ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
+  secret of Kubernetes.
 - A process that has the token hides its memory from other processes of its user.
 """
 
@@ -25,7 +28,7 @@ _kept = ""
 
 @contextmanager
 def handed_over(token: str) -> Iterator[int]:
-    """A file descriptor for the `stdin` of one process that is to have `token`."""
+    """Yield a file descriptor that passes `token` to one process as its `stdin`."""
     reader, writer = os.pipe()
     try:
         os.write(writer, f"{token}\n".encode())
@@ -36,9 +39,9 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take() -> str:
-    """Return this process's token, read at the first call; empty where ORRERY_TOKEN_FILE is not set.
+    """Return this process's token, read at the first call; "" if ORRERY_TOKEN_FILE is not set.
 
-    Raises OrreryError where the file cannot be read, or nothing comes within TAKE_S, scaled.
+    Raises OrreryError if the file cannot be read, or if no token comes within TAKE_S, scaled.
     """
     global _kept
     place = os.environ.pop(TOKEN_FILE, "")

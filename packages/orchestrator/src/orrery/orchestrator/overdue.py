@@ -1,9 +1,12 @@
-"""Overdue: tell a rollout that is slow from one that a dead engine, task or judge holds.
+"""Overdue: tell a slow rollout from one that waits for a dead engine, task or judge.
 
-- In: the rollouts past `rollout_timeout_s`, and what the engines say of themselves. Out: a reason for each that has one.
-- `timeout`: every engine with requests made tokens after the rollout's time was over, so it is the rollout that is slow.
-- `engine_still`: one of them made none for PROOF_S. `no_answer`: the rollout's task or judge was at work, and not an engine.
-- Only `timeout` may count as a reward of 0 (`orchestrator.on_timeout`). The others are failures of the machinery.
+- In: the rollouts past `rollout_timeout_s`, and the engines' metrics. Out: a reason for each
+  rollout whose reason is known.
+- `timeout`: every engine with requests made tokens after the rollout's time was over, so the
+  rollout itself is slow.
+- `engine_still`: an engine with requests made no tokens for PROOF_S.
+- `no_answer`: the rollout was in its task or judge, not in an engine.
+- Only `timeout` may count as a reward of 0 (`orchestrator.on_timeout`). The others are failures.
 - Pure: no clock, no engine.
 """
 
@@ -16,25 +19,25 @@ from orrery.orchestrator.requests import Request
 from orrery.transport.engine import EngineMetrics
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # scaled; an engine that generates says so within a second
+PROOF_S = 30.0  # scaled; the metrics of an engine that generates change within a second
 
 
 @dataclass
 class _Case:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # by engine, when it was first seen after `since_s`
+    tokens: dict[int, int] = field(default_factory=dict)  # by engine, at the first look
     proven: bool = False
 
 
 class Overdue:
-    """Rollouts past their time whose reason is not known yet."""
+    """The rollouts past their time whose reason is not known yet."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self._cases: dict[str, _Case] = {}
 
     def look(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Take in what every engine that gets requests says; empty where one did not answer."""
+        """Compare the engines' metrics with the first look; {} if one engine did not answer."""
         for case in self._cases.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)
@@ -43,7 +46,10 @@ class Overdue:
             case.proven |= any(moved) and all(map(or_, moved, idle))
 
     def reasons(self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float) -> list[tuple[Request, str, str]]:
-        """Return (request, reason, sentence) for each that has one. `expired` are all that are past their time now."""
+        """Return (request, reason, sentence) for each rollout with a known reason.
+
+        `expired` holds all rollouts that are past their time now.
+        """
         requests, found = list(expired), []
         self._cases = {request.name: self._cases.get(request.name) or _Case(now_s) for request in requests}
         for request in requests:

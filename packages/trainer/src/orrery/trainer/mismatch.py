@@ -1,11 +1,12 @@
-"""Mismatch: how far the engines that sampled a batch are from the trainer, against the manifest's bounds, by engine and version.
+"""Mismatch: compare the engines' log-probs with the trainer's, against the manifest's bounds.
 
-- In: log-probs of trainer and engine of every trained token. Out: a warning, or RunFailed before the optimizer steps, so that what is
-  beyond a `stop` bound is never trained.
-- The KL is of the whole batch: a few unlikely tokens move it much. The mean |difference| is of one engine's tokens, of all versions.
-- An engine with fewer than MIN_TOKENS tokens in the batch is judged with all others only.
-- What engines say of themselves (`X-Orrery-Engine`) names them: an answer under another's name is told as the other's. The canary
-  (`orrery.transport.canary`) asks each engine at its own address.
+- In: the log-probs of trainer and engine of every trained token. Out: a warning, or RunFailed.
+  RunFailed comes before the optimizer step, so a batch beyond a `stop` bound is never trained.
+- The KL is over the whole batch, because a few unlikely tokens change it much. The mean
+  |difference| is per engine, over all its versions.
+- An engine with fewer than MIN_TOKENS tokens in the batch counts only in the mean over all engines.
+- The engine's name comes from its own answer (`X-Orrery-Engine`), so an engine can give another's
+  name. The canary (`orrery.transport.canary`) asks each engine at its own address.
 """
 
 import logging
@@ -21,19 +22,19 @@ MIN_TOKENS = 256
 
 
 class MismatchGuard:
-    """Sums of a step, over all ranks when it is judged."""
+    """The sums of one step on this rank; `judge` adds those of all ranks."""
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # |difference| and tokens of each engine, the last for those that are not known, and each age in versions.
+        # [|difference|, tokens] × engine (the last row: unknown) × age in versions
         self._sums = torch.zeros(2, manifest.inference.num_replicas + 1, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Note the scored tokens of a micro-batch; `logprob` f32 [M], the trainer's. Nothing here waits for the device."""
+        """Add a micro-batch's scored tokens without a device sync. `logprob` f32 [M] is ours."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -44,7 +45,10 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, place, is_member.double())
 
     def judge(self, step: int, kl: float | None) -> float | None:
-        """The mean |difference| over all trained tokens, None where there are none. A collective. Raises RunFailed."""
+        """Return the mean |difference| over all trained tokens, or None if there are none.
+
+        A collective. Raises RunFailed beyond a `stop` bound.
+        """
         differences, tokens = self.world.sum(self._sums).cpu()
         num_tokens = float(tokens.sum())
         if not num_tokens:
@@ -75,7 +79,7 @@ class MismatchGuard:
         return float(differences.sum() / tokens.sum().clamp(min=1))
 
     def _name(self, step: int, engine: int, differences: torch.Tensor, tokens: torch.Tensor) -> str:
-        """Which engine, and which version of it, is furthest off."""
+        """Describe the engine that is furthest off, and its worst version."""
         of_version = differences / tokens.clamp(min=1)
         age = int(of_version.argmax())
         who = f"engine {engine}" if engine < self._sums.shape[1] - 1 else "an engine that does not say which it is, or several together,"

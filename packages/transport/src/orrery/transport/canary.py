@@ -1,12 +1,15 @@
-"""The canary: a fixed prompt whose log-probs every engine has to give as the trainer computes them, right after each update.
+"""The canary: a fixed prompt whose log-probs every engine must compute like the trainer.
 
-- The trainer computes them with the weights of a version and publishes both together (`Published.canary`).
-- Once an engine has resumed, the fleet asks the engine itself, not the router. No batch is cut until it has answered (`is_proving`),
-  and an engine that was started again gets no request before.
-- Fingerprints say which weights arrived. The canary says that what answers computes with them, and computes the same.
-- The tokens are drawn from the vocabulary by the run's seed: unlikely text, whose log-probs move with any change of the weights.
-- What is compared is the mean of |difference| over tokens: where a mixture chooses another expert, one token may be far off.
-- Beyond `trainer.mismatch.canary_logprob_difference` it is WeightsDiffer, a sentence with engine and version that ends the run.
+- The trainer computes the log-probs with a version's weights and publishes both
+  (`Published.canary`).
+- After each update the fleet asks every engine itself, not the router. No batch is cut until all
+  have answered (`is_proving`). A restarted engine gets no request before it has answered.
+- Fingerprints show which weights arrived. The canary shows that the engine computes with them.
+- The run's seed draws the tokens: unlikely text, whose log-probs change with any change of the
+  weights.
+- The measure is the mean |difference| over tokens, because one token may be far off if a mixture
+  chooses another expert. Beyond `trainer.mismatch.canary_logprob_difference`, WeightsDiffer ends
+  the run and names engine and version.
 """
 
 import random
@@ -31,31 +34,36 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Canary:
-    """The prompt, and how far the mean log-prob of its tokens after the first may be off."""
+    """The prompt, and the bound on the mean |difference| of log-probs after its first token."""
 
     token_ids: tuple[int, ...]
     bound: float
 
     @classmethod
     def of(cls, manifest: "Manifest") -> "Canary | None":
-        """The run's; None where the manifest has no bound."""
+        """Return the run's canary, or None if the manifest has no bound."""
         bound = manifest.trainer.mismatch.canary_logprob_difference
         return None if bound is None else cls(canary_tokens(manifest), bound)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Ids that are the same in every process of the run: NUM_TOKENS, or as many as a request may have and still sample one."""
+    """Return the canary's token ids, which are the same in every process of the run.
+
+    Their number is NUM_TOKENS, or less if the engines' context is shorter.
+    """
     length = min(NUM_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))
 
 
 async def prove(engine: "EngineClient", canary: Canary, version: int, known: Sequence[float]) -> tuple[float, float]:
-    """The mean |difference| and the seconds that it took, of one engine that has resumed with `version`.
+    """Ask a resumed engine for the canary of `version`; return the mean |difference| and the
+    seconds.
 
-    Raises WeightsDiffer where it is beyond the bound, after pausing the engine; UpdateFailed where it gives no log-probs; EngineGone.
+    Pauses the engine and raises WeightsDiffer if the difference is beyond the bound. Raises
+    UpdateFailed if the engine gives no log-probs, and EngineGone.
     """
-    from orrery.transport.engine import GenerationFailed, UpdateFailed, WeightsDiffer  # not at the top: a trainer lacks its packages
+    from orrery.transport.engine import GenerationFailed, UpdateFailed, WeightsDiffer  # a trainer lacks its packages
 
     begin = time.perf_counter()
     try:
@@ -65,7 +73,7 @@ async def prove(engine: "EngineClient", canary: Canary, version: int, known: Seq
     if len(found) != len(known):
         raise UpdateFailed(f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, not {len(known)}")
     difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
-    if not difference <= canary.bound:  # also where it is no number
+    if not difference <= canary.bound:  # also true for NaN
         with suppress(OrreryError):  # the run ends anyway
             await engine.pause()
         raise WeightsDiffer(

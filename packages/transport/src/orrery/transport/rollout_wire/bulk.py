@@ -22,17 +22,17 @@ from orrery.transport.column_bytes import Layout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # the micro-batch being received, and the one asked for meanwhile
+TICKETS_A_RANK = 2  # for the micro-batch being received, and for the next one
 MAX_UNKNOWN = 64  # connections that have not shown a ticket; one more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
-_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # the ticket's first secret, offset in the run of bytes
+_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # the ticket's first secret, offset in the bytes
 
 log = logging.getLogger(__name__)
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Where one micro-batch can be fetched, and the secrets that the two ends show each other."""
+    """The port that serves one micro-batch, and the secrets that the two ends show each other."""
 
     port: int
     knock: bytes
@@ -49,20 +49,23 @@ class _Transfer:
 
 
 class BulkSender:
-    """The sender's listener, at `host` on a port of the kernel's choice. Needs a running event loop once tickets are issued."""
+    """The sender's listener, at `host` on a port that the kernel chooses.
+
+    `issue` needs a running event loop.
+    """
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
-        self._transfers: dict[int, list[_Transfer]] = {}  # rank -> its newest, oldest first
+        self._transfers: dict[int, list[_Transfer]] = {}  # by rank, oldest first
         self._unknown: dict[asyncio.Task[None], None] = {}  # connections that have not shown a ticket, oldest first
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: Layout) -> Ticket:
-        """A ticket for `micro_batch`; the rank's oldest ticket beyond TICKETS_A_RANK is void from now on."""
+        """Return a ticket for `micro_batch`; void the rank's oldest beyond TICKETS_A_RANK."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         ticket = Ticket(self.port, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES))
@@ -94,7 +97,7 @@ class BulkSender:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # the peer left meanwhile, or no file descriptor is free
+            except OSError as error:  # the peer left, or no file descriptor is free
                 log.warning("rollout wire: cannot accept a connection (%s)", error)
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
@@ -148,7 +151,7 @@ class BulkSender:
 
 
 async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """`num_bytes` from a non-blocking socket, or nothing where it ends before."""
+    """Return `num_bytes` from a non-blocking socket, or b"" if the connection ends before."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < num_bytes:
         part = await loop.sock_recv(connection, num_bytes - len(got))
@@ -159,9 +162,10 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from `offset` on, and return up to where it is filled.
+    """Fill `into` from `offset` on; return the offset that was reached.
 
-    Less than all of it where the connection fails, ends, is silent for `silence_s`, or leads to a peer that does not know the ticket.
+    It is less than the end if the connection fails, ends or is silent for `silence_s`, or if the
+    peer does not know the ticket.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
