@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Install the Debian packages that the Python packages need, before anything else starts. Run at the root of the checkout:
+# Install the Debian packages that the Python packages need. Run at the root of the checkout:
 #   bash locks/system.sh cpu      what `make demo` and `make test` need (locks/install.sh calls this)
 #   bash locks/system.sh login    what a login node needs
 #   bash locks/system.sh nix      Nix, with which tests/test_nix.py evaluates the flake (`make nix`)
-# As root, or with a sudo that asks for no password, it installs them. Otherwise it prints the one line to type and ends.
+# It installs them as root or if sudo asks for no password. Otherwise it prints the command to type.
 set -euo pipefail
 
 fail() { printf 'setup failed: %s\n' "$*" >&2; exit 1; }

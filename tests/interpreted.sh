@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make test-kernels`: run the kernels' tests under Triton's interpreter, with a Triton beside .venv (1 GB, unused by anything else on a CPU).
+# `make test-kernels`: run the kernels' tests under Triton's interpreter, with Triton outside .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 site=.tools/triton

@@ -1,9 +1,10 @@
-"""A power cut, worked out: which states of a folder a disk may show after a cut at any moment, from the calls that were made.
+"""Model a power cut: compute the states that a folder may have after a cut at any moment.
 
-- In: calls of `os` that this process makes below `root`, while `Disk` is entered.
-- The model is the worst that POSIX allows, and so worse than ext4. What was written to a file since it was last synced is gone: the
-  file has the bytes of then, or none. A name that was given or taken since its folder was last synced is there or is not, each by itself.
-- `may_exist`: some state has the path. `is_safe`: every state has it, with the bytes that it has now.
+- In: the calls of `os` that this process makes below `root` while `Disk` is entered.
+- The model is the worst case of POSIX, so it is worse than ext4. A file keeps only the bytes of its
+  last sync. Each name that was added or removed since its folder's last sync may exist or not,
+  independently.
+- `may_exist`: some state has the path. `is_safe`: every state has it, with its present bytes.
 """
 
 import os
@@ -19,22 +20,26 @@ CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "symlink")
 
 
 class Disk:
-    """The disk below `root`. `look` is called after every change and every sync; `skip` says whether a sync is left out, by its caller."""
+    """The disk below `root`.
+
+    `look` is called after every change and every sync. `skip(frame)` tells whether to leave out the
+    sync that `frame` calls.
+    """
 
     def __init__(self, root: Path, look: Callable[["Disk"], None], skip: Callable[[FrameType], bool] = lambda frame: False):
         self.root, self._look, self._skip = root, look, skip
-        self._names: dict[int, dict[str, int]] = {}  # what a folder's inode had when it was last synced
-        self._bytes: dict[int, bytes] = {}  # the same of a file
-        self._held: dict[int, int] = {}  # descriptors by inode: a number that is held is not given to another file
+        self._names: dict[int, dict[str, int]] = {}  # folder's inode → its names at its last sync
+        self._bytes: dict[int, bytes] = {}  # file's inode → its bytes at its last sync
+        self._held: dict[int, int] = {}  # inode → descriptor, so that the number is not reused
         self._real: dict[str, Any] = {}
-        for parent, _, files in os.walk(root, topdown=False):  # what there is at the beginning is safe
+        for parent, _, files in os.walk(root, topdown=False):  # all present files are safe
             for path in (*(os.path.join(parent, name) for name in files), parent):
                 self._sync(os.open(path, os.O_RDONLY))
 
     def __enter__(self) -> Self:
         def fsync(descriptor: int) -> None:
             if not self._skip(sys._getframe(1)):
-                self._sync(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY))  # its own may be for writing alone
+                self._sync(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY))  # it may be write-only
             self._look(self)
 
         def changed(name: str) -> Callable[..., Any]:
@@ -66,24 +71,30 @@ class Disk:
         elif stat.S_ISREG(status.st_mode):
             self._bytes[status.st_ino] = os.pread(descriptor, status.st_size, 0)
 
-    # Which states there are -------------------------------------------------------------------------------------------
+    # States -------------------------------------------------------------------------------------
 
     def may_exist(self, pattern: str) -> list[tuple[str, "Found"]]:
-        """(path, what stands there) of every path like `pattern` (`*` for a whole name) that some state has."""
+        """Return (path, inode) for every path that some state has and that matches `pattern`.
+
+        `*` in a pattern stands for one whole name.
+        """
         found = [("", Found(self, os.stat(self.root).st_ino, True))]
         for part in Path(pattern).parts:
             found = [(f"{path}/{name}".lstrip("/"), child) for path, one in found for name, child in one.children() if part in ("*", name)]
         return found
 
     def is_safe(self, path: Path) -> bool:
-        """Whether every state has `path` with what it holds now; of a folder, with all that is in it."""
+        """Return whether every state has `path` with its present content; folders recursively."""
         relative = path.relative_to(self.root)
         if path.is_dir():
             return self.is_named(relative) and all(self.is_safe(child) for child in path.iterdir())
         return self.is_named(relative) and (path.is_symlink() or self._bytes.get(path.stat().st_ino) == path.read_bytes())
 
     def is_named(self, relative: Path, within: Path = Path()) -> bool:
-        """Whether every state that has the folder `within` has the name `relative`, which is below it, for what stands there now."""
+        """Return whether every state with the folder `within` has the path `relative` below it.
+
+        The path must lead to its present inode.
+        """
         at = self.root / within
         for part in relative.relative_to(within).parts:
             if self._names.get(os.stat(at).st_ino, {}).get(part) != os.lstat(at / part).st_ino:
@@ -93,13 +104,13 @@ class Disk:
 
 
 class Found:
-    """An inode that some state has under the path that was asked for; `is_sure`: every state has it there."""
+    """An inode that some state has under a path. `is_sure`: every state has it there."""
 
     def __init__(self, disk: Disk, inode: int, is_sure: bool):
         self._disk, self.inode, self.is_sure = disk, inode, is_sure
 
     def children(self) -> list[tuple[str, "Found"]]:
-        """What some state has in this folder, by name."""
+        """Return (name, inode) for every entry that some state has in this folder."""
         synced, now = self._disk._names.get(self.inode, {}), self._now()
         return [
             (name, Found(self._disk, inode, synced.get(name) == now.get(name)))
@@ -108,7 +119,7 @@ class Found:
         ]
 
     def surely(self, relative: str) -> bytes | None:
-        """The bytes that the file `relative` in this folder has in every state; None where there is no such file."""
+        """Return the bytes that a file in this folder has in every state, or None."""
         found = self
         for part in Path(relative).parts:
             inside = [child for name, child in found.children() if name == part and child.is_sure]

@@ -1,4 +1,4 @@
-"""The check of the kills' benchmark on a run that is made up: it finds each thing that could be lost, done twice, or of a wrong version."""
+"""The check of the kills benchmark on a made-up run: it finds lost, repeated and wrong batches."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from orrery.transport.columns import Columns
 from orrery.transport.rollout_store import write_batch
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
-NUM_STEPS, RESUMED = 4, 2  # the second attempt goes on from step 2, and trains step 3 again
+NUM_STEPS, RESUMED = 4, 2  # the second attempt resumes from step 2 and repeats step 3
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def digest(attempt: int, version: int) -> str:
 
 
 def made_up(kills, folder: Path, wrong: str = ""):
-    """A run that was killed once, after step 3."""
+    """Write the files of a run that was killed once, after step 3; `wrong` names one defect."""
     run = object.__new__(kills.Run)
     run.folder, run.what = folder, kills.manifest()
     (folder / "metrics").mkdir(parents=True)
@@ -60,7 +60,7 @@ def made_up(kills, folder: Path, wrong: str = ""):
 
 
 def batch(versions: np.ndarray, groups: np.ndarray) -> Columns:
-    """Samples of two tokens, of which the second was sampled."""
+    """Return samples of two tokens, of which the second was sampled."""
     num = len(groups)
     zeros = np.zeros(num, np.float32)
     return Columns(

@@ -1,4 +1,4 @@
-"""Damaged specs, manifests and run files, drawn anew by `benchmarks/faults/malformed.py`: a sentence each, and nothing left behind."""
+"""Damaged specs, manifests and run files (`benchmarks/faults/malformed.py`) end in one sentence."""
 
 import subprocess
 import sys

@@ -1,7 +1,8 @@
-"""After a power cut at any moment, whatever a marker or a name vouches for is whole; and every sync in the source is needed for that.
+"""Published files are whole after a power cut at any moment, and every sync in the source is
+needed.
 
-`power_cut.Disk` works out the states. Each case publishes something as the project does. The last tests leave out one sync of the source
-after the other, in all cases, and want a case to notice.
+`power_cut.Disk` computes the states after a cut. Each case publishes files with the project's code.
+The last test leaves out each sync of the source in turn, and expects a case to fail.
 """
 
 import ast
@@ -50,16 +51,18 @@ from orrery.transport.columns import Columns  # noqa: E402
 pytestmark = pytest.mark.timeout(300)
 ALONE = World(0, 1, torch.device("cpu"), None)
 SYNCS = ("fsync", "sync", "sync_tree", "sync_folders")
-WIRE = "packages/transport/src/orrery/transport/weight_wire/files.py"  # weights on their way: a full network disk says so at a sync
+WIRE = "packages/transport/src/orrery/transport/weight_wire/files.py"  # syncs to find a full disk
 Tree = dict[str, bytes]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`act` in a folder that `prepare` has filled.
+    """`act` publishes files in a folder that `prepare` has filled. Paths are relative; `*` is one
+    name.
 
-    `whole`: names that count as soon as they may be there, so that all in them must be whole then. `vouches`: the same by marker, of what
-    stands elsewhere. `safe`: what must outlast a cut once `act` has returned. Paths are relative; `*` stands for one name.
+    - `whole`: paths whose content must be whole in every state that has them.
+    - `vouches`: (marker, path) pairs; the path must be whole in every state that has the marker.
+    - `safe`: paths that must survive a cut once `act` has returned.
     """
 
     act: Callable[[Path], object]
@@ -130,7 +133,7 @@ def complete_what_is_not_synced(root: Path) -> None:
         (folder / "trainer" / "weights").write_bytes(b"weights")
         (folder / "more").write_bytes(b"more")
         (folder / "trainer" / "noted").write_bytes(b"noted")
-        sync(folder / "trainer" / "noted")  # as its rank does
+        sync(folder / "trainer" / "noted")  # as the rank itself does
         checkpoints.note_digests(folder / "trainer" / "note", [folder / "trainer" / "noted"])
         checkpoints.complete(folder, ["trainer/note"])
 
@@ -189,7 +192,7 @@ def adopt_it(root: Path) -> None:
 
 
 def end_a_stage(root: Path) -> None:
-    """The role has published its weights in a folder that another process made; Snakemake has made the run's."""
+    """Run a stage whose role has published weights; other processes made the folders above them."""
     run = root / "runs" / "run"
     (run / "stages" / "rl").mkdir(parents=True)
     run_folder.begin(run)
@@ -202,7 +205,7 @@ def end_a_stage(root: Path) -> None:
 
 
 def a_ranks_file(root: Path) -> None:
-    """Written by a rank on another node than the process that completes the checkpoint, which does not sync it."""
+    """Write a rank's file as on another node. Completing the checkpoint does not sync it."""
     folder = root / "run" / "checkpoints" / "step_1.attempt_1"
     make_folder(folder / "trainer")
     written = safetensors_file.write(folder / "trainer" / "rank_1", [b"weights"])
@@ -255,11 +258,11 @@ CASES = {
 }  # fmt: skip
 
 
-# What must be whole ---------------------------------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """What was seen at each look: everything that some state has of what counts, with what every state has in it."""
+    """Record at each look the case's paths in some state, with the content that every state has."""
 
     def __init__(self, case: Case):
         self._case, self.broken = case, []
@@ -279,7 +282,7 @@ class Watch:
                     self._seen.append((path, found.inode, itself | _surely(disk, found) if is_named else {}))
 
     def end(self, disk: Disk) -> list[str]:
-        """One sentence for everything that is broken in some state."""
+        """Return one sentence for each path that is broken in some state."""
         for path, inode, tree in self._seen:
             live = disk.root / path
             if live.exists() and live.stat().st_ino == inode:
@@ -307,7 +310,7 @@ class Watch:
 
 
 def _like(disk: Disk, pattern: str) -> list[tuple[str, Found]]:
-    """`may_exist`, where the last name may end with `*`; names of what is being written do not count."""
+    """Return `may_exist(pattern)` without unfinished names; the last name may end with `*`."""
     folder, _, last = pattern.rpartition("/")
     found = disk.may_exist(f"{folder}/*" if folder else "*")
     names = [
@@ -317,7 +320,7 @@ def _like(disk: Disk, pattern: str) -> list[tuple[str, Found]]:
 
 
 def _surely(disk: Disk, found: Found) -> Tree:
-    """What every state has below `found`."""
+    """Return the files below `found` that every state has."""
     if (content := disk._bytes.get(found.inode)) is not None:
         return {"": content}
     return {
@@ -336,7 +339,7 @@ def _tree(path: Path) -> Tree:
 
 
 def play(name: str, root: Path, skip: Callable[[FrameType], bool] = lambda frame: False) -> list[str]:
-    """What a power cut may break in the case `name`."""
+    """Play the case `name`; return a sentence for each path that a power cut may break."""
     case, watch = CASES[name], Watch(CASES[name])
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
@@ -355,7 +358,7 @@ def test_whatever_a_marker_vouches_for_is_whole_after_a_power_cut_at_any_moment(
 
 
 def syncs() -> dict[tuple[str, int], str]:
-    """(file, line) of every call that syncs in the source of the rooms, with what stands there; `WIRE` promises nothing."""
+    """Return (file, line) → source line for every sync in the rooms, except in `WIRE`."""
     found = {}
     for path in sorted((ROOT / "packages").glob("*/src/orrery/**/*.py")):
         text, short = path.read_text(), path.relative_to(ROOT).as_posix()
@@ -374,7 +377,7 @@ def callers(frame: FrameType | None) -> set[tuple[str, int]]:
 
 
 def test_every_sync_of_the_source_is_needed_for_that(tmp_path):
-    """Without any one of them, which is its deletion, a case breaks."""
+    """If any one sync is left out, a case breaks."""
     every = syncs()
     used: dict[tuple[str, int], set[str]] = {site: set() for site in every}
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks").glob("*/*.json"))
-# Measured on eight GPUs, or before a dirty tree was refused. The list only shrinks: a record that is measured anew leaves it.
+# Measured on eight GPUs, or before dirty trees were refused. New measurements leave this list.
 DIRTY = {
     "cluster/overhead",
     "demo/wall_time",
@@ -44,7 +44,7 @@ def test_every_commit_that_a_record_names_is_in_the_repository():
 
 @pytest.fixture
 def record(tmp_path):
-    """`record` of a copy of benchmarks/record.py in a checkout of its own, and that checkout."""
+    """Return `record` of a copy of benchmarks/record.py in a new checkout, and the checkout."""
     (tmp_path / "benchmarks" / "area").mkdir(parents=True)
     (tmp_path / "benchmarks" / "record.py").write_text((ROOT / "benchmarks" / "record.py").read_text())
     git("init", "-q", folder=tmp_path)

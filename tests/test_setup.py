@@ -1,4 +1,4 @@
-"""Set-up on a machine that lacks Debian packages, with programs that stand in for the system's; and the verdict of CI on a crash."""
+"""Set-up on a machine without some Debian packages, with fake system programs; CI after a crash."""
 
 import os
 import re
@@ -15,7 +15,7 @@ STANDARD = ("bash", "cat", "cut", "sed", "env", "sh", "dirname")
 
 @pytest.fixture
 def system(tmp_path):
-    """A folder of programs that is the whole PATH: `add(name, script)` makes one."""
+    """Fill the folder that is the whole PATH; return `add(name, script)`, which adds a program."""
     for name in STANDARD:
         (tmp_path / name).symlink_to(shutil.which(name))
 
@@ -33,7 +33,7 @@ def system(tmp_path):
 
 
 def install(tmp_path: Path, names: str = "cpu") -> tuple[int, str, list[str]]:
-    """The exit code, the error output and the calls of apt-get of `locks/system.sh`."""
+    """Run `locks/system.sh`; return its exit code, its error output and its calls of apt-get."""
     done = subprocess.run(["bash", "locks/system.sh", names], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     calls = tmp_path / "calls"
     return done.returncode, done.stderr, calls.read_text().splitlines() if calls.exists() else []
@@ -90,7 +90,7 @@ def test_a_login_node_needs_no_compiler_and_no_library(system, tmp_path):
 PASSES, FAILS, CRASHES_LATE = (
     "def test_it(): pass",
     "def test_it(): assert False",
-    # Every test passes, and the process then ends by a signal, as a crash in a library's destructor ends it.
+    # Every test passes, then the process dies by a signal, as after a crash in a destructor.
     "import atexit, os\natexit.register(os.abort)\ndef test_it(): pass",
 )
 

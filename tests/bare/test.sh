@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # `make test-bare`: follow the README on a bare Debian 12. As root; about 25 minutes on two cores, so CI leaves it out.
-# - debootstrap makes a root file system that has git and make besides Debian's minimum; the commit is cloned into it.
-# - Then `make demo` and `make test` run there, as the README prints them. ARGS, if given, goes to `make test`.
-# - The machine's settings for apt, pip and certificates hold there too. ORRERY_BARE_ROOT names a folder to keep and use again.
+# - debootstrap makes a root file system: Debian's minimum, git and make. It gets a clone of HEAD.
+# - Then `make demo` and `make test` run there, as in the README. ARGS goes to `make test`.
+# - The settings for apt, pip and certificates of this machine apply. ORRERY_BARE_ROOT: the folder, to keep it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
