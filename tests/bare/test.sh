@@ -2,7 +2,7 @@
 # `make test-bare`: follow the README on a bare Debian 12. As root; about 25 minutes on two cores, so CI leaves it out.
 # - debootstrap makes a root file system: Debian's minimum, git and make. It gets a clone of HEAD.
 # - Then `make demo` and `make test` run there, as in the README. ARGS goes to `make test`.
-# - The settings for apt, pip and certificates of this machine apply. ORRERY_BARE_ROOT: the folder, to keep it.
+# - This machine's settings for apt, pip and certificates apply. ORRERY_BARE_ROOT: a folder to keep.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -176,7 +176,7 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
     for name, parameter in whole.named_parameters():
         parts = [gradients[name].float().cpu() for *_, gradients in ranks]
         pairs.append((name, torch.cat(parts) if "experts.experts." in name else torch.stack(parts).sum(0), parameter.grad))
-    # As in half precision on several GPUs: a gradient has tens of roundings of 4e-3, random signs.
+    # As on several GPUs: a half-precision gradient has tens of roundings of 4e-3 (random signs).
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-5
     for name, actual, reference in pairs:
         error = torch.linalg.vector_norm(actual.float().cpu() - reference) / torch.linalg.vector_norm(reference)
