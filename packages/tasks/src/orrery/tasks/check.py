@@ -45,7 +45,7 @@ def check(manifest: Manifest) -> list[str]:
                 longest = _longest_prompt_tokens(use, renderer, sft.trained_roles if path.startswith("stages.sft") else ())
         except OrreryError as error:
             raise OrreryError(f"{path}: {error}") from error
-        except Exception as error:  # the boundary: a task is a plug-in's code, and its args are anybody's
+        except Exception as error:  # a task is plug-in code, and may raise anything
             raise OrreryError(
                 f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); correct {path}.args"
             ) from error
@@ -75,7 +75,7 @@ def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
 
 
 def _renderer(model: Model) -> Renderer | None:
-    """None where the tokenizer is pretrained and not on this machine."""
+    """Return the renderer, or None if a pretrained tokenizer is not on this machine."""
     if model.tokenizer.kind == "pretrained" and not (Path(model.tokenizer.path) / "tokenizer.json").is_file():
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -84,12 +84,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """Not an Exception, which a task may catch."""
+    """The time is over. Not an Exception, because a task may catch those."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError where the body takes more than `MAX_CPU_S` of this process's time. For the main thread."""
+    """Raise OrreryError if the body takes more than `MAX_CPU_S` of CPU time. Main thread only."""
 
     def stop(*_: Any) -> None:
         raise _TooLong
@@ -114,7 +114,10 @@ def _task(use: str) -> Task:
 
 
 def _longest_prompt_tokens(use: TaskUse, renderer: Renderer | None, trained_roles: Sequence[Role]) -> int:
-    """0 without a renderer. `trained_roles`: of the demonstrations, where the task gives them."""
+    """Return the longest prompt's number of tokens; 0 without a renderer.
+
+    `trained_roles` are those of the demonstrations, if the task has some.
+    """
     task, longest = _task(use.model_dump_json()), 0
     demonstrate = getattr(task, "demonstration", None)
     for index in range(NUM_PROBLEMS):

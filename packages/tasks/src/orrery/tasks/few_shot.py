@@ -15,7 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import Judgement, Message, Problem
 
-NAME = "few_shot"  # of the task within
+NAME = "few_shot"  # the inner task's name
 EXAMPLES_SEED = 30_000  # beyond the seeds of every stream of problems (jsonnet/lib/run.libsonnet, `seeds`)
 
 
@@ -33,7 +33,7 @@ class FewShot:
             use = TaskUse(name=NAME, kind=args.kind, args={**args.args, **changes}, weight=1.0, seed=seed, max_turns=1)
             try:
                 return make(use)
-            except OrreryError as error:  # its fields stand below this task's own
+            except OrreryError as error:  # prefix the inner task's fields
                 raise OrreryError(str(error).removeprefix(f"task {NAME!r}: ")) from error
 
         if args.kind == "few_shot":

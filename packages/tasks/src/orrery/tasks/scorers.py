@@ -1,15 +1,16 @@
-"""Scorers: the processes that score answers which the library's scorers run or parse (`eval`, sympy), beside the event loop.
+"""Scorers: processes that run the library's scorers, some of which execute answers (`eval`, sympy).
 
 - In: a family of reasoning-gym with its config, the library's seed of a problem, its question, the answer. Out: its score, or None where
   there is none. A process makes the problem again by its seed, and says where that is another one: some families order words by hashes
   that are of a process, which PYTHONHASHSEED settles (roles have it from the launcher).
-- A process (`scoring.py`) starts when it is first needed (seconds) and is kept. It scores one answer at a time, each in a fork that ends
-  with it, so no answer meets what another left. There are NUM_SCORERS at most, for all tasks of this process.
-- Requests have their turn in order. LIMIT_S, scaled, counts from an answer's turn; past it the fork is killed, and there is no score.
-- OrreryError, which is no score of 0: a process that cannot start, ends, stands still or says what is no score. The next answer gets a
-  new one. An answer may signal its user's processes, so it can bring this about, and gains nothing by it.
-- Canaries: a new process, and each after CANARY_EVERY answers, scores a known right and a known wrong answer. JudgeBroken ends the run.
-- A process ends with this one, also when that is killed. It inherits neither environment nor files.
+- A process (`scoring.py`) starts at its first use, which takes seconds, and is kept. There are at
+  most NUM_SCORERS, for all tasks. Each scores one answer at a time, in a fork that is then killed.
+- Requests are served in order. LIMIT_S, scaled, counts from an answer's turn; then the fork is
+  killed.
+- OrreryError, never a score of 0: a process cannot start, ends, hangs or replies with no score. The
+  next answer gets a new process. An answer can cause this by a signal, but gains nothing by it.
+- Canaries: see `_try_canaries`. A wrong score of a known answer ends the run.
+- A process ends with this one, even if this one is killed. It inherits no environment and no files.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ NUM_SCORERS = 8
 START_S = 120.0  # for its imports, on a file system that is slow
 MAX_LINE_BYTES = 200  # of a number and a score
 HASH_SEED = "0"
-SLACK_S = 5.0  # beyond an answer's limit, in which its fork is killed and a process says so
+SLACK_S = 5.0  # beyond an answer's limit, for the process to kill the fork and reply
 CANARY_EVERY = 500
 CANARY = "spiral_matrix"  # the library's scorer runs its answers
 WRONG = "[]"
@@ -58,7 +59,7 @@ class Scorers:
             try:
                 await self._try_canaries(scorer)
                 score = await self._ask(scorer, family, config, seed, question, text)
-            except (OSError, EOFError, ValueError, TypeError) as error:  # stands still (TimeoutError), has ended, or says what is no score
+            except (OSError, EOFError, ValueError, TypeError) as error:  # hangs (TimeoutError), has ended, or replies with no score
                 scorer.end()
                 how = "stood still" if isinstance(error, TimeoutError) else "ended, or said what is no score,"
                 raise OrreryError(f"the process that scores answers {how} while it scored one; the next answer gets a new one") from error
@@ -76,7 +77,10 @@ class Scorers:
             return await scorer.score(*request, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Raise JudgeBroken where a process that is new, or has scored CANARY_EVERY answers, scores known answers wrongly."""
+        """Raise JudgeBroken if the process scores a known right or a known wrong answer wrongly.
+
+        Checked at its start and after every CANARY_EVERY answers.
+        """
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
@@ -109,7 +113,7 @@ class Scorers:
 
 @cache
 def _canary() -> tuple[str, str]:
-    """The question of the canary, and the answer that is right."""
+    """Return the canary's question and its right answer."""
     import reasoning_gym
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]

@@ -1,13 +1,15 @@
-"""`python -m orrery.tasks.scoring`: scores answers of reasoning-gym, each in a fork of its own; `scorers.py` starts it.
+"""Score answers of reasoning-gym, each in its own fork: `python -m orrery.tasks.scoring`.
 
-- In, on stdin, a line each: `[number, family, config, seed, question, text, limit_s]`. Out, on stdout: an empty line once it is ready,
-  then `[number, score]`. The score is null where the library's scorer raises, exits, takes longer or gives no finite number. It is
-  OTHER_PROBLEM where the seed's question is another one here.
-- This process makes problems and never reads an answer. It has the library imported, no secret, no capability and no open file but its
-  socket. Of what a fork says it reads MAX_BYTES, and takes a finite number or nothing.
-- A fork (`_answer`) scores one answer. It prints nowhere, in an empty folder that is removed. It has MEMORY_BYTES of address space, the
-  answer's time, files that stay empty and, where the user is not root, no processes. When it has spoken, it and its children are killed.
-- It ends with its parent: at the end of its stdin, and by the kernel where it is scoring just then.
+- In, a line per answer: `[number, family, config, seed, question, text, limit_s]`. Out: an empty
+  line once it is ready, then `[number, score]`. The score is null if the library's scorer raises,
+  exits, is too slow or gives no finite number. It is OTHER_PROBLEM if the seed gives another
+  question.
+- This process makes problems and never interprets an answer. It has no secret, no capability and no
+  open file but its socket. It reads at most MAX_BYTES from a fork.
+- A fork (`_answer`) scores one answer, without output, in a removed folder. It has MEMORY_BYTES of
+  address space, the answer's time, no bytes in files and, unless the user is root, no processes.
+  After its answer it is killed with its children.
+- This process ends with its parent (`scorers.py`), also while it scores.
 """
 
 import gc
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 OTHER_PROBLEM = "other problem"
 LIMIT_S = 5.0  # of an answer; the library's scorers take milliseconds
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 32  # of a number as Python writes it
-KEPT_PROBLEMS = 64  # answers to one problem come together
+MAX_BYTES = 32  # length of a number as Python writes it
+KEPT_PROBLEMS = 64  # cached, because answers to one problem come together
 
 
 def main() -> None:
@@ -51,10 +53,10 @@ def main() -> None:
     os.rmdir(folder)
     for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         _limit(what, most)
-    adopt_orphans()  # what a fork leaves behind is a child of ours, and is killed with it
+    adopt_orphans()  # orphans of a fork become our children, and are killed with it
     drop_privileges()
     hide_memory()
-    gc.freeze()  # a fork that collects would copy all that was imported
+    gc.freeze()  # else a collection in a fork copies every page of the imports
     answers.write(b"\n")
     os.dup2(nowhere, 2)  # until here a reason not to start is told
     for line in requests:
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Parse expressions of our own: else each fork would load and cache anew what sympy needs, which takes half of its time."""
+    """Fill sympy's caches, which would otherwise take half of each fork's time."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -96,10 +98,10 @@ def _score(name: str, config: dict[str, Any], seed: int, question: str, text: st
 
 
 def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, writer: int) -> None:
-    """In the fork: run what the policy wrote, and write its score."""
+    """Score the policy's answer in the fork, and write the score."""
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # a process opens the lowest numbers that are free, and this one opens few
+    os.closerange(4, 1024)  # descriptors are the lowest free numbers, and this process has few
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     from reasoning_gym.utils import extract_answer
@@ -112,7 +114,7 @@ def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, write
 
 
 def _read(reader: int, until_s: float) -> bytes:
-    """What a fork says until it hangs up; empty where it says too much, or does not hang up in time."""
+    """Return the fork's output, or b"" if it is too long or does not end in time."""
     said = b""
     while len(said) <= MAX_BYTES:
         if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
@@ -125,7 +127,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork, and whatever it has started: when a process ends, its children become ours."""
+    """Kill the fork and all its descendants, which become our children when their parent ends."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

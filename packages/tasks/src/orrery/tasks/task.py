@@ -65,7 +65,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """A judge that cannot be trusted any more, for which the run ends; any other exception costs one rollout."""
+    """The judge cannot be trusted, and the run ends. Any other exception costs one rollout."""
 
 
 @runtime_checkable
