@@ -30,7 +30,7 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(me: RoleProcess) -> None:
-    """The stage, under a heartbeat: whoever waits for this role waits for its event loop."""
+    """Run the stage under a heartbeat, because other roles wait for this event loop."""
     async with heartbeat(me.health):
         await STAGES[me.stage](me)
 

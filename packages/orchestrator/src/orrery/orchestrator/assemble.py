@@ -25,7 +25,7 @@ from orrery.transport.weight_wire import make_watch, served_model
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # for data sets and a checkpoint to come from a shared file system; scaled
+READ_S = 1800.0  # to read data sets and a checkpoint from a shared file system; scaled
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
 
@@ -106,7 +106,7 @@ def state(me: Any) -> State:
 
 
 async def reading(me: Any, read: Callable[[], T]) -> T:
-    """What `read()` returns. It may take minutes, in which the event loop turns."""
+    """Return `read()`, run in a thread: it may take minutes, and the event loop must turn."""
     with me.health.waiting("tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)):
         return await Beside("assemble")(read)
 

@@ -84,7 +84,7 @@ def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
         "batch_reward_mean": float(np.mean(trained_rewards)),
         "num_sampled": len(tally.rewards),
         "num_without_signal": sum(not has_signal for _, _, has_signal in tally.rewards),
-        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),  # of the batch itself
+        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),  # in this batch
         **by_task,
         "staleness_mean": float(behind.mean()),
         "staleness_max": int(behind.max()),

@@ -48,7 +48,7 @@ async def run(me: Any) -> None:
 
 
 async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended early; it leaves a checkpoint of its last step.
+    # RL may have ended early, with a checkpoint of its last step.
     after = max(checkpoints.steps(me.run_dir), default=me.manifest.stages.rl.num_steps)
     policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, assemble.policy_dir(me, "rl"))}
     chat, tasks = await assemble.reading(me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest)))
@@ -168,9 +168,11 @@ class HeldOut:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """`result.json`: reward of each policy, and by task.
 
-    `reward_mean` of a task is over `num_rollouts`, timeouts among them where they count as rewards of 0 (`num_timeouts` has them all).
-    `num_failed` have no reward, by reason in `failures`. A policy's mean is over tasks, each weighted with all that it was asked, so that
-    failing moves no weight to another task.
+    - A task's `reward_mean` is over `num_rollouts`. These include timeouts if they count as rewards
+      of 0. `num_timeouts` counts all timeouts.
+    - `num_failed` rollouts have no reward; `failures` counts them by reason.
+    - A policy's mean weights each task by all rollouts that it was asked for, so failures move no
+      weight to another task.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

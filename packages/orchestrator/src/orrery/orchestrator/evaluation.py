@@ -3,9 +3,10 @@
 - Due at the first version engines hold, whenever a multiple of `interval_steps` is reached or passed, and after the last batch.
 - While one is active, updates wait: every token of it is of one version. A rollout that mixes versions ends the run.
 - The held-out set is problems 0..num_problems of every evaluation task, the same each time.
-- A failed rollout is no reward, as in training: it is left out of its task's mean, and counted by reason in the row. A task of which
-  nothing is left is an error.
-- A rollout that ran out of time is a reward of 0 or such a failure, as `orchestrator.on_timeout` says. The row counts timeouts either way.
+- A failed rollout has no reward, as in training. The task's mean leaves it out, and the row counts
+  it by reason. A task without any finished rollout is an error.
+- A rollout that ran out of time has the reward 0 or counts as failed (`orchestrator.on_timeout`).
+  The row counts timeouts in both cases.
 - Only a finished evaluation counts: one that a kill interrupts is due again.
 """
 
@@ -28,7 +29,7 @@ class _Active:
     num_missing: int
     rollouts: list[tuple[Request, Rollout]] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # by task index, timeouts that are rewards of 0
+    zeros: Counter[int] = field(default_factory=Counter)  # task index → timeouts with reward 0
     words: dict[int, str] = field(default_factory=dict)  # of each task its last failure's
 
 
@@ -42,7 +43,10 @@ class EvaluationResult:
 
     @property
     def reward_mean(self) -> float:
-        """The mean over tasks, each weighted with all rollouts that it was asked for, so that failing moves no weight to another task."""
+        """The mean over tasks, each weighted by all rollouts that it was asked for.
+
+        Failures therefore move no weight to another task.
+        """
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
         return float(sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True)) / sum(asked))
 
@@ -137,7 +141,10 @@ class Evaluations:
 
 
 def counted(row: dict) -> str:
-    """How many rollouts a row's mean is of, in words: `250 rollouts, 3 of them timed out`, `236 rollouts, 20 failed: 20 judge`."""
+    """Return the numbers behind a row's mean in words.
+
+    Examples: `250 rollouts, 3 of them timed out`; `236 rollouts, 20 failed: 20 judge`.
+    """
     zeros = row["num_timeouts"] - row["failures"].get(TIMEOUT, 0)
     failed = f", {row['num_failed']} failed: {', '.join(f'{num} {reason}' for reason, num in row['failures'].items())}"
     timed_out = f", {zeros} of them timed out" if zeros else ""

@@ -12,7 +12,7 @@ from orrery.orchestrator.rollout import Rollout
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """`survivors` by member; members that are missing failed, `num_zeros` of them with a reward of 0."""
+    """`survivors` by member. Missing members failed; `num_zeros` of them have the reward 0."""
 
     request: GroupRequest
     version: int  # at dispatch

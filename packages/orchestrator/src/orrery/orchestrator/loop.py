@@ -7,7 +7,8 @@
 Asked to wind down (`orrery.observe.wind_down`), `train` waits until the trainer has done all that it was sent, keeps the state of then,
 sends a batch that says so, and ends the stage; after the last cut it takes no notice, since the stage is nearly done.
 
-A stage ends early, as a success, once a held-out reward has reached `evaluation.stop_at`: batches that were cut by then are the last.
+A stage ends early, as a success, once a held-out reward has reached `evaluation.stop_at`. No
+further batch is cut then.
 
 After the last, the trainer gets the last evaluation's rollouts once more: one version made them alone, so it can compare log-probs.
 
@@ -60,7 +61,7 @@ class Loop:
         self._said: str | None = None
         self._has_warned = False
         self._wind_down = WindDownRequest(me)
-        self._first_step = state.clock.next_batch - 1  # the checkpoint that this attempt goes on from; 0 where there is none
+        self._first_step = state.clock.next_batch - 1  # the checkpoint that this attempt resumes from, or 0
 
     async def run(self) -> None:
         """Until the last batch is trained and the policy that it makes is evaluated. Raises WoundDown where it is asked to."""
@@ -98,7 +99,7 @@ class Loop:
                 await self._end_early()
             self.state.wanted = await self.sender.wanted()
             start_s = time.time()
-            batch = None if self.fleet.is_proving else self.state.cut()  # it may hold tokens of an engine that has not proven itself
+            batch = None if self.fleet.is_proving else self.state.cut()  # an unproven engine's tokens are not trained
             if batch is None:
                 await self.pulse.wait(POLL_S)
                 continue
@@ -145,7 +146,7 @@ class Loop:
     def _end_overdue(self, now_s: float) -> None:
         expired = self.state.expired(now_s, self.fleet.is_serving)
         for request, reason, detail in self.overdue.reasons(expired, self.stage.is_generating, now_s):
-            # First out of the books, then out of the engine: what comes back in between is void.
+            # Drop the request before the engine ends it: a result that still comes is void.
             self._failed(request, reason, detail)
             self.stage.cancel([request])
 
@@ -184,7 +185,7 @@ class Loop:
         self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
 
     def _warn_of_little_signal(self, step: int, row: dict) -> None:
-        """Once, where most rollouts teach nothing."""
+        """Warn once if most rollouts carry no signal."""
         if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
             return
         self._has_warned = True
@@ -203,14 +204,14 @@ class Loop:
         await end_trainer(self.me, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write our half of a checkpoint of `step`, the last batch that was sent; nothing before the first."""
+        """Write our half of the checkpoint of `step`, the last batch sent; 0 writes nothing."""
         if step:
             kept, temperature = self.state.snapshot(), self.manifest.orchestrator.sampling.temperature
             is_resumed = step == self._first_step
             await asyncio.to_thread(snapshot.write_now, self.me.run_dir, step, self.me.attempt, kept, temperature, is_resumed)
 
     def _may_be_last(self, version: int) -> bool:
-        """Whether `version` may turn out to be the stage's last when it is evaluated."""
+        """Return whether `version` may prove to be the stage's last once it is evaluated."""
         return version == self.state.clock.num_batches or self.manifest.orchestrator.evaluation.stop_at is not None
 
     async def _send_comparison(self) -> None:
@@ -232,7 +233,7 @@ class Loop:
             await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
 
     async def _keep_early_end(self, evaluation: EvaluationResult) -> None:
-        """Write our half of the last checkpoint, and say in a row that the stage ends early."""
+        """Write our half of the last checkpoint, and a row that the stage ends early."""
         step = evaluation.version
         await self._write_now(step)
         self.me.metrics.write(

@@ -48,9 +48,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A rollout that came to nothing. `reason` is a word that is counted, `detail` the sentence behind it.
+    """A failed rollout. `reason` is the word that is counted, `detail` the error sentence.
 
-    With `is_zero` it counts as a reward of 0, in an evaluation and in its group's baseline. It is not trained itself.
+    With `is_zero` it counts as a reward of 0 in an evaluation and in its group's baseline. It is
+    never trained.
     """
 
     request: Request

@@ -40,7 +40,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# What passes through a task's code: our own failures, a broken judge, and what ends a rollout or the process from outside.
+# Exceptions that pass through a task's code: our failures, a broken judge, an end from outside.
 NOT_THE_TASKS = (RolloutFailed, JudgeBroken, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Terminated)
 
 
@@ -59,7 +59,7 @@ class Rollout:
     routed_experts: np.ndarray | None = (
         None  # as `orrery.transport.routed_experts` has it, [n, layers, top_k]; None where the run carries none
     )
-    engine: int = UNKNOWN_ENGINE  # the one that sampled all turns
+    engine: int = UNKNOWN_ENGINE  # the engine that sampled all turns
 
     @property
     def num_tokens(self) -> int:

@@ -1,11 +1,12 @@
 """Sink: whole groups in, batches out; what may train waits here.
 
-- A group trains on its survivors, if two or more rewards remain; else it is dropped (`too_few_survivors`). Rewards of 0 for members that
-  ran out of time belong to the baseline, and their tokens are not trained: they have no finished answer.
-- Advantages are computed once, over the whole group. A group whose advantages are all zero carries no signal.
-- `drop_zero_advantage_groups` keeps such groups aside in `spare`. Once `max_sampled_ratio` times the batch has been sampled, they fill it
-  as ordinary members: the loss keeps its denominator, so little signal makes a small step.
-- `spare` holds no more than the batches to come could need. The oldest leave first (`zero_advantage`).
+- A group trains on its survivors if two or more rewards remain. Else it is dropped
+  (`too_few_survivors`). The baseline includes rewards of 0 for members that ran out of time. Their
+  tokens are not trained.
+- Advantages are computed once, over the whole group. A group of zero advantages carries no signal.
+- `drop_zero_advantage_groups` puts such groups into `spare`. Once `max_sampled_ratio` times the
+  batch has been sampled, they fill it. The loss keeps its denominator, so the step is small.
+- `spare` holds at most the need of the coming batches. The oldest leave first (`zero_advantage`).
 - A batch is exactly `rollouts_per_batch` rollouts, oldest group first; the rest of a group that does not fit leads the next batch.
 - The sweep at the cut is the staleness guarantee: a kept group with a sampled token older than the bound leaves whole (`stale_in_queue`).
 - Every rollout that leaves without training is counted by its reason; too many in a row without one group to train is an error.
@@ -49,11 +50,11 @@ class Sink:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)  # rollouts sampled for a batch
+        self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)  # rollouts to sample for a batch
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch  # generation is never further ahead
         self.queue: deque[list[Sample]] = deque()  # finished groups, in order of completion
-        self.spare: deque[list[Sample]] = deque()  # the same, of groups without signal
-        self.num_sampled = 0  # rollouts that became samples, less the budget of each batch that was cut
+        self.spare: deque[list[Sample]] = deque()  # groups without signal
+        self.num_sampled = 0  # samples so far, less the budget of each cut batch
         self.dropped: Counter[str] = Counter()  # rollouts by reason, over the whole run
         self._barren: Counter[str] = Counter()  # the same, since the last group that could train
         self._words: dict[str, str] = {}  # reason -> the newest sentence behind it
@@ -64,14 +65,14 @@ class Sink:
 
     @property
     def has_batch(self) -> bool:
-        """Whether there is enough for a batch, spare groups counted once the batch's budget is spent."""
+        """Return whether a batch is ready. Spare groups count once the batch's budget is spent."""
         lacking = self.rollouts_per_batch - self.num_queued
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Rollouts to sample for the next `num_batches` batches, those in flight included.
+        """Return the rollouts to sample for the next `num_batches` batches, with those in flight.
 
-        Where too little is kept for one batch, because the rest went stale, its budget is exceeded.
+        This exceeds a batch's budget if too few rollouts are left because others went stale.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -80,7 +81,7 @@ class Sink:
         return min(lacking, max(unspent, self.rollouts_per_batch - self.num_queued - _size(self.spare)))
 
     def add(self, group: CompleteGroup) -> bool:
-        """Keep the group, or drop it; True where it carries signal."""
+        """Keep or drop the group; return whether it carries signal."""
         survivors = group.survivors
         if not survivors or len(survivors) + group.num_zeros < 2:
             self.count("too_few_survivors", len(survivors))
@@ -155,7 +156,7 @@ def _size(groups: deque[list[Sample]]) -> int:
 
 
 def _take(groups: deque[list[Sample]], most: int) -> list[Sample]:
-    """Remove up to `most` samples from the front; the rest of a group that is split stays in front."""
+    """Remove up to `most` samples from the front. The rest of a split group stays in front."""
     taken: list[Sample] = []
     while groups and len(taken) < most:
         group = groups.popleft()

@@ -3,9 +3,10 @@
 - `queue.safetensors`: finished groups that are not trained yet, with and without signal, as columns; `state.json`: the rest.
 - The folder appears whole (written aside, renamed).
 - Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
-- Winding down after batch n, the state is that of now, not of the cut. Where step n has its files already they stay, since the step
-  is whole with them: the newer state goes to `later.attempt_<k>/orchestrator/` in that checkpoint, with a marker of its own, and is
-  what a resumed run reads. It may be the checkpoint of an earlier attempt, where attempt k winds down before it has sent a batch.
+- A wind-down after batch n writes the state of now, not of the cut. If step n has its files
+  already, they stay, since the step is complete with them. The newer state goes to
+  `later.attempt_<k>/orchestrator/` in that checkpoint, with its own marker. A resumed run reads it.
+  The checkpoint is an earlier attempt's if attempt k winds down before it has sent a batch.
 """
 
 import shutil
@@ -31,7 +32,7 @@ FORMAT = 4
 class _QueuedSample(msgspec.Struct):
     """What columns do not hold of a queued sample."""
 
-    group: int  # number of its group, spare groups after the queue's
+    group: int  # number of its group; spare groups come after the queue's
     member: int
     advantage: float
     reward: float
@@ -66,9 +67,9 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 
 
 def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool) -> Path:
-    """Write the state of some time after batch `step` was sent, before batch `step + 1` is cut; returns its folder.
+    """Write the state between sending batch `step` and cutting batch `step + 1`; return its folder.
 
-    `is_resumed`: this attempt went on from `step` and has sent no batch.
+    `is_resumed`: this attempt resumed from `step` and has sent no batch.
     """
     if is_resumed:
         checkpoint = checkpoints.whole_dir(run_dir, step)
@@ -81,14 +82,14 @@ def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temper
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these two leaves an older state, which is as good: groups that have ended since then are made again.
+    # A kill between these two leaves an older, valid state: groups that ended since are repeated.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
 
 
 def _later(checkpoint: Path) -> Path | None:
-    """The newest attempt's later state in a checkpoint, or None."""
+    """Return the newest attempt's later state in a checkpoint, or None."""
     attempts = [path.parent.name.rpartition("_")[2] for path in checkpoint.glob(f"{checkpoints.LATER}.attempt_*/{checkpoints.MARKER}")]
     newest = max((int(attempt) for attempt in attempts if attempt.isdecimal()), default=None)
     return None if newest is None else checkpoints.later_dir(checkpoint, newest)
@@ -118,7 +119,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
-    """The newest state in `checkpoint`, which is of `step`. Raises OrreryError where it is not whole."""
+    """Return the newest state in `checkpoint` of `step`. Raises OrreryError if it is not whole."""
     path, remedy = checkpoint / "orchestrator", f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:
         path, remedy = later / "orchestrator", f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays"

@@ -35,7 +35,7 @@ class Stage:
         on_failed: Callable[[Request, str, str], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks` are the built tasks by purpose, in the manifest's order.
+        """Take the built tasks by purpose, in the manifest's order.
 
         `is_compared` tells whether the trainer may compare log-probs on evaluations of a version.
         """
@@ -44,8 +44,8 @@ class Stage:
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._playing: dict[str, asyncio.Task[None]] = {}
-        self._generating: set[str] = set()  # names of requests that an engine has now
-        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, and not gone from the engine yet
+        self._generating: set[str] = set()  # requests in an engine
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
         self._defect: BaseException | None = None
 
     @property
@@ -53,11 +53,11 @@ class Stage:
         return len(self._playing)
 
     def is_generating(self, request: Request) -> bool:
-        """Whether an engine has this rollout now, and not its task or judge."""
+        """Return whether an engine has this rollout now, rather than its task or judge."""
         return request.name in self._generating
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
-        """`Engine.generate`, noted while it lasts; the option `session` is the rollout's name."""
+        """Call `Engine.generate` and note it while it lasts. `session` is the rollout's name."""
         name = options["session"]
         self._generating.add(name)
         try:
@@ -79,7 +79,10 @@ class Stage:
             del self._playing[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """End these rollouts without a result, at once; await what is returned to know all that were cancelled gone from the engine."""
+        """End these rollouts at once, without a result.
+
+        The returned awaitable ends when no cancelled rollout is left in an engine.
+        """
         return self._cancel([task for request in requests if (task := self._playing.get(request.name)) is not None])
 
     async def close(self) -> None:

@@ -5,7 +5,8 @@
   may hold the engines' version. So a slow trainer stops generation, instead of making it stale.
 - Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
   ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
-- Time is a monotonic clock in `start` and `expired` (and `cut.row`), which decide by it, and the wall clock elsewhere: a stamp.
+- Times in `start`, `expired` and `cut.row` are monotonic, because decisions depend on them. All
+  other times are wall-clock stamps.
 - While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
 - `snapshot` between two cuts, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
 """
@@ -58,8 +59,8 @@ class Snapshot:
     evaluated: int  # newest version whose evaluation is finished
     num_evaluation_groups: int
     digests: dict[int, str]  # of the weights of every version that engines have had
-    num_batches: int  # fewer than the manifest's where the stage is to end early
-    rewards: list[tuple[int, float, bool]]  # of the tally since the last cut; its throughput begins again
+    num_batches: int  # fewer than in the manifest if the stage ends early
+    rewards: list[tuple[int, float, bool]]  # since the last cut; throughput restarts
 
 
 class State:
@@ -82,7 +83,7 @@ class State:
         self.evaluations = Evaluations(
             tasks.evaluation, evaluation.interval_steps, evaluation.num_problems, evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # The trainer compares rollouts of the last version, which no snapshot holds: a stage that ends early evaluates it again.
+            # Evaluate the last version again: its rollouts are compared, and in no snapshot.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )  # fmt: skip
@@ -120,7 +121,10 @@ class State:
         return self.dispatch.start(self.clock.version, now_s)
 
     def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
-        """Requests that take too long; `Overdue` says why, and each is then to be failed. An update's pause is not theirs."""
+        """Return the requests past their time, not counting an update's pause.
+
+        `Overdue` finds the reason. The caller then fails each of them.
+        """
         return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
@@ -161,7 +165,10 @@ class State:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """Cut no further batch where `result` has reached `evaluation.stop_at`; True where that changes something."""
+        """Cut no further batch if `result` has reached `evaluation.stop_at`.
+
+        Return whether this ends the stage earlier.
+        """
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_cut:
             return False

@@ -2,8 +2,9 @@
 
 - Order: nothing starts any more → stale work is drained (cancelled, and gone from the engines) → pause, load, attest, resume (the fleet)
   → the state has the version. Aborting before the pause, not during it, keeps the engines' bookkeeping out of our way.
-- Every engine attests every tensor and proves itself by the canary; a mismatch is the fleet's `RunFailed`, which names it.
-- A lost engine is the fleet's matter too.
+- Every engine attests every tensor and answers the canary. On a mismatch the fleet raises
+  `RunFailed`.
+- The fleet also handles lost engines.
 - An active evaluation keeps the version: then an update waits. Versions that were published meanwhile are skipped, newest wins.
 """
 
