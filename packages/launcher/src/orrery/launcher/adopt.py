@@ -76,7 +76,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     where = f"done: {', '.join(done)}; {next_stage} {'begins' if step is None else f'goes on after step {step}'}"
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     write_atomic(made / ADOPTED, (json.dumps({"run": other.path.name, "done": done, "checkpoint": checkpoint}) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:  # when it worked last; nothing else of it is this run's
+    if (last := statuses.read(other.path)) is not None:  # keep only the time of its last work
         message = f"adopted from {other.path.name}: {where}; type `{resume_command(run, next_stage)}` to go on"
         replace(
             last, stage=next_stage, state="stopped", message=message, launcher_pid=os.getpid(),

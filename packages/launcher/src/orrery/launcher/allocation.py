@@ -1,7 +1,8 @@
 """The Slurm job that this launcher runs in: its nodes, and starting the stage's steps on them.
 
 - In: the environment that sbatch made, the site, the manifest's hardware. Out: `Task`s.
-- A role is told all through variables, but for the run's token: that comes by standard input, which srun copies to each task.
+- Variables configure a role. Only the run's token comes by standard input, which srun copies to
+  each task.
 """
 
 import os

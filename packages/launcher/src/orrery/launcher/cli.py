@@ -138,7 +138,10 @@ def status(
 
 
 def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
-    """Print what `text` says of every run. A run that cannot be read hides no other one; its sentence comes last, with a non-zero exit."""
+    """Print `text(run)` for every run.
+
+    The error of an unreadable run comes last, with a non-zero exit code.
+    """
     errors = []
     for run in runs:
         try:

@@ -71,9 +71,9 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """The rooms' source as one import root in `<run_dir>/code/<digest>/`, with the metadata that entry points are found by.
+    """Copy the rooms' source and entry points into the import root `<run_dir>/code/<digest>/`.
 
-    A copy that is there is hashed again, and written anew where it is not what its name says.
+    An existing copy is hashed again, and replaced if its content does not match its name.
     """
     files = dict(_sources(workspace))
     target = run_dir / "code" / _digest(files)
@@ -91,7 +91,7 @@ def snapshot(workspace: Workspace, run_dir: Path) -> Path:
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
-    """Name the content of `files`, by their paths under the import root."""
+    """Return a hash of `files`: content by path under the import root."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -99,7 +99,7 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 def _copied(folder: Path) -> dict[str, bytes]:
-    """The files of a copy, but for bytecode that Python has left there."""
+    """Return the files of a copy, without Python's bytecode."""
     found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 

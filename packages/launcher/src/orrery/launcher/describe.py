@@ -24,10 +24,10 @@ BLOCK_BYTES = 2**16
 
 
 def overview(path: Path) -> str:
-    """One line for a list of runs. Raises `OrreryError` where the run's status cannot be read."""
+    """Return a run's line in the list. Raises `OrreryError` if its status cannot be read."""
     try:
         check_layout(path)
-    except OrreryError as error:  # an older run is no failure; it stands in the list with what to type
+    except OrreryError as error:  # the list shows an older run with its remedy, not as a failure
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -37,9 +37,10 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Stages, jobs, processes with what each does or waits for, and what to type when nobody works on the run.
+    """Return lines about a run: stages, jobs, processes with their present work or wait.
 
-    Raises `OrreryError` where the run's status cannot be read.
+    If no launcher works on the run, the last line is the command to type. Raises `OrreryError` if
+    the run's status cannot be read.
     """
     now_s = time.time() if now_s is None else now_s
     status = statuses.read(run.path)
@@ -99,7 +100,7 @@ def _losses(run_dir: Path) -> list[str]:
 
 
 def _signal(run_dir: Path, attempt: int) -> list[str]:
-    """How many of the rollouts sampled for the attempt's newest batch carry no signal."""
+    """Describe the share without signal of the rollouts sampled for the attempt's newest batch."""
     of_rl = (
         row for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("stage") == "rl" and row.get("attempt") == attempt
     )
@@ -113,7 +114,7 @@ def _signal(run_dir: Path, attempt: int) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    """False for null, which a row says of what is not finite."""
+    """Return whether this is a number; rows have null for a value that is not finite."""
     return isinstance(value, int | float)
 
 

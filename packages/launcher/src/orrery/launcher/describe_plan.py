@@ -25,7 +25,7 @@ from orrery.observe.names import listed
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
-    """Lines about one stage; at a site without Slurm its nodes and processes alone."""
+    """Return lines about one stage; at a site without Slurm only its nodes and processes."""
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
         how = "processes here" if one.num_nodes == 1 else "needs a cluster, and there is no site file with [slurm]"
@@ -62,7 +62,7 @@ def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
 
 
 def _group(manifest: Manifest, one: StagePlan, group: NodeGroup) -> str:
-    """A line about the nodes of one shape: how many, the devices of each that the stage uses, and the processes on them."""
+    """Return a line about the nodes of one shape: number, used devices per node, processes."""
     processes = [process for node in nodes(group) for process in one.by_node.get(node, ())]
     devices = max(sum(process.num_devices for process in one.by_node.get(node, ())) for node in nodes(group))
     kind = "core" if manifest.hardware.accelerator == "cpu" else manifest.hardware.accelerator.upper()

@@ -55,7 +55,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         START: start,
-        TOKEN_FILE: STANDARD_INPUT,  # where the secret comes that the roles of this attempt share
+        TOKEN_FILE: STANDARD_INPUT,  # the token's source
         **({LOG_LEVEL: level} if (level := log_level()) else {}),
         SCALE: str(site.roles.deadline_scale),
         **site.environment,

@@ -87,8 +87,8 @@ def holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """When the process started, in the kernel's ticks since boot: psutil's time is another one after the wall clock was set.
+    """Return when the process started, in the kernel's ticks since boot.
 
-    Raises OSError where there is no such process.
+    psutil's time changes when the wall clock is set. Raises OSError if there is no such process.
     """
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

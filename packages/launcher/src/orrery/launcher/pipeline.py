@@ -25,9 +25,12 @@ MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Run folders by target (a run's name, or a spec file's stem for all of its runs); manifests by folder.
+    """The checked-in runs.
 
-    `broken`: a sentence for each spec file that does not render. Its runs are no targets; those of all other files are.
+    - `folders`: run folders by target. A target is a run's name, or a spec file's stem for all its
+      runs.
+    - `manifests`: by run folder.
+    - `broken`: a sentence for each spec file that does not render. Its runs are no targets.
     """
 
     folders: dict[str, list[str]]
@@ -37,7 +40,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise `OrreryError` for a target that is neither a run, nor a group of runs, nor the marker of a run's stage."""
+        """Raise `OrreryError` if a target is not a run, a group of runs or a stage's marker."""
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
@@ -56,7 +59,7 @@ class Pipeline:
         return [f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after]
 
     def no_slurm(self) -> str:
-        """What is missing where stages are to be Slurm jobs and the site has none."""
+        """Return a note if the site has no Slurm for stages that are Slurm jobs, or ""."""
         try:
             cluster(self.workspace)
         except OrreryError as error:
@@ -71,12 +74,12 @@ class Pipeline:
         return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
 
     def says(self, run: str, stage: str) -> str:
-        """What the stage is: nodes, devices and processes, and at a site with Slurm images and command lines."""
+        """Describe the stage: nodes, devices, processes; with Slurm also images and commands."""
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
 def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
-    """Every run of the files that render, and a sentence for each file that does not."""
+    """Return the runs of all files that render, and a sentence for each file that does not."""
     try:
         return render_all(workspace), []
     except OrreryError as error:
@@ -88,13 +91,16 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders by itself: two of them name one run
+    if not broken:  # each file renders alone: two files name one run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """The targets on Snakemake's command line: `workflow` does not have them yet when the Snakefile is read."""
+    """Return the targets on Snakemake's command line.
+
+    `workflow` does not have them yet when the Snakefile is read.
+    """
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:  # a program that uses Snakemake as a library

@@ -44,7 +44,10 @@ def runs_root(workspace: Workspace) -> Path:
 
 
 def all_runs(workspace: Workspace) -> list[Path]:
-    """Every run folder that a launcher has worked in, the newest first; folders of other names are somebody's copies."""
+    """Return every run folder that a launcher has worked in, newest first.
+
+    Folders with other names are copies, and are skipped.
+    """
     found = [path.parent for path in runs_root(workspace).glob("*/status.json") if FOLDER.fullmatch(path.parent.name)]
     return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
 
@@ -95,8 +98,11 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """The manifest in a run folder, if there is one; raises `OrreryError` where it is not the one that the folder is named by, or the
-    folder has another layout."""
+    """Return the manifest in a run folder, or None.
+
+    Raises `OrreryError` if the folder's name is another manifest's, or its layout is another
+    release's.
+    """
     file = path / "manifest.json"
     if not file.exists():
         return None
@@ -162,6 +168,6 @@ def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None
 
 
 def newest(workspace: Workspace) -> Path | None:
-    """The run that works now, else the one that worked last, of those that this release can read."""
+    """Return the run that works now, else the last one, of all that this release can read."""
     paths = list(filter(has_layout, all_runs(workspace)))
     return next(iter([path for path in paths if lock.holder(path) is not None] or paths), None)

@@ -116,7 +116,7 @@ class Outcome:
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage to its end; raises `OrreryError` where it cannot start."""
-    log_level()  # a role that is told an unknown one would end
+    log_level()  # refuse an unknown level here, since it would end every role
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # whatever the umask: what a run writes is not every user's to change
     with ExitStack() as stack:
@@ -258,7 +258,7 @@ class _Stage:
                     self._log(f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}")
         if outcome.state == "done":
             row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
-            sync_folders(self.run_dir)  # DONE vouches for what roles have left, and so for the names of the folders above it
+            sync_folders(self.run_dir)  # DONE stands for the roles' files and their folders' names
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -521,7 +521,7 @@ class _Stage:
         return Outcome("failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1)
 
     def _end_hung(self, running: dict[str, Health]) -> None:
-        """Have the engines whose event loop does not turn any more say where they are, and kill them, to be started again."""
+        """Kill the engines whose event loop is blocked, after they have written their stacks."""
         hung = {name: for_s for name, one in running.items() if one.role == ROLE and (for_s := watchdog.hung_s(one, self.sight.now_s))}
         ended = [process for process in self.processes if process.name in hung and process.name not in self.fenced]
         for process in ended:
@@ -534,7 +534,7 @@ class _Stage:
             process.kill()
 
     def _see(self) -> dict[str, Health]:
-        """What all processes say, with our own times; `self.health` is the same with theirs, for people."""
+        """Read all health with our own times; `self.health` has the writers' times, for people."""
         self.health = read_health(self.run_dir, self.stage, self.attempt)
         return self.sight.look(self.health, time.monotonic())
 
@@ -573,7 +573,10 @@ class _Stage:
         return Outcome("failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1)
 
     def _first_failed(self) -> Process | Task:
-        """The process that failed first; where its error names another one, that one, if it fails within ACCUSED_S too."""
+        """Return the process that failed first.
+
+        If its error names another process that fails within ACCUSED_S, return that one.
+        """
 
         def order(process: Process | Task) -> tuple[bool, float]:
             health = self.health.get(process.name)
@@ -691,7 +694,10 @@ class _Stage:
         return still_there(stuck, within_s) if stuck else ""
 
     def _end_strays(self, of: str | None = None) -> None:
-        """Kill what roles, or one incarnation of one, started outside their groups: we adopted it, and it carries this attempt's mark."""
+        """Kill processes that roles (or one incarnation) started outside their process groups.
+
+        They are our children by adoption, and carry this attempt's mark.
+        """
         marks = {START: self.start, **({PROCESS: of} if of else {})}
         mine = [child for child in psutil.Process().children(recursive=True) if self._is_stray(child, marks)]
         for child in mine:
@@ -702,7 +708,7 @@ class _Stage:
     def _is_stray(self, child: psutil.Process, marks: dict[str, str]) -> bool:
         try:
             return marks.items() <= child.environ().items()
-        except psutil.AccessDenied:  # only a role and its forks hide; one of those is a child of ours once its role has ended
+        except psutil.AccessDenied:  # a role, or its fork: our child once the role has ended
             with suppress(psutil.Error):
                 return child.ppid() == os.getpid() and child.pid not in {process.pid for process in self.processes}
         except psutil.Error:
@@ -740,7 +746,7 @@ def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """When Slurm ends our job, by the monotonic clock; None outside a job, and where Slurm does not say."""
+    """Return when Slurm ends our job, on the monotonic clock; None if unknown or outside a job."""
     if job.allocation is None:
         return None
     try:

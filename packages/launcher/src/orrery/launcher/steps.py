@@ -79,7 +79,11 @@ def _devices(processes: Iterable[ProcessPlan]) -> list[int]:
 
 
 def _step_plan(number: int, part: Component, processes: tuple[ProcessPlan, ...], before: int, computing: int, slurm: Slurm) -> StepPlan:
-    """`before`: devices of the node that processes before the first one have; `computing`: processes of the node that compute."""
+    """Plan a step.
+
+    `before`: devices that earlier processes of the node have. `computing`: its processes that
+    compute.
+    """
     first = processes[0]
     num_nodes = len({process.node for process in processes})
     tasks = len(processes) // num_nodes
@@ -94,9 +98,9 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int, cpus_per_task: int, gres: str | None,
     stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """srun's options for a step on these nodes, beside what runs there. `component` None: the job is not heterogeneous.
+    """Return srun's options for a step on these nodes, beside running steps.
 
-    `stdin` "all": srun copies its standard input to each task.
+    `component` None: the job is not heterogeneous. `stdin` "all": srun copies stdin to each task.
     """
     return [
         "srun",

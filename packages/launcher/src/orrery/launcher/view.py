@@ -1,7 +1,8 @@
 """The view on stderr: one live table in a terminal that can redraw, else plain lines.
 
-- The table has a row a process, of many processes a line a role.
-- A plain line names all processes, every few seconds; of many it is short, and said when something has changed, else once a minute.
+- The table has a row per process. With many processes it has a line per role.
+- A plain line every few seconds names all processes. With many processes it is short, and comes at
+  changes or once a minute.
 """
 
 import sys

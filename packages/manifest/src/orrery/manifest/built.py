@@ -50,7 +50,7 @@ def check_built(manifest: Manifest) -> None:
 
 
 def refusal(manifest: Manifest) -> str | None:
-    """What is to be told of a run that can be planned and not started; or None."""
+    """Return why a run can be planned but not started, or None."""
     try:
         check_built(manifest)
     except OrreryError as error:

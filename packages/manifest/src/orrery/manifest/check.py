@@ -20,7 +20,10 @@ _URGENCY = {"extra_forbidden": 0, "missing": 2}
 
 
 def check(data: Any, where: str) -> Manifest:
-    """The manifest that `data` is; raises `OrreryError` naming `where` and the first wrong field, or another version of the schema."""
+    """Return the manifest in `data`.
+
+    Raises `OrreryError` with `where` and the first wrong field, or with another schema version.
+    """
     if isinstance(data, dict) and type(version := data.get("schema_version")) is int and version != SCHEMA_VERSION:
         raise OrreryError(
             f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "

@@ -53,7 +53,7 @@ class StagePlan:
 
     @cached_property
     def by_node(self) -> dict[int, list[ProcessPlan]]:
-        """The processes of each node, in the plan's order."""
+        """Return the processes of each node, in the plan's order."""
         found: dict[int, list[ProcessPlan]] = {}
         for process in self.processes:
             found.setdefault(process.node, []).append(process)

@@ -1,12 +1,13 @@
-"""Publish: how a file or a folder that must outlive a power cut gets its name.
+"""Publish: rename files and folders so that they survive a power cut.
 
-- Bytes first, then the name: whatever is written goes to a name of its own, is synced, and is renamed. A reader sees the old or the
-  new, never a part. The folder is synced last, for a rename alone may be lost with the power.
-- So a marker that exists after a power cut vouches for files that are whole, where its writer published those before the marker.
-- Durable: manifests, layout, attempts, status, DONE, receipts, results, reports, weights, tokenizers, checkpoints, snapshots of the
-  orchestrator, kept batches, copies of the code.
-- Not durable, and not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches on their way between
-  processes. A power cut ends all readers of those, or costs rows.
+- A file is written under a temporary name, synced and renamed. A reader sees the old or the new
+  content, never a part. The folder is synced last, because a power cut may undo a rename.
+- A writer publishes its files before their marker. If the marker exists after a power cut, the
+  files are whole.
+- Durable: manifests, layout, attempts, status, DONE, receipts, results, reports, weights,
+  tokenizers, checkpoints, snapshots of the orchestrator, kept batches, copies of the code.
+- Not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches in
+  transit. A power cut ends their readers too, or costs rows.
 """
 
 import os
@@ -23,16 +24,16 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename a file that is written to `path`, in the same folder; durable when this returns."""
+    """Rename the file `temporary` to `path` in the same folder; durable when this returns."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Rename a folder that is written, with all that is in it, to `folder`, replacing what is there; durable when this returns.
+    """Replace `folder` by the folder `temporary` next to it; durable when this returns.
 
-    Both stand in the same folder. Files that are synced already cost little.
+    Files that are synced already cost little.
     """
     sync_tree(temporary)
     shutil.rmtree(folder, ignore_errors=True)
@@ -41,7 +42,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make all that is in a folder durable: every file, then every folder after those inside it."""
+    """Make a folder's content durable: sync its files, then its folders from the inside out."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):
@@ -50,14 +51,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make the names of all files and folders in a folder durable, whichever process gave them."""
+    """Make all names below a folder durable, also those that other processes created."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # removed meanwhile
             sync(Path(parent))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder with those above it, durable when this returns; one that is there stays."""
+    """Make a folder and its parents, durable when this returns. Keep an existing folder."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -66,7 +67,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make what is written to a file, or the names in a folder, durable."""
+    """Make a file's content or a folder's names durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

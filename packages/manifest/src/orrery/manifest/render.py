@@ -23,7 +23,7 @@ from orrery.manifest.workspace import Workspace
 
 T = TypeVar("T")
 MAX_NESTING = 500
-_FAILS = b"error 'import'"  # the binding's own text for a callback that raises ends in stray bytes
+_FAILS = b"error 'import'"  # if a callback raises, the binding's own text ends in stray bytes
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -69,7 +69,7 @@ class Evaluator:
                 except OSError as error:
                     self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
                     return name, _FAILS
-                if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:  # Jsonnet's parser would end this process
+                if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:  # it would crash Jsonnet's parser
                     self._lost = f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; is the file damaged?"
                     return name, _FAILS
                 return str(path), data
@@ -90,7 +90,7 @@ class Evaluator:
 
 
 def _nesting(data: bytes) -> int:
-    """How deep brackets nest, those in texts and comments too."""
+    """Return how deep brackets nest, including those in strings and comments."""
     depth = deepest = 0
     for bracket in re.findall(rb"[\[({\])}]", data):
         depth += 1 if bracket in b"[({" else -1
@@ -164,7 +164,10 @@ def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
 
 
 def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
-    """Every run of `run_files`, or of every file, by name; in one evaluation, for libraries and locks are the same in all."""
+    """Return every run of `run_files` (default: all files) by name.
+
+    All files are rendered in one evaluation, because they share libraries and locks.
+    """
     run_files = workspace.run_files if run_files is None else run_files
     files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
     runs_of = Evaluator(workspace)(f"{{{files}}}")

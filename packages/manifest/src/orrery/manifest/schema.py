@@ -21,10 +21,10 @@ KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of ca
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
 
 MAX_INT = 2**53  # beyond that Jsonnet's numbers are no longer exact
-MAX_COUNT = 2**16  # of ranks, of all engines' devices, for which a plan has a process each; of a network's layers, heads and experts
+MAX_COUNT = 2**16  # of ranks and devices (a plan has a process for each), layers, heads and experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # of a deadline: clocks and sockets take no more than some years
-MAX_SIZE = 2**24  # of a network's widths and lengths
+MAX_S = 365 * 86_400  # the longest deadline: clocks and sockets overflow after some years
+MAX_SIZE = 2**24  # the largest width or length in a network
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -368,12 +368,16 @@ class DppoLoss(Record):
 
 
 class Mismatch(Record):
-    """How far engines may be from the trainer: beyond `warn_*` the run says so, beyond `stop_*` it ends. Null: no bound.
+    """Bounds on the difference of engines and trainer. Null: no bound.
+
+    Beyond `warn_*` the run logs a warning; beyond `stop_*` it ends.
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones too (`mismatch_kl` of a step's row).
-    - `*_logprob_difference`: mean |difference of log-probs| over the trained tokens of one engine in a batch, stale ones too.
-    - `canary_logprob_difference`: the same over a fixed prompt, which every engine is asked after each update and which the trainer
-      computes with the same weights (`orrery.transport.canary`). Beyond it the run ends; null: engines are not asked.
+    - `*_logprob_difference`: mean |difference of log-probs| over the trained tokens of one engine
+      in a batch, stale ones too.
+    - `canary_logprob_difference`: the same over a fixed prompt. After each update every engine
+      computes it, and the trainer with the same weights (`orrery.transport.canary`). Beyond the
+      bound the run ends. Null: engines are not asked.
     """
 
     warn_kl: Bound
@@ -842,7 +846,7 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 class Evaluation(Record):
     """Held-out problems during RL, on one pinned policy version, beside training.
 
-    - `stop_at`: RL ends early, as a success, once the mean held-out reward has reached it; null: it trains all its steps.
+    - `stop_at`: RL ends early, as a success, once the mean held-out reward reaches it. Null: never.
     """
 
     interval_steps: PositiveInt
@@ -854,10 +858,12 @@ class Evaluation(Record):
 class Orchestrator(Record):
     """How rollouts are made and which of them may train.
 
-    - `drop_zero_advantage_groups`: leave groups of equal rewards out, as long as `max_sampled_ratio` allows.
-    - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the batch as ordinary members.
-    - `on_timeout`: a rollout that takes longer than `rollout_timeout_s` is dropped and counted, or is a reward of 0 in evaluations and in
-      its group's baseline. It is never trained itself.
+    - `drop_zero_advantage_groups`: leave out groups of equal rewards, as `max_sampled_ratio`
+      allows.
+    - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the
+      batch.
+    - `on_timeout`: a rollout that takes longer than `rollout_timeout_s` is dropped and counted, or
+      has the reward 0 in evaluations and in its group's baseline. It is never trained.
     - `keep_batches`: of trained batches, the newest whose tokens, log-probs and routes stay in the run's folder.
     """
 
@@ -1198,7 +1204,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def nixl_and_mooncake_are_apart(self) -> "Manifest":
-        """The NIXL wheel brings its own rdma-core and Mooncake loads the system's: an engine with both crashes as it exits."""
+        """Refuse both in one engine: their two copies of rdma-core would crash it at exit."""
         kinds = {
             "transport.weights": self.transport.weights,
             "inference.kv_transfer.kind": self.inference.kv_transfer.kind,

@@ -2,8 +2,9 @@
 
 - In: manifests, each with what to call it. Out: nothing, or the `OrreryError` of the first that is not well.
 - Always: one process for all of them, since starting it costs more than its work.
-- Never: an import of `orrery.tasks`. Where that room is not installed there is nothing to ask. Where a pretrained tokenizer is
-  elsewhere, tasks are built and prompts are not counted. The init stage asks again.
+- Never: an import of `orrery.tasks`. If that room is not installed, nothing is checked. If a
+  pretrained tokenizer is not on this machine, tasks are built but prompts are not measured. The
+  init stage checks again.
 - Not part of rendering: `snakemake` renders all runs at every start, and checked-in manifests have passed here.
 """
 

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # tells a role which parent it should have, so that a parent lost before our first look is noticed
-START = "ORRERY_START"  # in the environment of all that an attempt starts, each of its processes' children too; no secret
-WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # as this module is first imported: `Lifeline` takes one out
+START = "ORRERY_START"  # in the environment of all processes of an attempt and their children; no secret
+WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # at import: `Lifeline` removes one
 POLL_S = 0.5
 CALLBACKS_S = 3.0
 
@@ -24,7 +24,7 @@ PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
-CAPABILITIES = 64  # as many as the kernel has room for
+CAPABILITIES = 64  # the kernel's upper bound
 CAPABILITIES_VERSION = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,14 +41,17 @@ def adopt_orphans() -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory, environment and open files. Holds for forks, not past exec."""
+    """Keep other processes of this user from reading this one's memory, environment and open files.
+
+    Forks inherit this; exec ends it.
+    """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Make root an ordinary user with root's files, for good: no capabilities, also after exec. Changes nothing else for other users."""
+    """Drop all capabilities for good, also after exec. Root then has an ordinary user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # refused where we have none
+    for capability in range(CAPABILITIES):  # refused without privileges
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -68,7 +71,7 @@ class Lifeline:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # else a person, or a test, started us
+        self.is_launched = LAUNCHER_PID in os.environ  # else a person or a test started it
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()  # popped: what we start has us as its parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
