@@ -60,7 +60,7 @@ class Learner:
         if embedding is not None:
             embedding.register_forward_hook(self._watch_embedding)
         context_parallel.watch(policy, self._watch)
-        self.guard: MismatchGuard | None = None  # of batches that engines sampled
+        self.guard: MismatchGuard | None = None  # only for batches from engines
         self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
 
     def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
@@ -107,11 +107,12 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log p of each token after the first, at temperature 1, by the weights that stand here now. A collective.
+        """Return log p of each token after the first, at temperature 1, with the present weights.
 
-        Blocks are not compiled for it: this one short length would be a graph of its own, and change how later ones are made.
+        A collective. Blocks run uncompiled: a graph for this short length would change how later
+        graphs are made.
         """
-        positions = np.arange(len(token_ids), dtype=np.float32)  # in place of the engine's log-probs: where each scored token belongs
+        positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: each token's index
         columns = Columns(
             np.array([0, len(token_ids)], dtype=np.int64),
             {"token_id": np.asarray(token_ids, dtype=np.int32), "trained": positions > 0, "logprob": positions},
@@ -122,7 +123,7 @@ class Learner:
             logprob, _ = self.policy(batch)
         release(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # one context-parallel group: all others compute the same
+        if self.world.data_rank == 0:  # one context-parallel group is enough: all compute the same
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()

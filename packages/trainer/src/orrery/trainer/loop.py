@@ -5,8 +5,8 @@
                   → copy for a checkpoint when due → row → the checkpoint is written while batch n + 1 is trained
     compare log-probs on the last evaluation's rollouts → export the policy → the last checkpoint is whole
 
-- A batch that says `compare` comes after the last. It may come early, where the policy is good enough; the step before it is then the last
-  and gets its checkpoint.
+- A batch with `compare` comes after the last. It comes early if the policy is good enough. The step
+  before it is then the last, and gets its checkpoint.
 - A batch that says `wind_down` is not trained: the step before it gets its checkpoint, unless it has one, and every rank ends.
 - Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
 - A batch says which weights sampled it, by version and digest: others than those that were published end the run.
@@ -108,14 +108,14 @@ def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
 
 
 def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoReturn:
-    """End here."""
+    """Complete the checkpoint of the last step and end the process."""
     _end_checkpoint(rig, saving, has_checkpoint)
-    saving.finish()  # nobody takes down what another rank is still using
+    saving.finish()  # other ranks may still use this one's process group
     raise WoundDown(rig.learner.step)
 
 
 def _has_checkpoint(rig: Rig, me: RoleProcess, first_step: int) -> bool:
-    """Whether the last step has one already. The file system is not asked: the ranks must agree on the answer."""
+    """Return whether the last step has a checkpoint, computed so that all ranks agree."""
     done = rig.learner.step
     return done == first_step or checkpoints.is_due(done, me.manifest)
 

@@ -35,7 +35,7 @@ class MicroBatch:
     temperature: torch.Tensor  # f32 [M]
     routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
     loss: Targets  # [M]
-    origin: torch.Tensor  # i64 [M, 2], which engine sampled each scored token, −1 where unknown, and how many versions ago
+    origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route in some layer, other than the last of a sample, which predicts nothing
@@ -127,7 +127,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """i64 [T, 2]: engine, and age in versions."""
+    """Return i64 [T, 2]: the engine of each token, and its age in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     nothing = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = nothing if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)

@@ -48,7 +48,7 @@ class Publisher:
         self.digests: dict[int, str] = {}  # by version; rank 0 only
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
-        """Put version `version` out, with its log-probs of the canary; what was published, on rank 0."""
+        """Publish `version` with its log-probs of the canary; return it on rank 0."""
         tensors = self._named_tensors()
         if self._wire is not None:
             published = self._wire.publish(version, tensors, canary)
@@ -155,9 +155,9 @@ class Direct(Publisher):
 
 
 def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path) -> None:
-    """Write the policy as the Hugging Face folder `folder`, with the tokenizer files of the folder `tokenizer`.
+    """Write the policy and the files of the folder `tokenizer` as the Hugging Face folder `folder`.
 
-    It appears whole, and is durable when this returns.
+    The folder appears whole, and is durable when this returns.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

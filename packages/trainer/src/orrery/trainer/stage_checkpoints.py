@@ -81,7 +81,7 @@ def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
     if stage != "rl" and world.is_first:  # there the orchestrator does it, before it writes its half
         checkpoints.discard_incomplete(me.run_dir, stage)
     newest = checkpoints.latest(me.run_dir, stage) or (0, 0)
-    step, attempt = (world.each(number)[0] for number in newest)  # of the first rank: another node may see a new folder later
+    step, attempt = (world.each(number)[0] for number in newest)  # from rank 0: nodes may see a new folder late
     if not step:
         return None
     me.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))

@@ -66,7 +66,7 @@ class Stored:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a trainer's checkpoint. Raises RunFailed where there is none."""
+    """Return the JSON object in a checkpoint's file. Raises RunFailed if there is none."""
     try:
         return read_object(path, REMEDY)
     except OrreryError as error:

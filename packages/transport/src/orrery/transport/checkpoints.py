@@ -1,13 +1,14 @@
 """Checkpoints: folders that count only once they are whole.
 
-- `checkpoints/step_<n>.attempt_<k>/<role>/…` is written by the roles of attempt k; then `files.json` (sha256 of every file), then
-  `COMPLETE`, last. No attempt writes into, completes or prunes what a newer one has written.
+- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
+  (sha256 of all files), and last `COMPLETE`. No attempt changes, completes or prunes a newer one's
+  folders.
 - Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
   `complete` reads none of it.
-- That is the RL stage's place; the SFT stage's is `checkpoints/sft/…`, which goes when the RL stage begins.
+- The SFT stage's checkpoints are in `checkpoints/sft/…`. They are removed when the RL stage begins.
 - Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
-- `later.attempt_<k>/` in a checkpoint is the one folder that may come after the marker, which does not vouch for it; it has a
-  marker of its own. Attempt k writes it, where it goes on from the checkpoint and winds down before another.
+- Only `later.attempt_<k>/` may come into a checkpoint after the marker. It has its own marker.
+  Attempt k writes it if it winds down before the next checkpoint.
 - What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
   taken for whole nor in the way of a new checkpoint of the same step.
 """
@@ -44,12 +45,12 @@ class _Noted(msgspec.Struct):
 
 
 def checkpoint_dir(run_dir: Path, step: int, attempt: int, stage: str = "rl") -> Path:
-    """The folder that attempt `attempt` writes for `step`."""
+    """Return the folder that attempt `attempt` writes for `step`."""
     return checkpoints_dir(run_dir, stage) / Checkpoint(step, attempt).name
 
 
 def later_dir(checkpoint: Path, attempt: int) -> Path:
-    """The folder in `checkpoint` for what attempt `attempt` had when it wound down later than at the checkpoint."""
+    """Return the folder in `checkpoint` for the state of a later wind-down of attempt `attempt`."""
     return checkpoint / f"{LATER}.attempt_{attempt}"
 
 
@@ -70,12 +71,15 @@ def steps(run_dir: Path, stage: str = "rl") -> list[int]:
 
 
 def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
-    """The newest complete checkpoint, or None: the highest step's, and of that step the newest attempt's."""
+    """Return the complete checkpoint with the highest step, then the newest attempt, or None."""
     return max(whole_checkpoints(run_dir, stage), default=None)
 
 
 def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    """The folder of the complete checkpoint of `step`, of the newest attempt that has one. Raises OrreryError where there is none."""
+    """Return the folder of the newest attempt's complete checkpoint of `step`.
+
+    Raises OrreryError if there is none.
+    """
     found = max((one for one in whole_checkpoints(run_dir, stage) if one.step == step), default=None)
     if found is None:
         raise OrreryError(f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; there are {steps(run_dir, stage)}")
@@ -146,9 +150,10 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
 
 
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints; returns the removed steps. What will not go is tried again another time.
+    """Remove all but the newest `keep` complete checkpoints; return the removed steps.
 
-    Attempt `attempt` calls it, and a newer attempt's checkpoints are not touched.
+    A folder that cannot be removed is tried again at the next call. The caller is attempt
+    `attempt`; checkpoints of newer attempts stay.
     """
     if keep < 1:
         raise OrreryError(f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1")
@@ -182,7 +187,7 @@ def discard(run_dir: Path, folder: Path) -> None:
     aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # before any file goes: its old name may have its marker after a power cut
+        sync(folder.parent)  # else a power cut may restore the marked name without files
         shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -29,7 +29,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version when the group was dispatched = its cache salt
-    "engine": np.dtype("int32"),  # index of the engine that sampled all of it; −1 where that is not known, or several did
+    "engine": np.dtype("int32"),  # index of the engine that sampled all of it; −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train

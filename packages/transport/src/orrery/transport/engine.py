@@ -53,7 +53,7 @@ QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 KEEPALIVE_S = 3.0
 # vLLM's /inference/v1/generate puts it before our ids; aborting a bare id aborts nothing, with status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
-ENGINE_HEADER = "X-Orrery-Engine"  # the index of the engine that gave an answer, in its own words
+ENGINE_HEADER = "X-Orrery-Engine"  # the index of the answering engine, as it says itself
 UNKNOWN_ENGINE = -1
 SESSION_HEADER = "X-Session-ID"  # what vllm-router's consistent_hash goes by
 
@@ -100,7 +100,7 @@ class Generation:
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     routes: tuple[Routes, ...] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
     kv_transfer: dict[str, Any] | None = None  # of a request that prefills for another engine: where its blocks are
-    engine: int = UNKNOWN_ENGINE  # the index of the one that sampled it
+    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,9 @@ class EngineClient:
         return replace(_generation(request_id, answer, self.name, len(prompt), routes_from), engine=engine)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], request_id: str, timeout_s: float) -> np.ndarray:
-        """Log p of each token after the first, f32 [n − 1], at temperature 1. Raises GenerationFailed, or EngineGone.
+        """Return log p of each token after the first, f32 [n − 1], at temperature 1.
 
-        The prompt is computed anew, whatever the prefix cache holds.
+        The prefix cache is not used. Raises GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2, "detokenize": False}
         body: dict[str, Any] = {"request_id": request_id, "token_ids": list(token_ids), "cache_salt": request_id}
@@ -406,7 +406,7 @@ class EngineClient:
         Where this process, or its host, has no room for one more connection, that is not the server's doing: it waits for room, and fails
         by `on_timeout`, or NoRoom where that would blame the server.
         Generation keeps connections. Control calls open one each: they are few, and must not meet one that the server is just closing.
-        They alone carry the credential that administers.
+        Only control calls carry the `administer` credential.
         """
         connections = self._sessions.get(keep_connection)
         if connections is None:

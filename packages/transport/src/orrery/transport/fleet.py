@@ -82,7 +82,7 @@ class EngineFleet:
     ) -> None:
         """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given;
         `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them; `model` as `EngineClient` takes it;
-        `canary`: what each engine has to prove after an update.
+        `canary`: the prompt that each engine answers after an update.
 
         Raises OrreryError for several engines without a router.
         """
@@ -91,7 +91,7 @@ class EngineFleet:
         if len(engine_urls) > 1 and router_url is None and not handovers:
             raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
         self._token, self._restarting, self._model, self._canary = token, restarting, model, canary
-        self._proving: set[int] = set()  # resumed with a version, and not proven yet
+        self._proving: set[int] = set()  # engines that resumed and have not answered the canary
         self.engines = [EngineClient(url, token, f"engine {index}", model) for index, url in enumerate(engine_urls)]
         self.router = RouterClient(router_url, token, "router", model) if router_url is not None else None
         self.roster = Roster(len(engine_urls), START_VERSION)
@@ -142,7 +142,7 @@ class EngineFleet:
 
     @property
     def is_proving(self) -> bool:
-        """Whether an engine that may have sampled tokens of its new version has not answered the canary yet, or not as it should."""
+        """Whether a resumed engine has not answered the canary yet, or answered it wrongly."""
         return bool(self._proving)
 
     def check(self) -> None:
@@ -295,7 +295,10 @@ class EngineFleet:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """The engine stays among those to be proven where its log-probs differ: the run ends, and nothing more of it is trained."""
+        """Mark an engine as unproven while the body runs, and for good if its log-probs differ.
+
+        The run then ends, and none of its later tokens is trained.
+        """
         self._proving.add(index)
         try:
             yield

@@ -29,16 +29,18 @@ class UpdateReport:
     attest_s: float  # fetching and comparing fingerprints
     paused_s: float  # from asking it to pause until it had resumed: what generation lost
     attested: dict[str, int]  # {"resident": …, "as_consumed": …}
-    canary_s: float = 0.0  # the canary's, after it had resumed
-    canary_difference: float | None = None  # from the trainer's log-probs, on average; None where it was not asked
+    canary_s: float = 0.0  # duration of the canary, after the engine had resumed
+    canary_difference: float | None = None  # mean |difference| to the trainer; None: not asked
 
 
 async def update_engine(
     engine: EngineClient, published: "Published", canary: Canary | None = None, proving: AbstractContextManager[object] | None = None
 ) -> UpdateReport:
-    """Bring one engine to `published` and have it go on. Raises EngineGone, UpdateFailed, or WeightsDiffer naming engine and tensor.
+    """Bring one engine to `published` and resume it.
 
-    With a `canary` it also has to prove itself; `proving` is entered before it samples a token, and left once it has.
+    With a `canary` the engine must then answer it. `proving` is entered before the engine samples a
+    token, and left after its answer. Raises EngineGone, UpdateFailed, or WeightsDiffer with engine
+    and tensor.
     """
     begin = time.perf_counter()
     await engine.pause()

@@ -1,13 +1,15 @@
 """Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank; bytes of micro-batches beside it (`bulk`).
 
-- Both ends derive both CurveZMQ key pairs from the run's token. The sender's public key is never sent, so a peer without the token
-  cannot finish the handshake, and libzmq hands nothing of it to this process. The token never travels.
-- Frames longer than MAX_ASK_BYTES (asks) and MAX_HEAD_BYTES (heads) end their connection before libzmq allocates them.
+- Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
+  public key is ever sent. A peer without the token cannot finish the handshake, and libzmq hands
+  none of its bytes to this process.
+- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
 - A receiver sends `Ask(step, rank, micro_step)`; `micro_step` −1 asks for the batch's head. The answer to a micro-batch is
   its layout and a ticket, with which the receiver fetches the bytes into one buffer, which is the packed micro-batch.
 - Credit: a receiver has at most two micro-batches asked for, and the sender holds them as references to their parts.
-- An ask is repeated until it is answered, and under a new number where its bytes stop in the middle, so a lost connection
-  heals. An ask that was answered on the same connection is not answered twice. Messages that do not decode are counted.
+- An ask is repeated until it is answered, so a lost connection heals. If its bytes stop in the
+  middle, the new ask has a new number. The sender answers an ask once per connection. Messages that
+  do not decode are counted.
 """
 
 import asyncio
@@ -38,11 +40,11 @@ MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # of a micro-batch's bytes, after which the receiver asks for the rest on another connection
+SILENCE_S = 10.0  # without bytes; then the receiver asks for the rest on a new connection
 HANDSHAKE_S = 5.0
-NUM_HANDSHAKES = 5  # that fail one after another before the receiver says that the other end is not its orchestrator
+NUM_HANDSHAKES = 5  # failures in a row; then the other end is not this run's orchestrator
 _HEAD = -1
-_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)  # nesting, and text that is not UTF-8, have errors of their own
+_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)  # the last two: deep nesting, bad UTF-8
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ _to_receiver = msgspec.msgpack.Decoder(BatchHead | MicroBatchHead | Refusal)
 
 
 def _authenticate(socket: Any, is_sender: bool) -> None:
-    """Let `socket` speak with holders of the run's token only. Raises OrreryError where pyzmq cannot."""
+    """Restrict `socket` to peers with the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError("pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; install pyzmq's own wheel")
     secret_keys = {role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}")) for role in ("sender", "receiver")}
@@ -138,15 +140,15 @@ class ZmqSender:
         self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, Ask]] = {}  # rank -> its peer and newest ask that nothing answers yet
-        self._answered: dict[int, tuple[bytes, int]] = {}  # rank -> its peer and the number of the last answered ask
+        self._waiting: dict[int, tuple[bytes, Ask]] = {}  # rank → peer, newest open ask
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, number of the last answered ask
         self._changed = asyncio.Condition()
         self._server: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def num_foreign(self) -> int:
-        """Peers turned away, and messages that were ignored."""
+        """The number of refused peers and ignored messages."""
         return self._num_ignored + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
@@ -289,7 +291,7 @@ class ZmqReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks that wait for a connection are small and few; see `_send`
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are small and few; see `_send`
         self._socket.setsockopt(zmq.LINGER, 500)  # lets the last `Done` out
         try:
             _authenticate(self._socket, is_sender=False)
@@ -332,13 +334,13 @@ class ZmqReceiver:
 
     def _done(self, step: int) -> None:
         self._received = step
-        with contextlib.suppress(RunFailed):  # the next ask, if there is one, says the same and more
+        with contextlib.suppress(RunFailed):  # the next ask raises it
             self._send(Done(PROTOCOL, self.rank, step), f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: Ask | Done, who: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # libzmq has given the connection up, since what answers does not speak its protocol
+        except zmq.Again:  # libzmq gave up: the peer does not speak its protocol
             raise RunFailed(f"{who} {_TURNED_AWAY}") from None
 
     def _ask(self, step: int, micro_step: int) -> Ask:
@@ -348,7 +350,7 @@ class ZmqReceiver:
         return ask
 
     def _await(self, ask: Ask, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float) -> Any:
-        """The head that answers `ask`; heads of older asks are passed over."""
+        """Return the head that answers `ask`; skip heads of older asks."""
         start = asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, asked + ASK_AGAIN_S))
@@ -402,7 +404,10 @@ class ZmqReceiver:
             raise RunFailed(f"{self._who(ask)}, but it does not decode: {error}") from error
 
     def _next(self, ask: Ask, until: float) -> zmq.Frame | None:
-        """The next message, or None at `until`. Raises RunFailed where the peer at the url is not this run's orchestrator."""
+        """Return the next message, or None at `until`.
+
+        Raises RunFailed if the peer at the URL is not this run's orchestrator.
+        """
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
             if self._monitor in ready:

@@ -27,9 +27,11 @@ class TakeFailed(WireFailed):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A policy version that can be read. `fingerprints` are by Hugging Face tensor name; `digest` sums them up.
+    """A readable policy version.
 
-    `canary`: the trainer's log-probs of the canary's tokens after the first; empty where the publisher is no trainer.
+    - `fingerprints`: by Hugging Face tensor name. `digest` is the hash of all of them.
+    - `canary`: the trainer's log-probs of the canary's tokens after the first. It is empty if the
+      publisher is not a trainer.
     """
 
     version: int
