@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install missing Debian packages (locks/system.sh), make .venv from a lock with every file checked against its hash, and install the
-# rooms editable. Run at the root of the checkout:
+# Install missing Debian packages (locks/system.sh), make .venv from a lock with checked hashes, and
+# install the rooms as editable packages. Run at the root of the checkout:
 #   bash locks/install.sh         everything, from cpu.txt (`make setup` runs this)
 #   bash locks/install.sh login   what submits and watches runs on a cluster, from login.txt: no torch, no vLLM
 # Whatever fails says what to do.

@@ -32,7 +32,7 @@ for name in "${names[@]}"; do
         uv) compile uv ;;
         cpu) compile cpu "${from[@]}" --overrides locks/overrides.txt ;;
         login | orchestrator | *.cpu) compile "$name" "${from[@]}" --overrides locks/overrides.txt --constraints locks/cpu.txt ;;
-        # The default index has torch's CUDA build. The trainer takes every version that engines have too: one environment can hold both.
+        # The default index has torch's CUDA build. The trainer takes all versions of the engines.
         inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
         trainer.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/inference.cuda.txt ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
