@@ -43,7 +43,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
         f"{name}.lora_B.weight": np.zeros((model.hidden_size, lora.rank), np.float32),
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # a later start takes a folder that is there for whole
+    sync_tree(aside)  # a later start trusts an existing folder
     try:
         aside.rename(folder)
     except OSError:  # another engine's is there by now

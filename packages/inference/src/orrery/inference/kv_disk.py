@@ -4,8 +4,8 @@
   matter of a tier's `submit_store`. vLLM loads tiers and specs of others by name, so nothing of its is patched: loading this module names
   the tier, and `Tiers` is how a configuration has it loaded (`spec_module_path`).
 - A block is used when it is written, written again, or loaded. Room is made by the thread that writes, never by the scheduler's.
-- A file may be gone between the lookup that saw it and its load, which then fails: vLLM keeps the blocks that it had before, and has the
-  lookups of this tier answer that the others are missing. They are computed.
+- A file may be removed between its lookup and its load. The load then fails. vLLM keeps the blocks
+  before it, treats the others as missing in this tier, and computes them.
 - Versions: 0.32 (seen). Remove where upstream's tier takes a bound.
 """
 
@@ -39,13 +39,16 @@ class BoundedFiles(FileSystemTierManager):
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """In a thread of the pool. A task is a `functools.partial` whose first argument is the paths that it writes."""
+        """Run a task in a thread of the pool.
+
+        It is a `functools.partial` whose first argument is the paths that it writes.
+        """
         with self._files.writing(task.args[0], self._block_size):
             task()
 
 
 class Tiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec`, loaded with this module: with a disk tier that has a bound."""
+    """`TieringOffloadingSpec` with the bounded disk tier of this module."""
 
 
 SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)

@@ -27,7 +27,7 @@ from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleProcess
 from orrery.transport import rendezvous
 
-HASH_SEED = "0"  # of block hashes: the same in all engines and all their starts
+HASH_SEED = "0"  # block hashes must be equal in all engines and after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"  # the name of `kv_disk.BoundedFiles` in a configuration
 

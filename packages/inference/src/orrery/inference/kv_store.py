@@ -64,7 +64,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Return whether the system's `library` loads, tried in a process of its own.
+    """Return whether the system's `library` loads, tried in a subprocess.
 
     NIXL brings its own copy of rdma-core. A process with both copies crashes in their destructors when it exits.
     """

@@ -1,9 +1,10 @@
-"""What a run corrects in vLLM 0.32, and in which process.
+"""Apply the corrections of vLLM 0.32 in each process.
 
-- `patches/` holds the corrections, each with its reason and the test that says when it may go. They are called from here, from `plugin`
-  and from the code of ours that they serve.
-- Nothing here imports vLLM before `import_vllm`, because vLLM reads its environment as it is imported.
-- `test_inference_releases.py` holds every name and flag of vLLM that this package uses against the installed source.
+- `patches/` holds the corrections, each with its reason and the test that shows when to remove it.
+  This module, `plugin` and the code that needs them call them.
+- Nothing here imports vLLM before `import_vllm`, because vLLM reads its environment at import.
+- `test_inference_releases.py` compares every name and flag of vLLM in this package with the
+  installed source.
 """
 
 import os
@@ -15,14 +16,17 @@ from orrery.manifest.schema import Manifest
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner; vLLM reads them as it is imported."""
+    """Return the variables that choose vLLM's model runner; vLLM reads them at import."""
     if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
         return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # else vLLM may choose the other runner, and refuse to start with it
     return {}
 
 
 def import_vllm(manifest: Manifest) -> None:
-    """Import vLLM, without torch's compiler where nothing is compiled. Raise OrreryError where vLLM is not installed."""
+    """Import vLLM, without torch's compiler if nothing is compiled.
+
+    Raises OrreryError if vLLM is not installed.
+    """
     if find_spec("vllm") is None:
         raise OrreryError("inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or locks/inference.cpu.txt")
     if manifest.inference.enforce_eager:

@@ -1,7 +1,9 @@
-"""`python -m orrery.inference.router`: vllm-router before the replicas of a stage, behind a front that knows its callers.
+"""Run vllm-router for a stage's replicas, behind a front that checks callers.
 
-- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router behind it knows every engine.
-- Only the front (`front`) listens on `me.host`. The router is on loopback and takes no key but the generate credential.
+- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router knows every
+  engine.
+- Only the front (`front`) listens on `me.host`. The router is on loopback and takes only
+  `generate`.
 - The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
 - Its Prometheus page is on loopback too, without a key: counts and durations of requests, and the engines' addresses.
 - It retries nothing and breaks no circuit: a failed request is the caller's data. It is told of engines that go and come back
@@ -73,7 +75,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
     deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # the loop's end waits for its threads
+        if is_left.is_set():  # asyncio waits for its threads at the end
             raise asyncio.CancelledError
 
     try:
@@ -84,7 +86,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([me.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # it has no way to choose one and say which
+    port, metrics_port = free_ports(2)  # vllm-router cannot choose and report a port
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, heartbeat(me.health):
         url = await front.listen(me.host, me.port)
@@ -92,7 +94,7 @@ async def _serve(me: RoleProcess, token: str) -> None:
         process = subprocess.Popen(
             [*PROGRAM, url + AUTHORIZED if token else "", *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port)],
             preexec_fn=die_with_parent,
-            # --log-level stops at the router's Python; its core would write a line a request
+            # --log-level is only for the router's Python; its core would log every request
             env={"RUST_LOG": (log_level() or "warning").replace("warning", "warn")} | os.environ,
         )
         try:

@@ -55,7 +55,7 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
     releases.correct(me.manifest)
-    from vllm.entrypoints.launchers.api_server import entry  # after the corrections, which it would bind the names of
+    from vllm.entrypoints.launchers.api_server import entry  # after the corrections, because it binds their names
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
@@ -126,7 +126,7 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
         request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
         setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
         await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if engine.errored:  # vLLM leaves a call unanswered whose core has died
+        if engine.errored:  # vLLM never answers a call whose core has died
             setting_up.cancel()
             raise _died(me)
         setting_up.result()
@@ -153,7 +153,7 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
 
 
 def _died(me: RoleProcess) -> RunFailed:
-    """Say at once that the engine core died: callers fail while the server is taken down, and this is the cause."""
+    """Report at once that the engine core died: callers fail before the server has ended."""
     died = RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
     me.health.failed(str(died))
     return died

@@ -1,4 +1,4 @@
-"""The credentials at an engine's door: who can reach its address must not drive an engine."""
+"""Check the credentials of every request to an engine."""
 
 import hmac
 import os
@@ -13,24 +13,24 @@ from orrery.transport.token import Purpose, credential, run_token
 
 OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing
 GENERATE = "/inference/v1/generate"
-INDEX = "ORRERY_ENGINE"  # which of the stage's engines this process is
+INDEX = "ORRERY_ENGINE"  # this engine's index in the stage
 
 
 class RequireToken:
     """ASGI middleware: 401 for every request without the credential of its path, before the body is read.
 
-    Generation takes the `generate` credential and nothing else. Every other path, unknown ones too, takes the `administer` credential,
-    which no request for generation carries. A launched engine without a token refuses everything; of an engine that no launcher
-    started (a person, or a test, did) everything is open.
+    Generation needs the `generate` credential. Every other path, known or not, needs `administer`,
+    which no generation request carries. A launched engine without a token refuses everything. An
+    engine that a person or a test started without a token accepts everything.
 
-    An answer to a request for generation says which engine gave it: behind a router its client cannot know.
+    The answer to a generation request names the engine, which a client behind a router cannot know.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         try:
             token = run_token()
-        except RunFailed:  # no sentence here: it would be a 500; the role ends with one as it publishes its address
+        except RunFailed:  # not a 500: the role itself ends with the sentence when it publishes its address
             token = secrets.token_hex()
         self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
         self.wanted = {purpose: f"Bearer {credential(token, purpose)}".encode() for purpose in Purpose} if token else None

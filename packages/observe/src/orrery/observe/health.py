@@ -1,13 +1,14 @@
 """Health: one small file a process that says what it does, or what it waits for and until when.
 
 - In: a role's `doing(...)` and `waiting(...)`; out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically.
-- Times are `time.time()`, for people: the launcher decides by when it saw them change (`sight.py`). `since_s` and `deadline_s` in the
-  file are points in time, the argument `deadline_s` is a duration.
+- Times are `time.time()`, for people. The launcher uses its own times instead (`sight.py`).
+  `since_s` and `deadline_s` in the file are points in time; the argument `deadline_s` is a
+  duration.
 - `time_s` is the last change, not a heartbeat: a role that says nothing new for long is one the watchdog may ask about. `clock_s` is the
   same on the monotonic clock, which all processes since one `boot` of a host share.
 - A role whose processes go in lock-step says a pulse besides: how many collectives this process has begun and completed, and whatever
   else it counts. The watchdog compares pulses (`stillness.py`); a pulse that goes on says that the process is alive, not that it moves.
-- A role that is an event loop says besides how often it has turned (`heartbeat.py`).
+- A role with an event loop also counts its beats (`heartbeat.py`).
 - Several waits may be open at once (an asyncio role); `waiting_for` is the one that runs out first, `waits` lists all of them.
 - Where the disk is full the file is written over in place, which takes no room of most file systems: else who fails of it could not say so,
   and who fails with it would be named. A reader who comes in between finds no JSON, and looks again.
@@ -55,7 +56,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Turns:
-    """How often an event loop has said that it turns. No new `count` for `within_s` means that it is blocked."""
+    """The beats of an event loop. It is blocked if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -155,7 +156,7 @@ class HealthFile:
             self._write(changed=False)
 
     def turns(self, within_s: float | None) -> None:
-        """The event loop turns, and says so again within `within_s`; None: it will say nothing more."""
+        """Count one beat; the next comes within `within_s`. None: no more beats."""
         with self._lock:
             count = self._turns.count + 1 if self._turns else 1
             self._turns = None if within_s is None else Turns(count, time.time(), within_s)
@@ -231,7 +232,7 @@ class HealthFile:
 
 @cache
 def _boot() -> str:
-    """What names this host since it has been up, so that equal names mean one monotonic clock."""
+    """Return the id of this host's boot; processes with equal ids share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

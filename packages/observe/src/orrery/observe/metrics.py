@@ -123,7 +123,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The row of one line; None where it is torn by a kill, or its stamps are not of the types that roles write."""
+    """Return the row of one line, or None if it is torn or its stamps have wrong types."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -133,7 +133,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def used_by_process(row: Row) -> dict[str, dict[str, float]]:
-    """What each process used, in a row of the event `usage`: its numbers alone, whatever else stands there."""
+    """Return the numbers of each process in a row of the event `usage`; skip all other values."""
     processes = row.get("processes")
     if not isinstance(processes, dict):
         return {}

@@ -112,7 +112,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
         usage.start()
     try:
         set_level()
-        take()  # before anything is started that could inherit it
+        take()  # before any child could inherit it
         yield me
     except WoundDown as end:
         me.health.wound_down(end.step)

@@ -43,7 +43,7 @@ class Progress:
             return
         role, event = process.split(".")[0], row.get("event")
         if event == "usage":
-            self.usage.update(used_by_process(row))  # every process writes its own
+            self.usage.update(used_by_process(row))  # every process writes its own row
         elif event == "batch":
             self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
             if row.get("num_sampled"):
@@ -78,7 +78,10 @@ def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
 def panel(
     progress: Progress, health: Mapping[str, Health], states: Mapping[str, str], now_s: float, instead: Sequence[str] = ()
 ) -> RenderableType:
-    """The live view; `states` says of every process whether it runs or how it ended. `instead` of a row a process: these lines."""
+    """Return the live view.
+
+    `states` has "running" or the ending of every process. `instead` replaces the rows of processes.
+    """
     stages = Text()
     for stage in progress.stages:
         done, here = stage in progress.finished, stage == progress.stage

@@ -8,7 +8,7 @@ Ranks in lock-step stop together when one of them does, so stopping alone names 
 Anybody else has a reason to take its time: progress, an open wait, or a deed of no known length (those have deadlines: `watchdog.py`).
 A stall is a role in which nobody has. To blame are the silent, else the still, else those that have begun the fewest collectives.
 
-A rank that is silent for `hang_s` is to blame even where it holds up nobody yet: what it waits for may wait for it.
+Blame a rank that is silent for `hang_s` even if no other rank waits for it yet.
 
 - In: everyone's health at every look, and the looker's own clock: clocks of nodes differ. Out: `Stall`, or None.
 - Progress is any change of what a process says, but for the beats of its pulse; so slow is never stuck, as long as it moves.

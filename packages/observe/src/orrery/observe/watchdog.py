@@ -1,7 +1,7 @@
 """Watchdog: a pure look at everyone's health that finds a run which will not go on.
 
 Four things are a stall:
-- hung: an event loop has not turned for as long as it said that it would never take (`heartbeat.py`), so it serves nobody;
+- hung: an event loop has not beaten for its `within_s` (`heartbeat.py`);
 - overdue: a wait, or a deed that was given a deadline, is `GRACE_S` past it (the role's own deadline error comes first and says more);
 - deadlock: a set of processes in which each one waits only for roles that lie wholly in the set, and none has said anything new for
   `DEADLOCK_S`. The largest such set is found by taking away, until nothing changes, whoever may still be moved from outside;
@@ -65,7 +65,7 @@ def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """For how long its event loop has not turned, where that is longer than it may be."""
+    """Return for how long the event loop has not turned; None if that is within its limit."""
     turns = health.turns
     return now_s - turns.time_s if turns is not None and now_s - turns.time_s > turns.within_s else None
 

@@ -69,7 +69,10 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """While a reload is finished: drop vLLM's warnings of layers without parameters, and of the output head where it `is_tied`."""
+    """Drop vLLM's warnings of layers without parameters, and of an output head that `is_tied`.
+
+    Use it while a reload is being finished.
+    """
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -88,7 +91,10 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Whether an output head has another parameter than an embedding, which an update of tied weights would not reach."""
+    """Return whether an output head does not share the embedding's parameter.
+
+    An update of tied weights would not reach such a head.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     modules = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]

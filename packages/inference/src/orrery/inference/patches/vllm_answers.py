@@ -20,7 +20,7 @@ LEAST = -9999.0  # as vLLM writes a log-prob that JSON cannot
 
 
 def write_answers() -> None:
-    """In the process of the API server, before it is made."""
+    """Apply the correction in the API server's process, before the server is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving

@@ -30,7 +30,7 @@ LAST = ("request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_
 
 
 def hold_outputs() -> None:
-    """In the process of an engine core, before it is made."""
+    """Apply the correction in an engine core's process, before the core is made."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):

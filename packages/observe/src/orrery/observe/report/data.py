@@ -67,7 +67,7 @@ class RunData:
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Raises OrreryError where `run_dir` holds no valid manifest, or a file that no role has written so."""
+        """Load a run. Raises OrreryError if its manifest or one of its files is invalid."""
         manifest = load(run_dir / "manifest.json")
         stages = [path.parent.name for path in (run_dir / "stages").glob("*/DONE")]
         return cls(
@@ -101,7 +101,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Share of the rollouts sampled for training whose group had equal rewards; None where no batch counted them."""
+    """Return the share of sampled training rollouts without signal; None if no batch counts it."""
     counts = [(num, sampled) for num, sampled in run.batches.each("num_without_signal", "num_sampled") if sampled]
     return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
 
@@ -121,7 +121,7 @@ def _done(path: Path) -> Row:
 
 
 def _result(path: Path) -> Row:
-    """The evaluate stage's result; of a run without one {}."""
+    """Return the evaluate stage's result, or {} if there is none."""
     if not path.exists():
         return {}
     remedy = "remove stages/evaluate/DONE and run the stage again"

@@ -35,7 +35,8 @@ MAX_PAIRS = 8
 def summary(run: RunData, wall_s: float, page: Path) -> str:
     """Return the run's last line.
 
-    It has the held-out reward after and before RL, failed rollouts, the share without signal, the wall time and the report's place.
+    It has the held-out reward after and before RL, failed rollouts, the share without signal, the
+    wall time and the report's path.
     """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
@@ -53,19 +54,19 @@ def _left_out(run: RunData) -> str:
 
 
 def _timed_out(run: RunData) -> str:
-    """How many held-out rollouts ran out of time; empty where none did."""
+    """Return the number of held-out rollouts that ran out of time, in words, or ""."""
     counts = [(run.result.get(when, {}).get("num_timeouts", 0), when) for when in ("before", "after")]
     return f"timed out: {' and '.join(f'{num} {when} RL' for num, when in counts)}" if any(num for num, _ in counts) else ""
 
 
 def _without_signal(run: RunData) -> str:
-    """The share of rollouts whose group had equal rewards; empty where no batch counted them."""
+    """Return the share of rollouts without signal, in words, or "" if no batch counts them."""
     share = without_signal(run)
     return "" if share is None else f"{share:.0%} of training rollouts without signal"
 
 
 def _stopped_early(run: RunData) -> str:
-    """Where and why RL ended before its last step; empty where it did not."""
+    """Return where and why RL ended before its last step, in words, or ""."""
     for row in run.stopped_early[-1:]:
         reached = f"a held-out reward reached stop_at {row['stop_at']:g}, {row['reward_mean']:.2f} at the end"
         return f"RL ended early after step {row['version']} of {row['num_steps']} ({reached})"

@@ -1,9 +1,11 @@
 """How trainer ranks and engine ranks of a direct wire meet, agree on who takes part, and agree that something is over.
 
 - Trainer rank 0 serves one TCPStore, on its role's own address and nowhere else, as long as it lives; `wire.json` in the wire's folder
-  says where. The folder is its owner's alone, and `wire.json` holds a secret that never travels.
-- A TCPStore knows no users, so each value carries an HMAC-SHA256 of its key and content under that secret, checked before anything is
-  decoded. A stranger at the port can read these values, which hold no secret, and stop the run. It cannot forge a value.
+  gives its address. Only its owner can enter the folder. `wire.json` holds a secret that is never
+  sent.
+- A TCPStore has no authentication. So each value carries an HMAC-SHA256 of its key and content
+  under that secret, which is checked before decoding. A stranger at the port can read the values,
+  which are not secret, and can stop the run. It cannot forge a value.
 - Values are msgpack structures and raw numbers: nothing is pickled.
 - A *take* is one version going to a set of engines. The orchestrator numbers takes; every rank of every engine arrives with the number.
   When all are there, rank 0 says go, with the members in order and the number of the group that they form.
