@@ -251,7 +251,7 @@ def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest,
 
 
 def test_looking_for_mooncakes_libraries_loads_none_of_them_into_this_process():
-    """NIXL's copy of rdma-core in one process with the system's ends that process by a signal."""
+    """A process with NIXL's and the system's copy of rdma-core dies by a signal."""
     program = (
         "from orrery.inference.kv_store import LIBRARIES, _loads\n"
         "print([_loads(each) for each in LIBRARIES], *(each for each in LIBRARIES if each in open('/proc/self/maps').read()))"

@@ -1,4 +1,4 @@
-"""The stores by which data-parallel ranks of an engine meet: both ways of opening one, vLLM's own and torch's."""
+"""The stores of an engine's data-parallel ranks, opened by vLLM or by torch."""
 
 import importlib
 import os

@@ -128,7 +128,7 @@ def parsed(file: Path) -> ast.Module:
 
 
 def imports(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import from vLLM."""
+    """Return (module, name) of every import from vLLM."""
     for child in ast.walk(node):
         if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
             yield from ((child.module, alias.name) for alias in child.names)

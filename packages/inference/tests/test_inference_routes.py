@@ -1,4 +1,4 @@
-"""A real vLLM on CPU that returns routes, driven as a rollout drives it: they are the choices of our own network, and all are there."""
+"""A real vLLM on CPU returns the complete routes of a rollout, and they match our own network's."""
 
 import asyncio
 

@@ -18,7 +18,7 @@ async def done(_request):
 
 
 def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=False):
-    """What `_serve` raises."""
+    """Run `_serve`; return the exception that it raises."""
 
     @asynccontextmanager
     async def engine(_args):

@@ -2,7 +2,7 @@
 
 `python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
 `python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in `<run_dir>/plan.json`.
-The wall clock of either is off by the seconds in `<run_dir>/wall_clock.<role or launcher>`, which a test may write at any time.
+A test may write an error of a wall clock in seconds into `<run_dir>/wall_clock.<role or launcher>`.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ def be_a_role() -> None:
 
 
 def orchestrate_then_block() -> None:
-    """The orchestrator's own process and event loop. Instead of its engines it finds, once asked, a call that does not return."""
+    """Run the orchestrator's process and event loop, which blocks in a call once it is told to."""
     from orrery.orchestrator import __main__ as orchestrator
 
     async def fleet(me):
@@ -128,7 +128,7 @@ def set_wall_clock(file: Path) -> None:
 
 
 def is_told(process: psutil.Process) -> bool:
-    """Whether its environment or command line holds the token, as far as this process may read them."""
+    """Return whether a readable environment or command line holds the token."""
     try:
         return run_token() in f"{process.environ()} {process.cmdline()}"
     except psutil.Error:

@@ -66,7 +66,7 @@ def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if_it_fails_too(run_dir, fails):
-    """An engine whose core has died notices it later than its callers."""
+    """An engine notices the death of its core later than its callers."""
     launcher = launch(run_dir, ("inference", ["until asked", "fail"]), ("orchestrator", ["fail of engine 0"]))
     wait_for(lambda: "engine 0 is gone" in text(run_dir / "stages/rl/health/orchestrator.1.json"), 30)
     if fails:
@@ -368,7 +368,7 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
 
 @pytest.mark.parametrize("how", ["blocked", "stopped"])
 def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(run_dir, how):
-    """A rank that waits for it would be given hours: its rollouts may take that long."""
+    """The rank's own wait for the orchestrator may take hours."""
     scale = 0.1
     launcher = launch(run_dir, ("orchestrator", ["orchestrate, then block"]), ("trainer", ["wait"]), deadline_scale=scale)
     pid = ready(run_dir, "orchestrator.0")["orchestrator.0"]
@@ -391,7 +391,7 @@ def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
 
 @pytest.mark.parametrize(("clock", "by_s"), [("launcher", 1200.0), ("launcher", -3600.0), ("trainer", -1200.0)])
 def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock, by_s):
-    """The launcher's is set while a rank waits; or that of the rank's host is behind from the beginning."""
+    """The launcher's clock is set while a rank waits, or the rank's host has a late clock."""
     later = run_dir / f"wall_clock.{clock}"
     if clock == "trainer":
         later.write_text(str(by_s))

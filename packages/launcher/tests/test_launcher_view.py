@@ -1,4 +1,4 @@
-"""The view: a live table in a terminal; elsewhere lines, all processes of a small run and a short line of a large one."""
+"""The view: a live table in a terminal, else lines, which are short for a large run."""
 
 import os
 import pty
@@ -89,7 +89,7 @@ shown.close()
 
 
 def shown_in_a_terminal(number, terminal):
-    """What three drawings of so many ranks write to a terminal of 100 columns."""
+    """Draw so many ranks three times in a terminal of 100 columns; return the output."""
     leader, follower = pty.openpty()
     environment = os.environ | {"TERM": terminal, "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", DRAWS, str(number)], stderr=follower, env=environment) as process:

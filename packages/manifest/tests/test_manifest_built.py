@@ -236,7 +236,7 @@ def test_routes_in_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_
 
 
 def locked(lock: str) -> dict[str, str]:
-    """Versions by package."""
+    """Return the versions by package."""
     text = (WORKSPACE.root / "locks" / lock).read_text()
     return dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)==([^ ]+)", text, re.MULTILINE))
 

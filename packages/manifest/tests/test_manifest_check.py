@@ -669,7 +669,7 @@ def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
 
 
 def without_weights(checkout):
-    """Let every run take a pretrained tokenizer that is not on this machine."""
+    """Give every run a pretrained tokenizer that is not on this machine."""
     file = checkout / "jsonnet" / "models" / "dense.libsonnet"
     away = f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},\n    vocab_size: 100,"
     file.write_text("".join(f"    {away}\n" if "tokenizer:" in line else line for line in file.read_text().splitlines(keepends=True)))

@@ -183,7 +183,7 @@ class FakeFleet:
     in_flight: Counter = field(default_factory=Counter)
     paused: bool = False
     yields: int = 2
-    is_still: bool = False  # holds requests and makes no token of them
+    is_still: bool = False  # holds requests without making tokens
     num_looks: int = 0
 
     async def generate(self, token_ids: np.ndarray, *, max_tokens: int, request_id: str, **options: Any) -> Generation:

@@ -1,4 +1,4 @@
-"""The state of winding down, `later.attempt_<k>/` in a checkpoint: what is wrong with it costs no more than itself."""
+"""The state of a wind-down, `later.attempt_<k>/`: damage to it leaves the checkpoint usable."""
 
 import errno
 import os

@@ -563,13 +563,13 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
     checkpoints.verify(checkpoint)
     assert sorted(path.name for path in checkpoint.glob("later*")) == ["later.attempt_1", "later.attempt_2"]
     newest = snapshot.read(checkpoint, step)
-    for attempt in (2, 1):  # what attempt 2 had goes first
+    for attempt in (2, 1):  # attempt 2's state is removed first
         shutil.rmtree(checkpoint / f"later.attempt_{attempt}")
         assert snapshot.read(checkpoint, step).next_batch == newest.next_batch == step + 1
 
 
 class Ending(WindingDown):
-    """A trainer that is never asked to wind down, and makes the last checkpoint whole as the real one does."""
+    """A trainer that completes the last checkpoint like the real one, without winding down."""
 
     def __init__(self, run_dir, manifest, first_version=0, attempt=1):
         super().__init__(run_dir, manifest, after=-1, first_version=first_version)
@@ -582,7 +582,7 @@ class Ending(WindingDown):
 
 
 def improving(fleet, from_version):
-    """A held-out task that the policy solves from `from_version` on."""
+    """Return a held-out task that the policy solves from `from_version` on."""
 
     class Improving(fakes.FakeTask):
         def judge(self, problem, messages):

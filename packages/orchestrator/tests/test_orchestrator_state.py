@@ -227,7 +227,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state.clock.version >= 0)
     @rule()
     def nothing_is_lost(self):
-        """Every rollout that cursors have passed is trained, dropped and counted, kept, or in a group that is open or to be redone"""
+        """Each rollout behind the cursors is trained, counted as dropped, kept, or in flight."""
         state = self.state
         passed = sum(state.source.cursors) * state.source.group_size
         waiting = sum(group.size for group in state.snapshot().in_flight)
@@ -429,7 +429,7 @@ def test_time_in_which_nobody_serves_is_no_rollouts_own():
 
 @pytest.mark.parametrize(("ratio", "ahead", "permits"), [(1.0, 0, 4), (3.0, 1, 8), (3.0, 2, 64), (2.5, 1, 24)])
 def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(ratio, ahead, permits):
-    """Every reward is equal. The trainer is slow: it trains one batch every 40 rollouts, and generation does not run away meanwhile."""
+    """All rewards are equal. With a batch every 40 rollouts, generation must not run ahead."""
     manifest = fakes.manifest(
         max_sampled_ratio=ratio, max_batches_ahead=ahead, max_off_policy_steps=2, max_in_flight=permits, num_steps=12, interval_steps=100
     )
@@ -456,7 +456,7 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(ra
         if num_cut == 12:
             break
     assert num_cut == 12, "the run goes on without any signal"
-    # Of the two batches that are generated beyond the one that is wanted, all may have been sampled already.
+    # The two batches beyond the wanted one may be sampled completely.
     assert all(sampled <= 8 * ratio * (number + ahead + 1) + 4 for number, sampled in enumerate(cuts, 1))
     assert num_sampled <= 8 * ratio * 12 + 4 and state.sink.dropped["too_few_survivors"] == 0
 

@@ -167,7 +167,7 @@ found = any(bytes.fromhex(HALF) + bytes.fromhex(OTHER) in each for each in seen(
 @pytest.mark.parametrize("asks_as", ["whoever tests", "an ordinary user"])
 @pytest.mark.parametrize("through", ["itself", "a program that it starts"])
 def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables_nor_in_memory(through, asks_as, tmp_path):
-    """The token in two parts, so that the answer's own text does not hold what it looks for."""
+    """The answer holds the token in two parts, so that it does not find itself."""
     token = "5ca1ab1e0ddba11"
     reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace("OTHER", repr(token[7:].encode().hex()))
     reads = reads.replace("LAST", "3" if through == "itself" else "4")

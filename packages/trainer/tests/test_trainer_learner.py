@@ -78,7 +78,7 @@ def test_the_step_equals_plain_autograd_on_the_whole_batch_sample_by_sample(star
 
 
 def test_a_batch_without_any_advantage_trains_and_its_tokens_stay_in_the_denominator(start):
-    """The penalty over all trained tokens is left."""
+    """Only the penalty over all trained tokens remains."""
     learner, columns = make_learner(manifest(), start), batch_columns(1)
     columns.token["advantage"][:] = 0
     num_trained = int(columns.token["trained"].sum())
@@ -89,7 +89,7 @@ def test_a_batch_without_any_advantage_trains_and_its_tokens_stay_in_the_denomin
         logprob, _ = plain.policy(scored)
     penalty = 1e-3 * (logprob - scored.loss.engine_logprob)[scored.loss.rl_weight != 0].square().sum().item() / num_trained
     assert found["num_trained_tokens"] == num_trained and found["loss_rl"] == pytest.approx(penalty, rel=1e-4)
-    # The engine's log-probs equal ours: nothing pulls at all, and the step divides by nothing.
+    # The engine's log-probs equal ours: the gradient is 0, and no step may divide by it.
     still = make_learner(manifest(), start)
     with torch.no_grad():
         columns.token["logprob"][columns.token["trained"]] = still.policy(scored)[0][scored.loss.rl_weight != 0].numpy()

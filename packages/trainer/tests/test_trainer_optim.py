@@ -131,7 +131,7 @@ def test_a_learner_steps_with_every_kind_and_offload_changes_no_bit(kind, tmp_pa
 
 
 def test_a_step_at_a_small_rate_moves_weights_in_float32_and_is_lost_in_bfloat16():
-    """Why a manifest may not have weights in bfloat16."""
+    """This is the reason that a manifest may not have weights in bfloat16."""
     moved = {}
     for dtype in (torch.float32, torch.bfloat16):
         layer = torch.nn.Linear(16, 16, bias=False, dtype=dtype)

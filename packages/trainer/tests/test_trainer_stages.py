@@ -121,8 +121,8 @@ async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
 async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down=False, ends_early=False) -> None:
     """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all.
 
-    With `ends_early` that comes after `steps`, with the orchestrator's half of the step before it. With `winds_down` the message to do so
-    does, with that half too.
+    With `ends_early` the batch to compare comes after `steps`, with the orchestrator's half of the
+    step before it. With `winds_down` the wind-down message comes there, with that half too.
     """
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
     me = parse_role("orchestrator", argv)
@@ -308,7 +308,7 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, 
 
 
 def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also_once_killed_at_that(tmp_path, in_shared_memory, whole):
-    """Step 3 of 5 is the last, and due no checkpoint. The second attempt finds that checkpoint, as after a kill in the comparison."""
+    """Step 3 of 5 is the last, and no checkpoint is due. The second attempt resumes from step 3."""
     spec, straight = whole
     run_dir = start_run(tmp_path / "run", spec)
     num_ranks = spec.trainer.mesh.world_size
@@ -346,7 +346,7 @@ def test_log_probs_that_differ_on_the_same_weights_end_the_run(tmp_path, in_shar
 
 
 def test_a_batch_of_other_log_probs_is_not_trained(tmp_path, in_shared_memory):
-    """Answers forged by a process that is sure of every token."""
+    """A process forges answers with log-probs of 0."""
     spec = manifest(stages={"sft": None, "rl": {"num_steps": 2}})
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
@@ -490,7 +490,7 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     assert stage.ranks[0].returncode == -signal.SIGKILL
     reached = checkpoints.steps(killed, "sft")[-1]
     assert 4 <= reached < 20
-    torn = checkpoints.checkpoint_dir(killed, reached + 2, 1, "sft")  # as a kill in the middle of the next one leaves it
+    torn = checkpoints.checkpoint_dir(killed, reached + 2, 1, "sft")  # a kill left it half-written
     torn.mkdir(exist_ok=True)
     [(code, error)] = Stage(killed, "sft", attempt=2).end()
     assert code == 0, error
