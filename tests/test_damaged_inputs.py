@@ -1,4 +1,4 @@
-"""A damaged input of a stage, as a person meets it: one sentence, and the command in it mends the run."""
+"""A damaged input of a stage ends in one sentence, and the command in it repairs the run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ BIN = Path(sys.executable).parent
 
 
 def test_the_command_that_is_printed_for_an_empty_tokenizer_mends_the_run(tmp_path):
-    """As a power cut would leave it in weights that were not synced, with `DONE` beside them."""
+    """A power cut could leave this state if the weights beside `DONE` were not synced."""
     content = json.loads((ROOT / "manifests" / "reverse_text_smoke.json").read_text())
     content["stages"]["sft"]["num_steps"] = 2
     spec = Manifest.model_validate(content)

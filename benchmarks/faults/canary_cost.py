@@ -1,10 +1,10 @@
-"""What canaries and bounds on mismatch cost: their CPU seconds, as a share of all that a run of the demo spends.
+"""Measure the cost of canaries and mismatch bounds: their share of the CPU seconds of a demo run.
 
-- The run: a finished one of the checked-in demo. Its CPU seconds are its processes' own rows, of all stages; it says how many versions went
-  into how many engines, how many ranks computed the canary, and how many tokens each step compared.
-- One canary: an engine of that manifest is asked many times. CPU seconds of its processes and of this one are read before and after.
-- The trainer's log-probs of one canary, and the comparison of one step, are computed on one rank with that run's weights. Each rank does as
-  much.
+- The run is a finished run of the demo. The `usage` rows of all stages give its CPU seconds. Its
+  other rows give the number of versions, engines, trainer ranks and compared tokens.
+- One canary of an engine: the CPU seconds of the engine and of this process, over many requests.
+- One canary and one step's comparison in the trainer: one rank computes them with the run's
+  weights. Each rank of the run does the same.
 
     python benchmarks/faults/canary_cost.py runs/reverse_text-...     # after `make demo`; half a minute, on a quiet machine
 """
@@ -47,7 +47,7 @@ TIMES = 200
 
 
 def spent_s(run_dir: Path) -> float:
-    """CPU seconds of all processes of the run, from the first row of each to its last."""
+    """Return the CPU seconds of all processes of the run, from their first to their last row."""
     total = 0.0
     for path in (run_dir / "metrics").glob("*.jsonl"):
         before: dict[tuple[str, int], float] = {}
@@ -61,7 +61,7 @@ def spent_s(run_dir: Path) -> float:
 
 
 def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, float]:
-    """(CPU seconds of the engine's processes, those of the one that asks) for one canary."""
+    """Return the CPU seconds of one canary: (in the engine's processes, in this process)."""
     content = manifest.model_dump(mode="json")
     content["inference"] |= ALONE
     (run_dir / "manifest.json").write_bytes(canonical_json(Manifest.model_validate(content)))
@@ -82,7 +82,7 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
 
     with roles(run_dir, {"inference": ENGINE}) as [process]:
         url = rendezvous.await_endpoints(me, "inference", 1, 120.0)[0].url
-        asyncio.run(ask(url, 10))  # what is computed for the first time only
+        asyncio.run(ask(url, 10))  # warm-up
         before, own = used(process.pid), time.process_time()
         asyncio.run(ask(url, TIMES))
         found = (used(process.pid) - before) / TIMES, (time.process_time() - own) / TIMES
@@ -91,7 +91,7 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
 
 
 def timed(call: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
+    """Return the CPU seconds of one call."""
     call()
     before = time.process_time()
     for _ in range(TIMES):
@@ -100,7 +100,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, float]:
-    """(CPU seconds of one canary, of comparing one step's `tokens`) on one rank."""
+    """Return one rank's CPU seconds: (one canary, the comparison of one step's `tokens`)."""
     mesh = manifest.trainer.mesh.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1})
     trainer, world = manifest.trainer.model_copy(update={"mesh": mesh}), World(0, 1, torch.device("cpu"), None)
     learner = Learner(load_policy(manifest.model, trainer, world, weights), world, trainer, trainer.optimizer, trainer.max_grad_norm)

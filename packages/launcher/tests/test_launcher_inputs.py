@@ -1,4 +1,4 @@
-"""What a stage reads is what the receipt of its maker says, or the stage does not start."""
+"""A stage does not start if a file of an earlier stage differs from the receipt."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ STAGES = ("init", "rl", "evaluate", "report")
 
 
 def made(run_dir: Path, stage: str, files: dict[str, bytes], outputs: dict[str, str] | None = None) -> None:
-    """Files of a stage, and the receipt that tells them."""
+    """Write the files of a stage and their receipt."""
     for name, content in files.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_bytes(content)

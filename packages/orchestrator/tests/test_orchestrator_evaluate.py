@@ -1,4 +1,4 @@
-"""The evaluate stage judges what the trainer published last, and nothing else."""
+"""The evaluate stage judges only the last version that the trainer published."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def published(run_dir, digest, step=4):
 
 @pytest.fixture
 def rl(tmp_path):
-    """A run directory with `weights/rl`, and their digest."""
+    """Return a run directory with `weights/rl`, and the digest of these weights."""
     folder = tmp_path / "weights" / "rl"
     folder.mkdir(parents=True)
     save_file({"w": np.arange(4, dtype=np.float32)}, folder / "model.safetensors")

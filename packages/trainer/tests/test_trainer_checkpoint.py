@@ -501,7 +501,7 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
 
 
 def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_path):
-    """A checkpoint of adapters says nothing of the weights under them; another folder of the same shapes would be taken without a word."""
+    """Without the base's digest, another base of the same shapes would be accepted silently."""
     adapted = manifest(trainer={"lora": {"rank": 2, "alpha": 4.0, "targets": ["attention"], "seed": 1}}, stages={"sft": None})
     (tmp_path / "manifest.json").write_bytes(canonical_json(adapted))
     me = parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"])

@@ -1,11 +1,14 @@
-"""Inputs: what a stage reads of earlier ones is hashed before its first process starts, and must be what the receipt says.
+"""Inputs: before a stage starts, hash the files of earlier stages and compare them with the
+receipt.
 
-- In: `outputs` of those stages in `receipt.json`: sha256 by path. Out: `stages/<stage>/inputs.json`, the digests that were found right.
-  The trainer keeps the digest of frozen weights, which it adds adapters to, in every checkpoint (`orrery.trainer.base`).
-- The threat is an accident: a power cut, a full or failing disk, files that were edited or copied from elsewhere, a stage that was made
-  again. An owner of the folder can write the receipt as well, so against that nothing here helps.
-- Every file is hashed once a start and no digest is remembered: size and times say nothing of a disk that has lost a block.
-- Weights above `receipt.WHOLE_BYTES` have no sha256 there; their sizes and the index are compared.
+- In: the `outputs` of those stages in `receipt.json`, sha256 by path. Out: the verified digests in
+  `stages/<stage>/inputs.json`. With adapters, every checkpoint holds the digest of the frozen
+  weights (`orrery.trainer.base`).
+- This finds accidents: a power cut, a full or failing disk, edited or copied files, a repeated
+  stage. It does not stop the folder's owner, who can also change the receipt.
+- Every start hashes every file once. Sizes and times cannot show that a disk has lost a block.
+- Weights above `receipt.WHOLE_BYTES` have no sha256 in the receipt. Their sizes and index are
+  compared.
 """
 
 import hashlib
@@ -25,24 +28,26 @@ CHUNK_BYTES = 8 << 20
 
 
 def stages_read(stage: str, stages: Sequence[str]) -> list[str]:
-    """Return the earlier stages whose files `stage` reads, of a run with `stages`."""
+    """Return the earlier stages whose files `stage` reads in a run with `stages`."""
     start = "sft" if "sft" in stages else "init"
     return {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}.get(stage, [])
 
 
 def verify(run_dir: Path, stage: str, stages: Sequence[str], remedy: Callable[[str], str], stop: Callable[[], bool]) -> list[str]:
-    """Hash what `stage` reads, and write down what was found right; returns the stages that no receipt tells of, which are not verified.
+    """Verify the files that `stage` reads and record their digests.
 
-    Raises OrreryError that names a file which is not the receipt's, with `remedy(stage that made it)`. `stop` ends it early.
+    Return the stages without a receipt, whose files are not verified. Raises OrreryError with the
+    first file that differs from the receipt, and `remedy(stage that made it)`. `stop` ends the
+    check early.
     """
-    expected: dict[str, tuple[str, str]] = {}  # path: (stage that made it, digest)
+    expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
     told, unknown = _outputs(run_dir), []
     for maker in stages_read(stage, stages):
         outputs = {path: digest for path, digest in told.get(maker, {}).items() if path.startswith(("weights/", "stages/"))}
         if not outputs:
             unknown.append(maker)
         expected |= {path: (maker, digest) for path, digest in outputs.items()}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         found = dict(zip(expected, pool.map(lambda path: _found(run_dir / path, expected[path][1], stop), expected), strict=True))
     if stop():
         return unknown
@@ -58,13 +63,16 @@ def verify(run_dir: Path, stage: str, stages: Sequence[str], remedy: Callable[[s
 
 
 def command(run_dir: Path, stage: str, maker: str, resume: str) -> str:
-    """Return the command that runs `maker` and goes on with `stage`; `resume` goes on with the stage alone, or with the whole pipeline."""
+    """Return the command that runs `maker` and then `stage`.
+
+    `resume` is the command that resumes the stage or the whole pipeline.
+    """
     alone = f"orrery run {run_dir.name}"
     return f"{alone} {maker} && {resume}" if resume == f"{alone} {stage}" else resume
 
 
 def _outputs(run_dir: Path) -> dict[str, Mapping[str, str]]:
-    """What the receipt says of every stage that is done, by stage; nothing where there is no receipt that can be read."""
+    """Return the receipt's outputs of every done stage, or {} without a readable receipt."""
     try:
         stages: dict[str, Any] = read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -73,7 +81,7 @@ def _outputs(run_dir: Path) -> dict[str, Mapping[str, str]]:
 
 
 def _found(path: Path, expected: str, stop: Callable[[], bool]) -> str | None:
-    """What the receipt would say of the file now; None where it cannot be read, or where `stop` says so."""
+    """Return the file's present digest as in the receipt; None if unreadable or on `stop`."""
     try:
         if not _is_sha256(expected):
             return f"not hashed, {path.stat().st_size} bytes"

@@ -267,7 +267,7 @@ class _Stage:
         return self._watch(view)
 
     def _verify_inputs(self) -> None:
-        """Raise OrreryError where a file that the stage reads is not what its receipt says."""
+        """Raise OrreryError if a file that the stage reads differs from the receipt."""
 
         def remedy(maker: str) -> str:
             command = inputs.command(self.run_dir, self.stage, maker, self.job.resume)

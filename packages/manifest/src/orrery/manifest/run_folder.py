@@ -91,7 +91,7 @@ def last_attempt(run_dir: Path) -> int:
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """What the newest attempt at a stage has read of earlier stages: {path in the run's folder: sha256}."""
+    """Return the file with a stage's verified inputs: {path in the run's folder: sha256}."""
     return run_dir / "stages" / stage / "inputs.json"
 
 

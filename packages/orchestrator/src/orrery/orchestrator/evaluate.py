@@ -75,10 +75,11 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
 
 
 def check_last(me: Any, version: int, folder: Path, digest: str) -> None:
-    """Raise RunFailed where the weights in `folder` are not what the trainer published last, as `version`.
+    """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
 
-    Comparable where the wire `files` carried the same tensors in the same precision. On the others engines have had another precision,
-    or adapters alone, so there the sha256 of the files counts, which the launcher has compared with the receipt.
+    The check needs the wire `files`, which carries the same tensors in the same precision. Other
+    wires have another precision or only adapters. There the launcher's comparison with the receipt
+    must do.
     """
     newest = checkpoints.latest(me.run_dir)
     if me.manifest.transport.weights != "files" or newest is None or newest.step != version:

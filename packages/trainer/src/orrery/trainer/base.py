@@ -1,7 +1,7 @@
 """The base of adapters: the sha256 of the frozen weights that a stage begins with.
 
-A checkpoint under adapters holds the adapters alone, so it is of use with the same base only. Each checkpoint names the base that its
-adapters were trained on, and one of another base is refused.
+A checkpoint of adapters does not hold the base, so it is valid only with the same base. Each
+checkpoint names its base, and a checkpoint of another base is refused.
 """
 
 import hashlib
@@ -14,9 +14,10 @@ from orrery.models.hf_folder import weight_files
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return the digest of the weights in the folder `start`: of the lines "digest  name", in the order of the names.
+    """Return the digest of the weights in the folder `start`.
 
-    The launcher has just hashed them (`inputs.json`). Where it has not, as in a stage that is started by hand, they are hashed here.
+    It is the sha256 of the lines "digest  name", sorted by name. The launcher has just hashed the
+    files (`inputs.json`). In a stage that is started by hand they are hashed here.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

@@ -53,7 +53,7 @@ class Learner:
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
         self.step = 0
-        self.base_sha256: str | None = None  # of the weights under adapters (`base.py`); None where all weights are trained
+        self.base_sha256: str | None = None  # of the frozen weights (`base.py`); None without adapters
         # This rank's largest gradient, at the embedding's output and where cp ranks exchange theirs, in the order of its backward passes.
         self._reached: list[torch.Tensor] = []
         embedding = next((module for module in policy.modules() if isinstance(module, nn.Embedding)), None)

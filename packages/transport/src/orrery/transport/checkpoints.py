@@ -34,7 +34,7 @@ from orrery.transport import visible
 MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
-PUBLISHED = "published.json"  # in the trainer's half: {version: digest} of all that it has published
+PUBLISHED = "published.json"  # in the trainer's half: {version: digest} of all published versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # begins the names of folders in `checkpoints/` that are on their way out
 

@@ -83,7 +83,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError where a file cannot be read, or, naming `what`, where a row is not as roles write it."""
+    """Raise OrreryError if a file cannot be read, or with `what` if a row has another form."""
     try:
         yield
     except OSError as error:
