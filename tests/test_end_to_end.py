@@ -131,7 +131,9 @@ def test_both_engines_generated(finished, manifest):
 def test_the_report_and_its_line_are_there(finished):
     line = (finished / "report" / "summary.txt").read_text()
     assert re.fullmatch(
-        rf"{NAME}: held-out reward 0\.\d\d \(0\.\d\d before RL\), ((\d+ min )?\d+|\d+\.\d) s, report: .*index\.html\n", line
+        rf"{NAME}: held-out reward 0\.\d\d \(0\.\d\d before RL\), \d+% of training rollouts without signal, "
+        r"((\d+ min )?\d+|\d+\.\d) s, report: .*index\.html\n",
+        line,
     )
     assert (finished / "report" / "index.html").stat().st_size > 1_000_000
     assert list((finished / "metrics" / "tensorboard").rglob("events.*"))
