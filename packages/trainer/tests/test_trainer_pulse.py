@@ -50,10 +50,11 @@ def deeds():
 @pytest.mark.parametrize(("kind", "num_nodes", "limit_s"), [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)])
 def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
     me, said = deeds()
-    world, learner = SimpleNamespace(size=2, device=CPU), SimpleNamespace(step=7, world=SimpleNamespace(size=2, device=CPU))
+    world = SimpleNamespace(size=2, device=CPU)
+    learner = SimpleNamespace(step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids))
     spec = SimpleNamespace(transport=SimpleNamespace(weights=kind))
     may_stand_s = assemble._publish_still_s(spec, world, num_nodes)
-    publisher = SimpleNamespace(publish=lambda version: None)
+    publisher = SimpleNamespace(publish=lambda version, canary: None)
     loop._publish(SimpleNamespace(learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s), me)
     saving = StageCheckpoints(me, learner, "rl")
     saving._saver = SimpleNamespace(copy=lambda *_: 0.0)
