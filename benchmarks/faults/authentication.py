@@ -156,7 +156,7 @@ def demo() -> tuple[Counter[str], float, float]:
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
     values = len(updates) * 16 * (ranks + engines)  # an upper bound; a files wire has none
-    canaries_s = engines * sum(row["canary_s"] for row in updates)
+    canaries_s = engines * sum(row.get("canary_s", 0.0) for row in updates)  # none before evaluations
     return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), canaries_s, cpu_s
 
 
