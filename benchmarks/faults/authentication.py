@@ -1,4 +1,4 @@
-"""Measure the cost of authentication and canaries: its share of the CPU seconds of two workloads.
+"""Measure the cost of authentication: its share of the CPU seconds of two workloads.
 
 - The workloads are the demo, from spec to report, and one round of `orchestrator/overhead`. Their
   CPU seconds include all processes and the start-up. Their output gives the number of checks.
@@ -6,7 +6,7 @@
   Measured are a request's credential at the orchestrator, the front and the engine; an ask for a
   micro-batch over CurveZMQ with its ticket; a value in the weight wire's store.
 - vllm-router asks the front about each key. The cost of that is a whole HTTP request.
-- A canary counts as its duration times one core of each engine. `overhead` has no canaries.
+- The demo asks its engine directly, so its requests do not pass the front. `canary_cost.py` measures canaries.
 
     python benchmarks/faults/authentication.py      # on a quiet machine, about 4 minutes
 """
@@ -142,7 +142,7 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
     return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
-def demo() -> tuple[Counter[str], float, float]:
+def demo() -> tuple[Counter[str], float]:
     """Return the demo's number of checks by kind, the CPU seconds of its canaries and its total."""
     with tempfile.TemporaryDirectory() as name:
         folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
@@ -150,22 +150,24 @@ def demo() -> tuple[Counter[str], float, float]:
             (folder / each).symlink_to(ROOT / each)
         _, cpu_s = watched("snakemake", "--profile", "local", DEMO, folder=folder)
         metrics = run_dir(folder / "runs", manifest) / "metrics"
-        spans = Counter(span["name"] for span in read(metrics / "orchestrator.0.spans.jsonl"))
+        said = list(read(metrics / "orchestrator.0.jsonl"))
         steps = [row for row in read(metrics / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
-        updates = [row for row in read(metrics / "orchestrator.0.jsonl") if row.get("event") == "update"]
+    updates = [row for row in said if row.get("event") == "update"]
+    sampled = sum(row["num_sampled"] for row in said if row.get("event") == "batch")
+    evaluated = sum(row["num_rollouts"] for row in said if row.get("event") == "evaluation")
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
     values = len(updates) * 16 * (ranks + engines)  # an upper bound; a files wire has none
-    canaries_s = engines * sum(row.get("canary_s", 0.0) for row in updates)  # none before evaluations
-    return Counter(requests=spans["generate"], micro_batches=micro_batches * ranks, values=values), canaries_s, cpu_s
+    requests = Counter({"requests" if manifest.inference.router.kind != "none" else "direct_requests": sampled + evaluated})
+    return requests + Counter(micro_batches=micro_batches * ranks, values=values), cpu_s
 
 
-def overhead() -> tuple[Counter[str], float, float]:
+def overhead() -> tuple[Counter[str], float]:
     said, cpu_s = watched(sys.executable, str(ROOT / "benchmarks/orchestrator/overhead.py"), *OVERHEAD, folder=ROOT)
     found = re.search(r"(\d+) tokens/s directly, (\d+) through both", said)
     if found is None:
         raise SystemExit(f"orchestrator/overhead did not say its rates:\n{said[-3000:]}")
-    return Counter(requests=round(int(found[2]) * OVERHEAD_S / OVERHEAD_TOKENS)), 0.0, cpu_s
+    return Counter(requests=round(int(found[2]) * OVERHEAD_S / OVERHEAD_TOKENS)), cpu_s
 
 
 def main() -> None:
@@ -175,18 +177,24 @@ def main() -> None:
     observed._kept = TOKEN
     request = asyncio.run(of_requests())
     with_s, without_s = asyncio.run(batches_s(True)), asyncio.run(batches_s(False))
-    costs = {"requests": sum(request.values()), "micro_batches": max(0.0, with_s - without_s), "values": of_values()}
+    direct_s = request["orchestrator"] + request["engine"]
+    costs = {
+        "requests": sum(request.values()),
+        "direct_requests": direct_s,
+        "micro_batches": max(0.0, with_s - without_s),
+        "values": of_values(),
+    }
     print({"request": request, **costs, "batch": [with_s, without_s]}, flush=True)
     if is_costs_alone:
         return
     rows = []
-    for variant, (counts, canaries_s, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
-        spent_s = {kind: count * costs[kind] for kind, count in counts.items()} | {"canaries": canaries_s}
+    for variant, (counts, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
+        spent_s = {kind: count * costs[kind] for kind, count in counts.items()}
         rows.append({"variant": variant, "value": sum(spent_s.values()) / cpu_s, "cpu_s": cpu_s, "counts": counts, "spent_s": spent_s})
         print(rows[-1], flush=True)
     record(
         Path(__file__).with_suffix(".json"),
-        figure="CPU seconds of authentication's and canaries' own code, as a share of the run's",
+        figure="CPU seconds of authentication's own code, as a share of the run's",
         value=max(row["value"] for row in rows),
         unit="share",
         goal=GOAL,
