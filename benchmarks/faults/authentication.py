@@ -143,7 +143,7 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
 
 
 def demo() -> tuple[Counter[str], float]:
-    """Return the demo's number of checks by kind, the CPU seconds of its canaries and its total."""
+    """Return the number of checks in the demo, by kind, and the CPU seconds of all its processes."""
     with tempfile.TemporaryDirectory() as name:
         folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
         for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
