@@ -33,12 +33,12 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.observe.metrics import rows as all_rows
 from orrery.transport.rollout_store import read_batch
 from record import record
+from workspace import workspace_with
 
 T = TypeVar("T")
 
@@ -97,11 +97,7 @@ class Run:
     """A run in its own workspace, which is started and killed repeatedly."""
 
     def __init__(self, workspace: Path, what: Manifest):
-        for name in ("jsonnet", "locks", "local", "Snakefile"):
-            (workspace / name).symlink_to(ROOT / name)
-        (workspace / "manifests").mkdir()
-        (workspace / "manifests" / f"{NAME}.json").write_bytes(canonical_json(what))
-        self.workspace, self.folder, self.what = workspace, run_dir(workspace / "runs", what), what
+        self.workspace, self.folder, self.what = workspace, workspace_with(workspace, what), what
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -33,13 +33,13 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.launcher.listeners import Socket, listening, undeclared
-from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.observe.network import LOOPBACK
 from orrery.transport.token import Purpose, authorization, credential
 from orrery.transport.weight_wire import meeting, weight_dir
 from record import record
+from workspace import workspace_with
 
 ROOT = Path(__file__).parents[2]
 BASE, NAME = "reverse_text_smoke", "strangers"
@@ -87,11 +87,7 @@ class Run:
         content = json.loads((ROOT / "manifests" / f"{BASE}.json").read_text())
         content["name"], content["stages"]["rl"]["num_steps"], content["transport"]["weights"] = NAME, NUM_STEPS, "nccl"
         self.manifest = Manifest.model_validate(content)
-        for name in ("jsonnet", "locks", "local", "Snakefile"):
-            (workspace / name).symlink_to(ROOT / name)
-        (workspace / "manifests").mkdir()
-        (workspace / "manifests" / f"{NAME}.json").write_bytes(canonical_json(self.manifest))
-        self.workspace, self.folder = workspace, run_dir(workspace / "runs", self.manifest)
+        self.workspace, self.folder = workspace, workspace_with(workspace, self.manifest)
 
     def start(self, stage: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

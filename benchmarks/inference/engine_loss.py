@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import rows as all_rows
 from record import record
+from workspace import workspace_with
 
 ROOT = Path(__file__).parents[2]
 BASE = "reverse_text_smoke"
@@ -57,11 +57,7 @@ class Run:
     """A run in a workspace of its own."""
 
     def __init__(self, workspace: Path, what: Manifest):
-        for name in ("jsonnet", "locks", "local", "Snakefile"):
-            (workspace / name).symlink_to(ROOT / name)
-        (workspace / "manifests").mkdir()
-        (workspace / "manifests" / f"{NAME}.json").write_bytes(canonical_json(what))
-        self.workspace, self.folder = workspace, run_dir(workspace / "runs", what)
+        self.workspace, self.folder = workspace, workspace_with(workspace, what)
 
     def start(self, stage: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
