@@ -53,7 +53,9 @@ def record(
     """
     measured_at = committed()
     if (trouble := unrecordable(measured_at)) and Path(path).resolve().is_relative_to(ROOT):
-        raise SystemExit(f"error: {figure}: measured {value:.4g} {unit}, and not recorded: {trouble}")
+        raise SystemExit(
+            f"error: {figure}: measured {value:.4g} {unit}, and not recorded: {trouble}"
+        )
     if not math.isfinite(value):
         raise ValueError(f"{figure}: the value {value} is not finite, so nothing was measured")
     result: dict[str, Any] = {
@@ -64,7 +66,9 @@ def record(
         "better": better,
         "command": command(),
         "hardware": hardware(),
-        "versions": {} if "ORRERY_HARDWARE" in os.environ else versions(PACKAGES),  # none where runs of another machine are read here
+        "versions": {}
+        if "ORRERY_HARDWARE" in os.environ
+        else versions(PACKAGES),  # none where runs of another machine are read here
         "commit": measured_at,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "details": details or {},
@@ -76,7 +80,9 @@ def record(
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
-    against = "" if goal is None else f" (goal {'≥' if better == 'higher' else '≤'} {goal:g} {unit})"
+    against = (
+        "" if goal is None else f" (goal {'≥' if better == 'higher' else '≤'} {goal:g} {unit})"
+    )
     print(f"{figure}: {value:.4g} {unit}{against}")
     return result
 
@@ -99,7 +105,13 @@ def command() -> str:
     """What to type at the root to measure again; of a folder elsewhere its name alone, for folders of one machine say nothing."""
     script = Path(sys.argv[0]).resolve()
     shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", shown, *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
+    return shlex.join(
+        [
+            "python",
+            shown,
+            *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:]),
+        ]
+    )
 
 
 def hardware() -> str:
@@ -109,8 +121,17 @@ def hardware() -> str:
     """
     if named := os.environ.get("ORRERY_HARDWARE"):
         return named
-    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    memory_kib = next(
+        (int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0
+    )
     parts = [model, f"{len(os.sched_getaffinity(0))} cores", f"{memory_kib / 2**20:.0f} GiB"]
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]

@@ -22,19 +22,36 @@ ALONE = {
 
 
 @contextmanager
-def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list["subprocess.Popen[bytes]"]]:
+def roles(
+    run_dir: Path, commands: Mapping[str, Sequence[str]]
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Python `commands` by role, each as number 0 of stage rl; they say where they listen by rendezvous, and end with the block.
 
     What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
     One that ends before the block does interrupts it.
     """
-    arguments = ["--run-dir", str(run_dir), "--stage", "rl", "--index", "0", "--attempt", "1", "--port", "0"]
+    arguments = [
+        "--run-dir",
+        str(run_dir),
+        "--stage",
+        "rl",
+        "--index",
+        "0",
+        "--attempt",
+        "1",
+        "--port",
+        "0",
+    ]
     processes: list[subprocess.Popen[bytes]] = []
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.5):
-            ended = [role for role, process in zip(commands, processes, strict=False) if process.poll() is not None]
+            ended = [
+                role
+                for role, process in zip(commands, processes, strict=False)
+                if process.poll() is not None
+            ]
             if ended:
                 print(f"error: {ended[0]} ended before the measurement did", file=sys.stderr)
                 signal.raise_signal(signal.SIGINT)
@@ -43,7 +60,9 @@ def roles(run_dir: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[list
     try:
         for role, command in commands.items():
             with open(run_dir / f"{role}.log", "wb") as log:
-                processes.append(subprocess.Popen([sys.executable, *command, *arguments], stdout=log, stderr=log))
+                processes.append(
+                    subprocess.Popen([sys.executable, *command, *arguments], stdout=log, stderr=log)
+                )
         threading.Thread(target=watch, daemon=True).start()
         yield processes
     except BaseException:

@@ -43,7 +43,13 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
             lock = next(part for part in images.parts(image, hardware) if part.startswith("locks/"))
             compiler = _built(workspace, folder, "base", "cuda")
             subprocess.run(
-                ["bash", workspace.root / "containers/python.sh", lock, environment["BUILD_PACKAGES"], compiler],
+                [
+                    "bash",
+                    workspace.root / "containers/python.sh",
+                    lock,
+                    environment["BUILD_PACKAGES"],
+                    compiler,
+                ],
                 env=environment,
                 check=True,
             )
@@ -86,11 +92,17 @@ def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, st
         "BUILD_PACKAGES": work / "packages",
     }
     tools = [str(Path(sys.executable).parent), str(workspace.root / ".tools/bin")]
-    paths = {"PATH": os.pathsep.join([*tools, os.environ["PATH"]]), "APPTAINER_TMPDIR": str(work), "TMPDIR": str(work)}
+    paths = {
+        "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
+        "APPTAINER_TMPDIR": str(work),
+        "TMPDIR": str(work),
+    }
     return {**os.environ, **{name: str(value.absolute()) for name, value in own.items()}, **paths}
 
 
-def _apptainer(definition: Path, hardware: Hardware, work: Path, environment: dict[str, str]) -> None:
+def _apptainer(
+    definition: Path, hardware: Hardware, work: Path, environment: dict[str, str]
+) -> None:
     alone = ["unshare", "--user", "--map-root-user"] if os.geteuid() == 0 else []
     argument = ["--build-arg", f"HARDWARE={hardware}"] if definition.name == "base.def" else []
     command = [
@@ -104,7 +116,14 @@ def _apptainer(definition: Path, hardware: Hardware, work: Path, environment: di
         "image.sif",
         str(definition),
     ]
-    done = subprocess.run(command, cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command,
+        cwd=work,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
         print(done.stdout, file=sys.stderr)
         done.check_returncode()
@@ -130,7 +149,11 @@ def against_lock(name: str, built: Built, locked: Built | None) -> str:
 
 
 def _version(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].partition(" (")[0]
+    return (
+        subprocess.run(command, capture_output=True, text=True)
+        .stdout.partition("\n")[0]
+        .partition(" (")[0]
+    )
 
 
 def write_lock(workspace: Workspace, records: list[Path]) -> None:
@@ -146,7 +169,9 @@ def write_lock(workspace: Workspace, records: list[Path]) -> None:
 def main(argv: list[str]) -> None:
     workspace = find_workspace(Path(__file__))
     match argv:
-        case ["build", image, hardware, folder] if image in images.IMAGES and hardware in get_args(Hardware):
+        case ["build", image, hardware, folder] if image in images.IMAGES and hardware in get_args(
+            Hardware
+        ):
             built = build(workspace, image, hardware, Path(folder))  # type: ignore[arg-type]
             name = f"{hardware}/{image}"
             print(against_lock(name, built, images.locked(workspace).get(name)))

@@ -19,12 +19,16 @@ SHARDS = 16
 
 def sources(folders: list[str]) -> list[Path]:
     """All Python files, in the order of their names."""
-    return sorted(path for folder in folders for path in Path(folder).rglob("*.py") if path.is_file())
+    return sorted(
+        path for folder in folders for path in Path(folder).rglob("*.py") if path.is_file()
+    )
 
 
 def compile_shard(shard: int, folders: list[str]) -> None:
     for path in sources(folders)[shard::SHARDS]:
-        compileall.compile_file(path, quiet=2, force=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+        compileall.compile_file(
+            path, quiet=2, force=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH
+        )
 
 
 def compile_all(folders: list[str]) -> None:
@@ -32,7 +36,13 @@ def compile_all(folders: list[str]) -> None:
     argv = [sys.executable, "-S", "-P", "-W", "ignore", __file__]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
-            pool.submit(subprocess.run, [*argv, str(shard), *folders], check=True, env={"PYTHONHASHSEED": "0"}) for shard in range(SHARDS)
+            pool.submit(
+                subprocess.run,
+                [*argv, str(shard), *folders],
+                check=True,
+                env={"PYTHONHASHSEED": "0"},
+            )
+            for shard in range(SHARDS)
         ]
         for job in jobs:
             job.result()

@@ -31,8 +31,15 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 DEBIAN = "http://deb.debian.org"
 SNAPSHOT = "http://snapshot.debian.org/archive/{archive}/{time}/{path}"
-MERGED = ("bin", "sbin", "lib", "lib64")  # links into /usr, which packages of Debian 12 still write through
-LEFT_OUT = re.compile(r"usr/share/(?:doc/(?!.*/copyright$)|man/|info/|locale/|lintian/|doc-base/).*")
+MERGED = (
+    "bin",
+    "sbin",
+    "lib",
+    "lib64",
+)  # links into /usr, which packages of Debian 12 still write through
+LEFT_OUT = re.compile(
+    r"usr/share/(?:doc/(?!.*/copyright$)|man/|info/|locale/|lintian/|doc-base/).*"
+)
 
 
 class Package(NamedTuple):
@@ -57,7 +64,9 @@ def read_lock(path: Path) -> Lock:
     packages = []
     for line in lines[1:]:
         if len(line.split()) != 4:
-            raise ValueError(f"{path.name}: {line!r} is not 'name version sha256 path'; write the lock anew")
+            raise ValueError(
+                f"{path.name}: {line!r} is not 'name version sha256 path'; write the lock anew"
+            )
         packages.append(Package(*line.split()))
     return Lock(lines[0].removeprefix("snapshot "), tuple(packages))
 
@@ -70,13 +79,19 @@ def addresses(package: Package, time: str) -> list[str]:
         return [f"{base.rstrip('/')}/{path}"]
     archive, _, rest = path.partition("/")
     local = [f"{base}/{rest}" for base in apt_mirrors() if base.endswith(f"/{archive}")]
-    return list(dict.fromkeys([*local, f"{DEBIAN}/{path}", SNAPSHOT.format(archive=archive, time=time, path=rest)]))
+    return list(
+        dict.fromkeys(
+            [*local, f"{DEBIAN}/{path}", SNAPSHOT.format(archive=archive, time=time, path=rest)]
+        )
+    )
 
 
 def apt_mirrors(folder: Path = Path("/etc/apt/sources.list.d")) -> list[str]:
     """The addresses that apt uses on this machine; [] where there is no apt."""
     return [
-        address.rstrip("/") for file in sorted(folder.glob("*.sources")) for address in re.findall(r"(?m)^URIs: *(\S+)", file.read_text())
+        address.rstrip("/")
+        for file in sorted(folder.glob("*.sources"))
+        for address in re.findall(r"(?m)^URIs: *(\S+)", file.read_text())
     ]
 
 
@@ -100,7 +115,9 @@ def fetch(package: Package, time: str, cache: Path) -> Path:
         part.write_bytes(data)
         part.replace(path)
         return path
-    raise OSError(f"{package.name} {package.version} could not be fetched; set DEBIAN_MIRROR to a mirror that has it: {'; '.join(tried)}")
+    raise OSError(
+        f"{package.name} {package.version} could not be fetched; set DEBIAN_MIRROR to a mirror that has it: {'; '.join(tried)}"
+    )
 
 
 def members(deb: Path) -> Iterator[tuple[str, bytes]]:
@@ -126,7 +143,9 @@ def unpack(deb: Path, root: Path) -> str:
                 assert file is not None
                 control = file.read().decode()
             else:
-                archive.extraction_filter = lambda member, _: member  # older Pythons know no filters and take every member as it is
+                archive.extraction_filter = lambda member, _: (
+                    member
+                )  # older Pythons know no filters and take every member as it is
                 archive.extractall(root, [one for one in archive if _settle_member(one)])
     return control
 
@@ -154,7 +173,9 @@ def make_root(lock: Path, root: Path, cache: Path) -> None:
     for package, deb in zip(packages, debs, strict=True):
         stanza = unpack(deb, root)
         if f"Version: {package.version}\n" not in stanza:
-            raise ValueError(f"{lock.name}: the file of {package.name} is not version {package.version}; write the lock anew")
+            raise ValueError(
+                f"{lock.name}: the file of {package.name} is not version {package.version}; write the lock anew"
+            )
         stanzas.append(stanza.replace("\n", "\nStatus: install ok installed\n", 1))
     _settle(root, stanzas)
 
@@ -167,18 +188,26 @@ def _settle(root: Path, stanzas: list[str]) -> None:
         (root / folder).chmod(0o1777)
     (root / "var/lib/dpkg/status").write_text("\n".join(stanzas))  # what scanners read
     for name in ("passwd", "group"):
-        (root / "etc" / name).write_bytes((root / f"usr/share/base-passwd/{name}.master").read_bytes())
+        (root / "etc" / name).write_bytes(
+            (root / f"usr/share/base-passwd/{name}.master").read_bytes()
+        )
     for path in ("resolv.conf", "hosts", "localtime"):  # bound over when a container starts
         (root / "etc" / path).touch()
     (root / "etc/nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
     certificates = sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
     bundle = root / "etc/ssl/certs/ca-certificates.crt"
-    bundle.write_text("".join(certificate.read_text().rstrip("\n") + "\n" for certificate in certificates))
+    bundle.write_text(
+        "".join(certificate.read_text().rstrip("\n") + "\n" for certificate in certificates)
+    )
 
 
 def write_lock(hardware: str) -> None:
     """debian.<hardware>.lock from debian.<hardware>.in: the newest versions in apt's archives, as apt resolves them for an empty system."""
-    names = [line for line in (HERE / f"debian.{hardware}.in").read_text().splitlines() if line and not line.startswith("#")]
+    names = [
+        line
+        for line in (HERE / f"debian.{hardware}.in").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for part in ("lists/partial", "cache/archives/partial"):
@@ -198,11 +227,16 @@ def write_lock(hardware: str) -> None:
         ]
         subprocess.run([*apt, "update"], check=True)
         install = [*apt, "install", "--yes", "--no-install-recommends", *names]
-        listed = subprocess.run([*install, "--print-uris"], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            [*install, "--print-uris"], check=True, capture_output=True, text=True
+        ).stdout
         subprocess.run([*install, "--download-only"], check=True, stdout=subprocess.DEVNULL)
         packages = sorted(_locked(line, work / "cache/archives") for line in listed.splitlines())
         releases = "".join(path.read_text() for path in (work / "lists").glob("*Release"))
-    dates = [datetime.strptime(date, "%a, %d %b %Y %H:%M:%S UTC") for date in re.findall(r"(?m)^Date: (.*)$", releases)]
+    dates = [
+        datetime.strptime(date, "%a, %d %b %Y %H:%M:%S UTC")
+        for date in re.findall(r"(?m)^Date: (.*)$", releases)
+    ]
     midnight = max(dates).replace(hour=0, minute=0, second=0) + timedelta(days=1)
     lines = [f"snapshot {midnight:%Y%m%dT%H%M%SZ}", *(" ".join(package) for package in packages)]
     (HERE / f"debian.{hardware}.lock").write_text("\n".join(lines) + "\n")
@@ -214,10 +248,15 @@ def _locked(line: str, downloads: Path) -> Package:
     address, file = line.split()[:2]
     path = re.search(r"/(debian(?:-security)?/pool/.*)'$", address)
     if path is None:
-        raise ValueError(f"{address}: no archive of Debian; lock on a Debian 12 that uses its archives only")
+        raise ValueError(
+            f"{address}: no archive of Debian; lock on a Debian 12 that uses its archives only"
+        )
     name, version, _ = file.removesuffix(".deb").split("_")
     return Package(
-        name, urllib.parse.unquote(version), hashlib.sha256((downloads / file).read_bytes()).hexdigest(), urllib.parse.unquote(path[1])
+        name,
+        urllib.parse.unquote(version),
+        hashlib.sha256((downloads / file).read_bytes()).hexdigest(),
+        urllib.parse.unquote(path[1]),
     )
 
 

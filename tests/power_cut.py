@@ -26,7 +26,12 @@ class Disk:
     sync that `frame` calls.
     """
 
-    def __init__(self, root: Path, look: Callable[["Disk"], None], skip: Callable[[FrameType], bool] = lambda frame: False):
+    def __init__(
+        self,
+        root: Path,
+        look: Callable[["Disk"], None],
+        skip: Callable[[FrameType], bool] = lambda frame: False,
+    ):
         self.root, self._look, self._skip = root, look, skip
         self._names: dict[int, dict[str, int]] = {}  # folder's inode → its names at its last sync
         self._bytes: dict[int, bytes] = {}  # file's inode → its bytes at its last sync
@@ -39,7 +44,9 @@ class Disk:
     def __enter__(self) -> Self:
         def fsync(descriptor: int) -> None:
             if not self._skip(sys._getframe(1)):
-                self._sync(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY))  # it may be write-only
+                self._sync(
+                    os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+                )  # it may be write-only
             self._look(self)
 
         def changed(name: str) -> Callable[..., Any]:
@@ -80,7 +87,12 @@ class Disk:
         """
         found = [("", Found(self, os.stat(self.root).st_ino, True))]
         for part in Path(pattern).parts:
-            found = [(f"{path}/{name}".lstrip("/"), child) for path, one in found for name, child in one.children() if part in ("*", name)]
+            found = [
+                (f"{path}/{name}".lstrip("/"), child)
+                for path, one in found
+                for name, child in one.children()
+                if part in ("*", name)
+            ]
         return found
 
     def is_safe(self, path: Path) -> bool:
@@ -88,7 +100,9 @@ class Disk:
         relative = path.relative_to(self.root)
         if path.is_dir():
             return self.is_named(relative) and all(self.is_safe(child) for child in path.iterdir())
-        return self.is_named(relative) and (path.is_symlink() or self._bytes.get(path.stat().st_ino) == path.read_bytes())
+        return self.is_named(relative) and (
+            path.is_symlink() or self._bytes.get(path.stat().st_ino) == path.read_bytes()
+        )
 
     def is_named(self, relative: Path, within: Path = Path()) -> bool:
         """Return whether every state with the folder `within` has the path `relative` below it.

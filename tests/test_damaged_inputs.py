@@ -29,7 +29,14 @@ def test_the_command_that_is_printed_for_an_empty_tokenizer_mends_the_run(tmp_pa
     def typed(command: str) -> tuple[int, str]:
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
         env.pop("ORRERY_RESUME", None)
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         return done.returncode, done.stderr
 
     code, said = typed(f"orrery run {folder.name} init")
@@ -41,7 +48,9 @@ def test_the_command_that_is_printed_for_an_empty_tokenizer_mends_the_run(tmp_pa
         code, said = typed(f"orrery run {folder.name} sft")
         assert code and "Traceback" not in said
         assert f"error: sft: {tokenizer} has 0 bytes, so it is not what init made; type `" in said
-    assert not (folder / "logs" / "trainer.0.log").read_text().count("=== sft"), "no process was started for it"
+    assert not (folder / "logs" / "trainer.0.log").read_text().count("=== sft"), (
+        "no process was started for it"
+    )
     [command] = re.findall("type `(.+?)` to run init again and go on", said)
     code, said = typed(command)
     assert code == 0, said

@@ -22,24 +22,50 @@ TYPED = {
         "snakemake --snakefile pipelines/images.smk --cores all",
     ),
     "orrery doctor": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "doctor"'),
-    "orrery plan glm5_shape_smoke": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "plan"'),
+    "orrery plan glm5_shape_smoke": (
+        "tests/cluster/test_cluster_pipeline.py",
+        'cluster.run("orrery", "plan"',
+    ),
     "orrery plan glm5_shape_smoke --write plan": (
         "packages/launcher/tests/test_launcher_cli.py",
         '"plan", "glm5_shape_smoke", "--write", "plan"',
     ),
-    "snakemake --profile slurm -n glm5_run": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run(*SLURM, "-n", "glm5_run"'),
-    "snakemake --profile slurm reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'fresh("reverse_text")'),
+    "snakemake --profile slurm -n glm5_run": (
+        "tests/cluster/test_cluster_pipeline.py",
+        'cluster.run(*SLURM, "-n", "glm5_run"',
+    ),
+    "snakemake --profile slurm reverse_text": (
+        "tests/cluster/test_cluster_pipeline.py",
+        'fresh("reverse_text")',
+    ),
     "orrery status": ("tests/cluster/test_cluster_pipeline.py", 'run.user("orrery", "status"'),
-    "orrery logs reverse_text trainer -f": ("tests/cluster/test_cluster_pipeline.py", '"orrery", "logs", "reverse_text", "trainer", "-f"'),
-    "orrery export reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'cluster.run("orrery", "export", "reverse_text"'),
-    "orrery stop reverse_text --checkpoint": ("tests/cluster/test_cluster_pipeline.py", '"--checkpoint"'),
-    "orrery stop reverse_text": ("tests/cluster/test_cluster_pipeline.py", 'run.user("orrery", "stop"'),
+    "orrery logs reverse_text trainer -f": (
+        "tests/cluster/test_cluster_pipeline.py",
+        '"orrery", "logs", "reverse_text", "trainer", "-f"',
+    ),
+    "orrery export reverse_text": (
+        "tests/cluster/test_cluster_pipeline.py",
+        'cluster.run("orrery", "export", "reverse_text"',
+    ),
+    "orrery stop reverse_text --checkpoint": (
+        "tests/cluster/test_cluster_pipeline.py",
+        '"--checkpoint"',
+    ),
+    "orrery stop reverse_text": (
+        "tests/cluster/test_cluster_pipeline.py",
+        'run.user("orrery", "stop"',
+    ),
 }
 
 
 def commands(page: str) -> list[str]:
     blocks = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    return [
+        line.split(" #")[0].strip()
+        for block in blocks
+        for line in block.splitlines()
+        if line.strip()
+    ]
 
 
 def test_every_command_of_the_page_about_clusters_is_typed_by_a_test():
@@ -54,7 +80,11 @@ def test_the_test_that_is_named_types_it(command):
 
 def test_the_example_of_a_site_is_one():
     site = Site.model_validate(tomllib.loads(EXAMPLE.read_text()))
-    assert site.slurm.partition == "gpu" and site.containers.images == "images" and site.network.interface == "ib0"
+    assert (
+        site.slurm.partition == "gpu"
+        and site.containers.images == "images"
+        and site.network.interface == "ib0"
+    )
 
 
 def test_the_example_of_a_site_names_every_key_and_its_default():

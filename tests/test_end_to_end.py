@@ -28,7 +28,10 @@ from orrery.transport.weight_wire import weight_dir
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
-NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2  # steps of the run that breaks, and from one of its checkpoints to the next
+NUM_STEPS_WITH_LOSSES, INTERVAL = (
+    16,
+    2,
+)  # steps of the run that breaks, and from one of its checkpoints to the next
 BIN = Path(sys.executable).parent
 TOKEN = "7ab1e5" * 5
 # `orrery`, whose next attempt has a token that a test knows: no process tells it.
@@ -44,7 +47,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 def start(workspace: Path, *command: str, **options) -> subprocess.Popen:
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.Popen(command, cwd=workspace, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    return subprocess.Popen(
+        command,
+        cwd=workspace,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **options,
+    )
 
 
 def run(workspace: Path, *command: str) -> str:
@@ -68,13 +79,19 @@ def processes_of(folder: Path) -> list[str]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(folder) in word for word in words):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
+            str(folder) in word for word in words
+        ):
             found.append(" ".join(words))
     return found
 
 
 def rows(folder: Path, role: str, **wanted) -> list[dict]:
-    return [row for row in read(folder / "metrics" / f"{role}.0.jsonl") if all(row.get(key) == value for key, value in wanted.items())]
+    return [
+        row
+        for row in read(folder / "metrics" / f"{role}.0.jsonl")
+        if all(row.get(key) == value for key, value in wanted.items())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +114,13 @@ def test_the_policy_learns(finished, manifest):
 
 
 def test_every_step_is_trained_once_within_the_staleness_bound(finished, manifest):
-    bound, batch_size = manifest.orchestrator.max_off_policy_steps, manifest.orchestrator.rollouts_per_batch
-    assert [row["step"] for row in rows(finished, "trainer", stage="rl", event=None)] == list(range(1, manifest.stages.rl.num_steps + 1))
+    bound, batch_size = (
+        manifest.orchestrator.max_off_policy_steps,
+        manifest.orchestrator.rollouts_per_batch,
+    )
+    assert [row["step"] for row in rows(finished, "trainer", stage="rl", event=None)] == list(
+        range(1, manifest.stages.rl.num_steps + 1)
+    )
     num_versions = []
     for step in range(1, manifest.stages.rl.num_steps + 1):
         batch, _ = read_batch(finished, step)
@@ -110,11 +132,23 @@ def test_every_step_is_trained_once_within_the_staleness_bound(finished, manifes
 
 
 def test_trainer_and_engine_agree_on_equal_weights(finished, manifest):
-    differences = [row["logprob_max_abs_diff_same_weights"] for row in rows(finished, "trainer", stage="rl", event=None)]
+    differences = [
+        row["logprob_max_abs_diff_same_weights"]
+        for row in rows(finished, "trainer", stage="rl", event=None)
+    ]
     assert differences[0] is not None, "batch 1 is sampled by version 0 alone"
     [compared] = rows(finished, "trainer", event="compare")
-    assert compared["version"] == manifest.stages.rl.num_steps and compared["num_trained_tokens"] > 0, "the last version, after all updates"
-    assert max(one for one in [*differences, compared["logprob_max_abs_diff_same_weights"]] if one is not None) <= 1e-4
+    assert (
+        compared["version"] == manifest.stages.rl.num_steps and compared["num_trained_tokens"] > 0
+    ), "the last version, after all updates"
+    assert (
+        max(
+            one
+            for one in [*differences, compared["logprob_max_abs_diff_same_weights"]]
+            if one is not None
+        )
+        <= 1e-4
+    )
 
 
 def test_every_update_was_attested(finished, manifest):
@@ -125,7 +159,9 @@ def test_every_update_was_attested(finished, manifest):
 
 def test_both_engines_generated(finished, manifest):
     spans = read(finished / "metrics" / "orchestrator.0.spans.jsonl")
-    assert {span["engine"] for span in spans if span["name"] == "generate"} == set(range(manifest.inference.num_replicas))
+    assert {span["engine"] for span in spans if span["name"] == "generate"} == set(
+        range(manifest.inference.num_replicas)
+    )
 
 
 def test_the_report_and_its_line_are_there(finished):
@@ -143,10 +179,18 @@ def test_every_role_of_every_stage_ends_with_code_0_or_as_it_was_asked(finished)
     """A library that crashes in a destructor would end a role by a signal after all its work is done."""
     stages = json.loads((finished / "receipt.json").read_text())["stages"]
     rows = {stage: entry["attempts"] for stage, entry in stages.items() if stage != "report"}
-    endings = {(stage, name): how for stage, [row] in rows.items() for name, how in row["endings"].items()}
+    endings = {
+        (stage, name): how for stage, [row] in rows.items() for name, how in row["endings"].items()
+    }
     asked = {name for name in endings if name[1].split(".")[0] in ("inference", "router")}
-    assert {name: how for name, how in endings.items() if name not in asked and how != "exit code 0"} == {}
-    assert {name: how for name, how in endings.items() if name in asked and how not in ("exit code 0", "exit code 143", "SIGTERM")} == {}
+    assert {
+        name: how for name, how in endings.items() if name not in asked and how != "exit code 0"
+    } == {}
+    assert {
+        name: how
+        for name, how in endings.items()
+        if name in asked and how not in ("exit code 0", "exit code 143", "SIGTERM")
+    } == {}
     assert len(asked) >= 2 * 3  # two engines and a router, in two stages
 
 
@@ -184,35 +228,64 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
     the trainer ranks.
     """
     content = manifest.model_dump(mode="json")
-    content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = 2, NUM_STEPS_WITH_LOSSES
+    content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = (
+        2,
+        NUM_STEPS_WITH_LOSSES,
+    )
     content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
     content["transport"]["weights"] = request.param
     lossy = Manifest.model_validate(content)
     workspace = new_workspace(tmp_path_factory.mktemp("broken"))
     folder = run_dir(workspace / "runs", lossy)
-    not_yet = shutil.ignore_patterns("rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs")
+    not_yet = shutil.ignore_patterns(
+        "rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs"
+    )
     shutil.copytree(finished, folder, ignore=not_yet)
     (folder / "manifest.json").write_bytes(canonical_json(lossy))
 
     launcher = start(workspace, sys.executable, "-c", KNOWN_TOKEN, "run", folder.name, "rl")
     await_row(launcher, folder, "trainer", stage="rl", step=1)
-    assert not [process for process in psutil.Process(launcher.pid).children(recursive=True) if TOKEN in told_of(process)]
-    roles = {role["pid"]: role["name"].split(".")[0] for role in json.loads((folder / "status.json").read_text())["roles"]}
-    sockets = listening(roles) if os.geteuid() == 0 else []  # roles hide their open files from their own user
-    version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(launcher, folder, "inference.1")
+    assert not [
+        process
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        if TOKEN in told_of(process)
+    ]
+    roles = {
+        role["pid"]: role["name"].split(".")[0]
+        for role in json.loads((folder / "status.json").read_text())["roles"]
+    }
+    sockets = (
+        listening(roles) if os.geteuid() == 0 else []
+    )  # roles hide their open files from their own user
+    version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(
+        launcher, folder, "inference.1"
+    )
     await_row(launcher, folder, "orchestrator", event="engine_fenced", engine=1)
     await_row(launcher, folder, "orchestrator", event="update", version=version + 1)
-    assert not rows(folder, "orchestrator", event="engine_healthy"), "it came back before the others had gone on without it"
+    assert not rows(folder, "orchestrator", event="engine_healthy"), (
+        "it came back before the others had gone on without it"
+    )
     os.kill(pid_of(folder, "inference.0"), signal.SIGKILL)
     for engine in (0, 1):
         await_row(launcher, folder, "orchestrator", event="engine_healthy", engine=engine)
     last = rows(folder, "trainer", stage="rl", event=None)[-1]["step"]
     await_row(launcher, folder, "trainer", stage="rl", event=None, step=last + 1)
     kept, sentence = kill("inference", INTERVAL, launcher, folder)
-    return Broken(lossy, workspace, folder, version, kept, sentence, len(sockets), undeclared(sockets, LOOPBACK))
+    return Broken(
+        lossy,
+        workspace,
+        folder,
+        version,
+        kept,
+        sentence,
+        len(sockets),
+        undeclared(sockets, LOOPBACK),
+    )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: what a run listens on, which root alone may read")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="NOT TESTED: what a run listens on, which root alone may read"
+)
 @pytest.mark.parametrize("broken", ["files", "nccl"], indirect=True)
 def test_every_socket_of_the_run_is_declared(broken):
     assert broken.num_sockets > 8 and broken.undeclared == []
@@ -221,30 +294,45 @@ def test_every_socket_of_the_run_is_declared(broken):
 @pytest.mark.parametrize("broken", ["files", "nccl"], indirect=True)
 def test_engines_that_are_killed_come_back_with_the_current_version_and_the_run_goes_on(broken):
     folder = broken.folder
-    lost, back = (rows(folder, "orchestrator", event=event) for event in ("engine_fenced", "engine_healthy"))
+    lost, back = (
+        rows(folder, "orchestrator", event=event) for event in ("engine_fenced", "engine_healthy")
+    )
     assert [row["engine"] for row in lost[:2]] == [1, 0]
     assert sorted((row["engine"], row["incarnation"]) for row in back) == [(0, 1), (1, 1)]
-    assert all(row["version"] > broken.version for row in back), "an engine serves what it was started with"
-    assert "engine 1" in lost[0]["why"] and "engine 0" in lost[1]["why"], "by a call of the update, or by a request that ended first"
+    assert all(row["version"] > broken.version for row in back), (
+        "an engine serves what it was started with"
+    )
+    assert "engine 1" in lost[0]["why"] and "engine 0" in lost[1]["why"], (
+        "by a call of the update, or by a request that ended first"
+    )
     if broken.manifest.transport.weights == "nccl":
         takes = rows(folder, "trainer", event="weights_sent")
         sent = [row["version"] for row in takes if not row["error"]]
         failed = next(row for row in takes if row["error"])
         assert "engine 1" in failed["error"], failed
-        assert failed["version"] == broken.version + 1 and failed["version"] in sent, "engine 0 took it alone"
+        assert failed["version"] == broken.version + 1 and failed["version"] in sent, (
+            "engine 0 took it alone"
+        )
         assert all(row["version"] in sent for row in back)
     attempt = back[0]["attempt"]
     trained = rows(folder, "trainer", stage="rl", event=None, attempt=attempt)
-    assert [row["step"] for row in trained] == list(range(1, len(trained) + 1)) and len(trained) >= broken.kept
+    assert [row["step"] for row in trained] == list(range(1, len(trained) + 1)) and len(
+        trained
+    ) >= broken.kept
     assert trained[-1]["time_s"] > max(row["time_s"] for row in back), "it did not go on"
     assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
     last = rows(folder, "orchestrator", stage="rl", event="batch", attempt=attempt)[-1]
     assert last["dropped"]["engine_gone"] > 0
     receipts = json.loads((folder / "receipt.json").read_text())["stages"]["rl"]["attempts"]
-    [restarts] = [receipt["engine_restarts"] for receipt in receipts if receipt["attempt"] == attempt]
+    [restarts] = [
+        receipt["engine_restarts"] for receipt in receipts if receipt["attempt"] == attempt
+    ]
     assert restarts == {"inference.0": 1, "inference.1": 1}
     assert "restart 1" in (folder / "logs" / "inference.0.log").read_text()
-    assert "engines were started again 2 times, and inference.max_restarts allows no more" in broken.sentence
+    assert (
+        "engines were started again 2 times, and inference.max_restarts allows no more"
+        in broken.sentence
+    )
 
 
 def await_row(launcher: subprocess.Popen, folder: Path, role: str, **wanted) -> None:
@@ -254,7 +342,11 @@ def await_row(launcher: subprocess.Popen, folder: Path, role: str, **wanted) -> 
 
 
 def pid_of(folder: Path, name: str) -> int:
-    return next(role["pid"] for role in json.loads((folder / "status.json").read_text())["roles"] if role["name"] == name)
+    return next(
+        role["pid"]
+        for role in json.loads((folder / "status.json").read_text())["roles"]
+        if role["name"] == name
+    )
 
 
 def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
@@ -264,7 +356,9 @@ def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
     The version that engines had until then.
     """
     trainer, engine = (psutil.Process(pid_of(folder, each)) for each in ("trainer.0", name))
-    wire = weight_dir(folder, rows(folder, "trainer", stage="rl", event=None)[-1]["attempt"], num_nodes=1)
+    wire = weight_dir(
+        folder, rows(folder, "trainer", stage="rl", event=None)[-1]["attempt"], num_nodes=1
+    )
     is_on = False
     while not is_on:
         before = set(wire.glob("version_*.json"))
@@ -276,7 +370,10 @@ def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
         try:
             until = time.monotonic() + 5
             # A claim of this version: the update to the one before is over in every engine.
-            while not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(folder, name)) and time.monotonic() < until:
+            while (
+                not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(folder, name))
+                and time.monotonic() < until
+            ):
                 time.sleep(0.002)
             processes = [engine, *engine.children(recursive=True)] if has_begun else []
             for each in processes:
@@ -312,7 +409,9 @@ def told_of(process: psutil.Process) -> str:
 def is_paused(folder: Path, name: str) -> bool:
     """Whether it says so, or says nothing for long: an engine is paused when it takes weights, and answers when it has them."""
     url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
-    asked = urllib.request.Request(f"{url}/is_paused", headers=authorization(TOKEN, Purpose.ADMINISTER))
+    asked = urllib.request.Request(
+        f"{url}/is_paused", headers=authorization(TOKEN, Purpose.ADMINISTER)
+    )
     try:
         return json.loads(urllib.request.urlopen(asked, timeout=5).read())["is_paused"]
     except TimeoutError:
@@ -332,7 +431,9 @@ def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_go
     assert [row["step"] for row in trained] == list(range(1, last + 1))
     attempts = [row["attempt"] for row in trained]
     assert attempts == sorted(attempts)
-    assert all(trained[step - 1]["attempt"] < trained[step]["attempt"] for step in kept), "it did not go on from the checkpoint"
+    assert all(trained[step - 1]["attempt"] < trained[step]["attempt"] for step in kept), (
+        "it did not go on from the checkpoint"
+    )
     assert max(row["logprob_max_abs_diff_same_weights"] or 0 for row in trained) <= 1e-4
     assert steps(folder)[-1] == last
     verify(whole_dir(folder, last))
@@ -346,7 +447,9 @@ def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -
     """
     step = 0
     while step <= after_step or max(steps(folder), default=0) < after_step:
-        step = max((row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0)
+        step = max(
+            (row["step"] for row in rows(folder, "trainer", stage="rl", event=None)), default=0
+        )
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.05)
     assert step < NUM_STEPS_WITH_LOSSES, "the run ended before it could be killed"
@@ -357,7 +460,12 @@ def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -
     assert launcher.returncode == 1
     sentence = output.strip().splitlines()[-1]
     kept = steps(folder)[-1]
-    assert f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
+    assert (
+        f"{role}.0 was killed by SIGKILL" in sentence and f"to go on from step {kept}" in sentence
+    )
     assert kept >= after_step
-    assert processes_of(folder) == [] and list(Path("/dev/shm").glob(f"*orrery-{folder.name[-12:]}-*")) == []
+    assert (
+        processes_of(folder) == []
+        and list(Path("/dev/shm").glob(f"*orrery-{folder.name[-12:]}-*")) == []
+    )
     return kept, sentence

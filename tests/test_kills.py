@@ -35,23 +35,47 @@ def made_up(kills, folder: Path, wrong: str = ""):
     run = object.__new__(kills.Run)
     run.folder, run.what = folder, kills.manifest()
     (folder / "metrics").mkdir(parents=True)
-    size, whole = run.what.orchestrator.rollouts_per_batch, run.what.orchestrator.algorithm.group_size
+    size, whole = (
+        run.what.orchestrator.rollouts_per_batch,
+        run.what.orchestrator.algorithm.group_size,
+    )
     for attempt, steps in ((1, (1, 2, 3)), (2, (3, 4))):
-        trainer, orchestrator = (MetricsFile(folder, "rl", role, 0, attempt) for role in ("trainer", "orchestrator"))
+        trainer, orchestrator = (
+            MetricsFile(folder, "rl", role, 0, attempt) for role in ("trainer", "orchestrator")
+        )
         for version in (steps[0] - 1, *steps):
             other = wrong == "weights" and (attempt, version) == (2, RESUMED)
-            trainer.add_span("publish", 0.0, 1.0, step=version, digest="others" if other else digest(attempt, version))
+            trainer.add_span(
+                "publish",
+                0.0,
+                1.0,
+                step=version,
+                digest="others" if other else digest(attempt, version),
+            )
         for step in steps:
             if wrong == "step" and step == 3:
                 continue
-            versions = np.full(2 * size, step - (0 if wrong == "version" and step == 4 else 1), np.int32)
+            versions = np.full(
+                2 * size, step - (0 if wrong == "version" and step == 4 else 1), np.int32
+            )
             digests = {str(step - 1): digest(1 if wrong == "digest" else attempt, step - 1)}
-            groups = np.arange(size) // whole + (step - 1 - (wrong == "samples" and step == 4)) * (size // whole)
+            groups = np.arange(size) // whole + (step - 1 - (wrong == "samples" and step == 4)) * (
+                size // whole
+            )
             number = size - (wrong == "part" and step == 2)
-            write_batch(folder, step, [batch(versions, groups)] if number == size else [batch(versions[2:], groups[1:])], digests=digests)
+            write_batch(
+                folder,
+                step,
+                [batch(versions, groups)] if number == size else [batch(versions[2:], groups[1:])],
+                digests=digests,
+            )
             orchestrator.write(step, event="batch", digests=digests)
             found = 1e-3 if wrong == "log-probs" and step == 4 else 1e-6
-            row = {"loss": 0.1, "num_trained_tokens": size, "logprob_max_abs_diff_same_weights": found}
+            row = {
+                "loss": 0.1,
+                "num_trained_tokens": size,
+                "logprob_max_abs_diff_same_weights": found,
+            }
             for _ in range(2 if wrong == "again" and step == 4 else 1):
                 trainer.write(step, **row)
         trainer.close()
@@ -78,7 +102,12 @@ def batch(versions: np.ndarray, groups: np.ndarray) -> Columns:
 
 def test_a_run_that_went_on_after_a_kill_has_everything_once(kills, tmp_path):
     found = kills.checked(made_up(kills, tmp_path))
-    assert (found["lost"], found["twice"], found["wrong_versions"], found["num_steps_trained_again"]) == (0, 0, 0, 1)
+    assert (
+        found["lost"],
+        found["twice"],
+        found["wrong_versions"],
+        found["num_steps_trained_again"],
+    ) == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +122,22 @@ def test_what_is_wrong_after_a_kill_is_counted(kills, tmp_path, wrong, what):
 @pytest.mark.parametrize(
     ("victim", "sentence", "named"),
     [
-        ("trainer.1", "error: rl: trainer.1 was killed by SIGKILL while training (step 5); its log is L; type `make demo` to go on", True),
+        (
+            "trainer.1",
+            "error: rl: trainer.1 was killed by SIGKILL while training (step 5); its log is L; type `make demo` to go on",
+            True,
+        ),
         (
             "trainer.1",
             "error: rl: trainer.0 ended with exit code 1 while training (step 5); its log is L; type `make demo` to go on",
             False,
         ),
         ("trainer.1", "error: rl: trainer.1 was killed by SIGKILL while training (step 5)", False),
-        ("engine core of inference.0", "rl: orchestrator.0 ended with exit code 1: engine 0 is gone; type `make demo` to go on", False),
+        (
+            "engine core of inference.0",
+            "rl: orchestrator.0 ended with exit code 1: engine 0 is gone; type `make demo` to go on",
+            False,
+        ),
         ("launcher", "the launcher (pid 7) died without a word; type `make demo` to go on", True),
     ],
 )
@@ -115,7 +152,9 @@ def test_a_seed_draws_the_same_kills_of_all_roles_each_time(kills):
     assert roles == {
         "trainer", "orchestrator", "inference", "router", "launcher", "report", "engine core of inference", "vllm-router of router",
     }  # fmt: skip
-    assert [kills.STAGES.index(kill.stage) for kill in drawn] == sorted(kills.STAGES.index(kill.stage) for kill in drawn)
+    assert [kills.STAGES.index(kill.stage) for kill in drawn] == sorted(
+        kills.STAGES.index(kill.stage) for kill in drawn
+    )
 
 
 def test_the_recorded_figure_is_of_20_kills(kills):

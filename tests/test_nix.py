@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NIX = shutil.which("nix")
-needs_nix = pytest.mark.skipif(NIX is None, reason="nix is not on this machine; apt-get install -y --no-install-recommends nix-bin")
+needs_nix = pytest.mark.skipif(
+    NIX is None,
+    reason="nix is not on this machine; apt-get install -y --no-install-recommends nix-bin",
+)
 # The files that the flake reads; a copy of just these shows that it reads no others.
 FILES = ["flake.nix", "flake.lock", ".python-version", "nix/stub/flake.nix"]
 SYSTEMS = {"x86_64-linux", "aarch64-linux"}
@@ -33,8 +36,16 @@ connect-timeout = 2
 def state(tmp_path_factory) -> dict[str, str]:
     """The environment of a Nix that keeps all that it writes in one temporary folder, on a machine whose PATH is empty."""
     folder = tmp_path_factory.mktemp("nix")
-    places = {f"NIX_{name}_DIR": str(folder / name.lower()) for name in ("STORE", "STATE", "LOG", "CONF")}
-    return {"PATH": str(folder / "bin"), "HOME": str(folder), "TMPDIR": str(folder), "NIX_CONFIG": SETTINGS, **places}
+    places = {
+        f"NIX_{name}_DIR": str(folder / name.lower()) for name in ("STORE", "STATE", "LOG", "CONF")
+    }
+    return {
+        "PATH": str(folder / "bin"),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "NIX_CONFIG": SETTINGS,
+        **places,
+    }
 
 
 @pytest.fixture
@@ -47,20 +58,35 @@ def flake(tmp_path) -> Path:
 
 
 def nix(state: dict[str, str], verb: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([NIX, *verb.split(), *words], env=state, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [NIX, *verb.split(), *words], env=state, capture_output=True, text=True, timeout=60
+    )
 
 
 def with_stub(flake: Path) -> list[str]:
     return ["--override-input", "nixpkgs", f"path:{flake}/nix/stub", "--no-write-lock-file"]
 
 
-def evaluated(state: dict[str, str], flake: Path, output: str, function: str) -> subprocess.CompletedProcess[str]:
-    return nix(state, "eval", "--json", *with_stub(flake), f"path:{flake}#{output}", "--apply", function)
+def evaluated(
+    state: dict[str, str], flake: Path, output: str, function: str
+) -> subprocess.CompletedProcess[str]:
+    return nix(
+        state, "eval", "--json", *with_stub(flake), f"path:{flake}#{output}", "--apply", function
+    )
 
 
 def in_shell(state: dict[str, str], flake: Path, shell: str, script: str) -> list[str]:
     """The lines that a bash script prints within a shell of the flake."""
-    done = nix(state, "develop", *with_stub(flake), f"path:{flake}#{shell}", "-c", "/bin/bash", "-c", script)
+    done = nix(
+        state,
+        "develop",
+        *with_stub(flake),
+        f"path:{flake}#{shell}",
+        "-c",
+        "/bin/bash",
+        "-c",
+        script,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -88,10 +114,17 @@ def test_the_lock_belongs_to_the_flake(state, flake):
 
 @needs_nix
 def test_every_output_evaluates_on_every_system(state, flake):
-    done = evaluated(state, flake, "devShells", "builtins.mapAttrs (_: builtins.mapAttrs (_: shell: shell.drvPath))")
+    done = evaluated(
+        state,
+        flake,
+        "devShells",
+        "builtins.mapAttrs (_: builtins.mapAttrs (_: shell: shell.drvPath))",
+    )
     assert done.returncode == 0, done.stderr
     shells = json.loads(done.stdout)
-    assert {system: set(of) for system, of in shells.items()} == {system: {"default", "light"} for system in SYSTEMS}
+    assert {system: set(of) for system, of in shells.items()} == {
+        system: {"default", "light"} for system in SYSTEMS
+    }
 
     done = evaluated(state, flake, "formatter", "builtins.mapAttrs (_: one: one.drvPath)")
     assert done.returncode == 0, done.stderr
@@ -101,7 +134,12 @@ def test_every_output_evaluates_on_every_system(state, flake):
 @needs_nix
 def test_a_misspelt_package_does_not_evaluate(state, flake):
     replace(flake / "flake.nix", "pkgs.go-jsonnet", "pkgs.go-jsonet")
-    done = evaluated(state, flake, "devShells", "builtins.mapAttrs (_: builtins.mapAttrs (_: shell: shell.drvPath))")
+    done = evaluated(
+        state,
+        flake,
+        "devShells",
+        "builtins.mapAttrs (_: builtins.mapAttrs (_: shell: shell.drvPath))",
+    )
     assert done.returncode != 0 and "go-jsonet" in done.stderr
 
 
@@ -109,8 +147,23 @@ def test_a_misspelt_package_does_not_evaluate(state, flake):
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
 def test_a_shell_holds_its_tools_and_the_python_of_the_version_file(state, flake, version):
     (flake / ".python-version").write_text(f"{version}\n")
-    tools = [f"python{version}", "uv", "jsonnet", "jsonnetfmt", "git", "make", "apptainer", "srun", "sbatch"]
-    places = in_shell(state, flake, "default", f"type -P {' '.join(tools)}; printf '%s\\n' $UV_PYTHON $UV_PYTHON_DOWNLOADS")
+    tools = [
+        f"python{version}",
+        "uv",
+        "jsonnet",
+        "jsonnetfmt",
+        "git",
+        "make",
+        "apptainer",
+        "srun",
+        "sbatch",
+    ]
+    places = in_shell(
+        state,
+        flake,
+        "default",
+        f"type -P {' '.join(tools)}; printf '%s\\n' $UV_PYTHON $UV_PYTHON_DOWNLOADS",
+    )
     assert [Path(place).name for place in places[:-2]] == tools
     assert all(place.startswith(state["NIX_STORE_DIR"]) for place in places[:-2])
     assert places[-2:] == [places[0], "never"]
@@ -134,7 +187,13 @@ def test_slurm_commands_of_the_machine_come_before_those_of_the_shell(state, fla
 
 @needs_nix
 def test_wheels_find_the_system_libraries_and_the_library_path_of_the_caller_is_kept(state, flake):
-    (line,) = in_shell({**state, "LD_LIBRARY_PATH": "/usr/lib/site"}, flake, "default", "echo $LD_LIBRARY_PATH")
+    (line,) = in_shell(
+        {**state, "LD_LIBRARY_PATH": "/usr/lib/site"}, flake, "default", "echo $LD_LIBRARY_PATH"
+    )
     *libraries, last = line.split(":")
     assert last == "/usr/lib/site"
-    assert [Path(library).parent.name.split("-", 1)[1] for library in libraries] == ["gcc-lib", "numactl", "zlib"]
+    assert [Path(library).parent.name.split("-", 1)[1] for library in libraries] == [
+        "gcc-lib",
+        "numactl",
+        "zlib",
+    ]

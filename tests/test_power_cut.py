@@ -119,7 +119,11 @@ def whole_checkpoint(root: Path) -> None:
         snapshot.write(root / "run", learner.step, 1, of_orchestrator(learner.step + 1), 1.0)
         with checkpoint.Saver(ALONE) as saver:
             saver.copy(learner, folder / "trainer", {"more.json": b"{}"})
-            saver.write(lambda folder=folder: checkpoints.complete(folder, [f"trainer/{checkpoint.note(0)}"]))
+            saver.write(
+                lambda folder=folder: checkpoints.complete(
+                    folder, [f"trainer/{checkpoint.note(0)}"]
+                )
+            )
 
 
 def of_orchestrator(next_batch: int) -> Snapshot:
@@ -153,7 +157,11 @@ def wind_down(root: Path) -> None:
 def keep_a_batch(root: Path) -> None:
     ids = torch.arange(4, dtype=torch.int32).numpy()
     for step in (1, 2):
-        rollout_store.write_batch(root / "run", step, Columns(ids[:2] * 0 + ids[[0, 3]].astype("int64"), {"token_id": ids[:3]}, {}))
+        rollout_store.write_batch(
+            root / "run",
+            step,
+            Columns(ids[:2] * 0 + ids[[0, 3]].astype("int64"), {"token_id": ids[:3]}, {}),
+        )
 
 
 def copy_code(root: Path) -> None:
@@ -200,7 +208,16 @@ def end_a_stage(root: Path) -> None:
     (run / "weights").mkdir()
     learner = make_learner(manifest(), root / "start")
     export(learner.policy, ALONE, manifest().model, root / "start", run / "weights" / "rl")
-    job = Job(run, StagePlan("rl", (), ()), ("rl",), None, 1, "again", Site(roles=Roles()), Workspace(root))
+    job = Job(
+        run,
+        StagePlan("rl", (), ()),
+        ("rl",),
+        None,
+        1,
+        "again",
+        Site(roles=Roles()),
+        Workspace(root),
+    )
     assert run_stage(job).state == "done"
 
 
@@ -278,8 +295,14 @@ class Watch:
                 within = Path(os.path.commonpath([Path(marker).parent, folder]))
                 for path, found in disk.may_exist(folder):
                     is_named = (disk.root / folder).exists() and disk.is_named(Path(folder), within)
-                    itself = {} if within != Path(folder) else {Path(marker).name: (disk.root / marker).read_bytes()}
-                    self._seen.append((path, found.inode, itself | _surely(disk, found) if is_named else {}))
+                    itself = (
+                        {}
+                        if within != Path(folder)
+                        else {Path(marker).name: (disk.root / marker).read_bytes()}
+                    )
+                    self._seen.append(
+                        (path, found.inode, itself | _surely(disk, found) if is_named else {})
+                    )
 
     def end(self, disk: Disk) -> list[str]:
         """Return one sentence for each path that is broken in some state."""
@@ -288,7 +311,9 @@ class Watch:
             if live.exists() and live.stat().st_ino == inode:
                 for name, content in _tree(live).items():
                     if tree.get(name) != content:
-                        self.broken.append(f"{path} may be there, and {name or 'it'} lost or not whole")
+                        self.broken.append(
+                            f"{path} may be there, and {name or 'it'} lost or not whole"
+                        )
         for pattern in self._case.safe:
             for path in disk.root.glob(pattern):
                 if not disk.is_safe(path):
@@ -303,10 +328,14 @@ class Watch:
                 if not any(name == checkpoints.MARKER for name, _ in folder.children()):
                     continue
                 listed = folder.surely(checkpoints.FILES)
-                for name, digest in json.loads(listed).items() if listed else ((checkpoints.FILES, ""),):
+                for name, digest in (
+                    json.loads(listed).items() if listed else ((checkpoints.FILES, ""),)
+                ):
                     content = folder.surely(name)
                     if content is None or hashlib.sha256(content).hexdigest() != digest:
-                        self.broken.append(f"{path} may be marked complete, and {name} lost or not whole")
+                        self.broken.append(
+                            f"{path} may be marked complete, and {name} lost or not whole"
+                        )
 
 
 def _like(disk: Disk, pattern: str) -> list[tuple[str, Found]]:
@@ -314,9 +343,15 @@ def _like(disk: Disk, pattern: str) -> list[tuple[str, Found]]:
     folder, _, last = pattern.rpartition("/")
     found = disk.may_exist(f"{folder}/*" if folder else "*")
     names = [
-        (path, one) for path, one in found if Path(path).name == last or (last.endswith("*") and Path(path).name.startswith(last[:-1]))
+        (path, one)
+        for path, one in found
+        if Path(path).name == last or (last.endswith("*") and Path(path).name.startswith(last[:-1]))
     ]
-    return [(path, one) for path, one in names if not Path(path).name.startswith(".") and not path.endswith(".partial")]
+    return [
+        (path, one)
+        for path, one in names
+        if not Path(path).name.startswith(".") and not path.endswith(".partial")
+    ]
 
 
 def _surely(disk: Disk, found: Found) -> Tree:
@@ -335,10 +370,16 @@ def _tree(path: Path) -> Tree:
     if path.is_file():
         return {"": path.read_bytes()}
     files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
-    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files if file.name != ".lock"}
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in files
+        if file.name != ".lock"
+    }
 
 
-def play(name: str, root: Path, skip: Callable[[FrameType], bool] = lambda frame: False) -> list[str]:
+def play(
+    name: str, root: Path, skip: Callable[[FrameType], bool] = lambda frame: False
+) -> list[str]:
     """Play the case `name`; return a sentence for each path that a power cut may break."""
     case, watch = CASES[name], Watch(CASES[name])
     shutil.rmtree(root, ignore_errors=True)
@@ -363,8 +404,13 @@ def syncs() -> dict[tuple[str, int], str]:
     for path in sorted((ROOT / "packages").glob("*/src/orrery/**/*.py")):
         text, short = path.read_text(), path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(text)) if "sync" in text and short != WIRE else ():
-            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in SYNCS:
-                found[str(path), node.lineno] = f"{short}:{node.lineno}: {text.splitlines()[node.lineno - 1].strip()}"
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", getattr(node.func, "attr", "")) in SYNCS
+            ):
+                found[str(path), node.lineno] = (
+                    f"{short}:{node.lineno}: {text.splitlines()[node.lineno - 1].strip()}"
+                )
     return found
 
 
@@ -391,6 +437,9 @@ def test_every_sync_of_the_source_is_needed_for_that(tmp_path):
         play(name, tmp_path / "disk", note)
     needless = []
     for site, names in used.items():
-        if not any(play(name, tmp_path / "disk", lambda frame, site=site: site in callers(frame)) for name in sorted(names)):
+        if not any(
+            play(name, tmp_path / "disk", lambda frame, site=site: site in callers(frame))
+            for name in sorted(names)
+        ):
             needless.append(every[site] + (" (in no case)" if not names else ""))
     assert len(every) > 15 and not needless, "\n".join(needless)

@@ -19,7 +19,11 @@ PAGE = (ROOT / "docs/quickstart.md").read_text()
 INSTALL = "uv pip install --no-deps --no-build-isolation -e packages/tasks/examples/count_vowels"
 COPY = "sed 's/reverse_text/count_vowels/' jsonnet/runs/reverse_text.jsonnet > jsonnet/runs/count_vowels.jsonnet"
 LOOK = ["orrery status", "orrery logs reverse_text trainer"]
-CHANGE = ["orrery explain reverse_text trainer.optimizer.lr", "orrery render reverse_text", "orrery plan reverse_text"]
+CHANGE = [
+    "orrery explain reverse_text trainer.optimizer.lr",
+    "orrery render reverse_text",
+    "orrery plan reverse_text",
+]
 # Not typed as they stand: the environment is active here, `make demo` is two commands behind `make setup`, and pages are served for ever.
 START = ["snakemake --profile local reverse_text", "make demo RUN=count_vowels"]
 OTHERWISE = [". .venv/bin/activate", "tensorboard --logdir runs", "orrery stop reverse_text"]
@@ -33,11 +37,19 @@ SMALLER = (
 
 def commands() -> list[str]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return [line.split(" #")[0].strip() for language, block in blocks if not language for line in block.splitlines() if line.strip()]
+    return [
+        line.split(" #")[0].strip()
+        for language, block in blocks
+        if not language
+        for line in block.splitlines()
+        if line.strip()
+    ]
 
 
 def test_every_command_of_the_page_is_one_that_the_test_below_types():
-    assert sorted(commands()) == sorted([*LOOK, *CHANGE, *START, *OTHERWISE, INSTALL, COPY, "orrery render count_vowels"])
+    assert sorted(commands()) == sorted(
+        [*LOOK, *CHANGE, *START, *OTHERWISE, INSTALL, COPY, "orrery render count_vowels"]
+    )
 
 
 @pytest.mark.engine
@@ -49,10 +61,17 @@ def test_the_pages_own_task_is_trained_by_its_commands_and_ends_early(tmp_path):
     for name in ("jsonnet", "manifests"):
         shutil.copytree(ROOT / name, tmp_path / name)
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path, "VIRTUAL_ENV": str(BIN.parent)}
+    env = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": path,
+        "VIRTUAL_ENV": str(BIN.parent),
+    }
 
     def type_in(command: str) -> str:
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -74,12 +93,28 @@ def test_the_pages_own_task_is_trained_by_its_commands_and_ends_early(tmp_path):
 
     manifest = load(tmp_path / "manifests/count_vowels.json")
     folder = run_dir(tmp_path / "runs", manifest)
-    assert all((folder / "stages" / stage / "DONE").exists() for stage in ("init", "sft", "rl", "evaluate", "report"))
-    (ended,) = [row for row in read(folder / "metrics/orchestrator.0.jsonl") if row.get("event") == "stopped_early"]
-    compared = [row["version"] for row in read(folder / "metrics/trainer.0.jsonl") if row.get("event") == "compare"]
+    assert all(
+        (folder / "stages" / stage / "DONE").exists()
+        for stage in ("init", "sft", "rl", "evaluate", "report")
+    )
+    (ended,) = [
+        row
+        for row in read(folder / "metrics/orchestrator.0.jsonl")
+        if row.get("event") == "stopped_early"
+    ]
+    compared = [
+        row["version"]
+        for row in read(folder / "metrics/trainer.0.jsonl")
+        if row.get("event") == "compare"
+    ]
     assert compared == [ended["version"]] and ended["version"] < manifest.stages.rl.num_steps
     assert (folder / "weights/rl/model.safetensors").exists()
     if ended["version"]:
-        assert len(list((folder / "checkpoints").glob(f"step_{ended['version']}.attempt_1/COMPLETE"))) == 1
-    lines = [json.loads(line) for line in (folder / "rollouts/evaluate.jsonl").read_text().splitlines()]
+        assert (
+            len(list((folder / "checkpoints").glob(f"step_{ended['version']}.attempt_1/COMPLETE")))
+            == 1
+        )
+    lines = [
+        json.loads(line) for line in (folder / "rollouts/evaluate.jsonl").read_text().splitlines()
+    ]
     assert {line["task"] for line in lines} == {"count_vowels"} and len(lines) == 2 * 16

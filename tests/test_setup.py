@@ -34,7 +34,13 @@ def system(tmp_path):
 
 def install(tmp_path: Path, names: str = "cpu") -> tuple[int, str, list[str]]:
     """Run `locks/system.sh`; return its exit code, its error output and its calls of apt-get."""
-    done = subprocess.run(["bash", "locks/system.sh", names], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "locks/system.sh", names],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     calls = tmp_path / "calls"
     return done.returncode, done.stderr, calls.read_text().splitlines() if calls.exists() else []
 
@@ -53,7 +59,10 @@ def test_missing_packages_are_installed_where_that_needs_no_password(system, tmp
     code, error, calls = install(tmp_path)
     assert (code, error) == (0, "")
     assert calls[0].startswith("apt-get update")
-    assert re.fullmatch(r"apt-get install -y --no-install-recommends g\+\+ libnuma1 libibverbs1 libcurl4 .*", calls[1])
+    assert re.fullmatch(
+        r"apt-get install -y --no-install-recommends g\+\+ libnuma1 libibverbs1 libcurl4 .*",
+        calls[1],
+    )
 
 
 def test_without_root_the_line_to_type_comes_before_anything_else(system, tmp_path):
@@ -71,7 +80,10 @@ def test_a_system_without_apt_get_is_told_the_names(system, tmp_path):
     system("ldconfig", "true")
     (tmp_path / "apt-get").unlink()
     code, error, _ = install(tmp_path)
-    assert code == 1 and "lacks libnuma1 libibverbs1 libcurl4 (Debian's names) and has no apt-get" in error
+    assert (
+        code == 1
+        and "lacks libnuma1 libibverbs1 libcurl4 (Debian's names) and has no apt-get" in error
+    )
 
 
 def test_a_failed_installation_ends_with_a_sentence(system, tmp_path):
@@ -95,7 +107,11 @@ PASSES, FAILS, CRASHES_LATE = (
 )
 
 
-@pytest.mark.parametrize(("test", "passes"), [(PASSES, True), (FAILS, False), (CRASHES_LATE, False)], ids=["passes", "fails", "crashes"])
+@pytest.mark.parametrize(
+    ("test", "passes"),
+    [(PASSES, True), (FAILS, False), (CRASHES_LATE, False)],
+    ids=["passes", "fails", "crashes"],
+)
 def test_ci_passes_only_where_pytest_ends_normally_and_no_test_failed(tmp_path, test, passes):
     for half in ("others", "waits"):
         (tmp_path / half).mkdir()
@@ -103,10 +119,14 @@ def test_ci_passes_only_where_pytest_ends_normally_and_no_test_failed(tmp_path, 
     (tmp_path / "waits/test_it.py").write_text(PASSES)
     script = (ROOT / ".ci/run").read_text()
     script = re.sub(r"(?m)^make setup$.*\n.*make nix$", "", script)
-    script = re.sub(r"(?m)^(waits|others)=.*$", rf'\1="{tmp_path}/\1 -o cache_dir=$scratch/\1"', script)
+    script = re.sub(
+        r"(?m)^(waits|others)=.*$", rf'\1="{tmp_path}/\1 -o cache_dir=$scratch/\1"', script
+    )
     (tmp_path / "ci").mkdir()
     (tmp_path / "ci/run").write_text(script)
-    (tmp_path / "Makefile").write_text("SHELL := bash\ntest:\n\t@pytest $(ARGS)\ntest-kernels test-cluster:\n\t@true\n")
+    (tmp_path / "Makefile").write_text(
+        "SHELL := bash\ntest:\n\t@pytest $(ARGS)\ntest-kernels test-cluster:\n\t@true\n"
+    )
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
     env = {**os.environ, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "ci/run"], cwd=tmp_path, env=env, capture_output=True, text=True)

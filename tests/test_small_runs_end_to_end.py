@@ -29,13 +29,30 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # One engine whose cache is too small for a batch, so that blocks go to host memory and disk and come back; one that computes prompts for
 # another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens. The two that share get a
 # conversation's turns by chance, and each has room for all that a run computes: what it finds outside its device is the other's.
-TIERS = {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28}, "kv_cache_bytes": 1 << 21}
-ROUTER = {"kind": "vllm_router", "policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None}
+TIERS = {
+    "kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28},
+    "kv_cache_bytes": 1 << 21,
+}
+ROUTER = {
+    "kind": "vllm_router",
+    "policy": "round_robin",
+    "balance_abs_threshold": None,
+    "balance_rel_threshold": None,
+}
 # A prompt of 77 tokens, so a first turn fills a third block of 32 that no other rollout has.
 TURNS = {"median_tokens": 20, "sigma": 0.0, "max_tokens": 20, "prompt_words": 15}
-APART = {"num_replicas": 2, "prefill_replicas": 1, "kv_transfer": {"kind": "nixl"}, "router": {"kind": "none"}}
+APART = {
+    "num_replicas": 2,
+    "prefill_replicas": 1,
+    "kv_transfer": {"kind": "nixl"},
+    "router": {"kind": "none"},
+}
 
-SHARED = {"num_replicas": 2, "kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26}, "router": ROUTER}
+SHARED = {
+    "num_replicas": 2,
+    "kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26},
+    "router": ROUTER,
+}
 
 
 def manifest(inference: dict, mesh: dict, **fields) -> Manifest:
@@ -62,7 +79,12 @@ def blocks(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".bin")]
 
 
-def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda name: None, stages: tuple[str, ...] = ("init", "rl")) -> Path:
+def play(
+    tmp_path: Path,
+    spec: Manifest,
+    look: Callable[[str], None] = lambda name: None,
+    stages: tuple[str, ...] = ("init", "rl"),
+) -> Path:
     """The run's folder after its `stages`; `look` is called with its name while they run."""
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -74,7 +96,13 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
     for stage in stages:
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path}
         with open(tmp_path / "said", "w") as said:
-            process = subprocess.Popen(["orrery", "run", folder.name, stage], cwd=tmp_path, env=env, stdout=said, stderr=said)
+            process = subprocess.Popen(
+                ["orrery", "run", folder.name, stage],
+                cwd=tmp_path,
+                env=env,
+                stdout=said,
+                stderr=said,
+            )
             while process.poll() is None:
                 look(folder.name)
                 time.sleep(0.5)
@@ -84,13 +112,24 @@ def play(tmp_path: Path, spec: Manifest, look: Callable[[str], None] = lambda na
 
 def found_outside(folder: Path, spec: Manifest) -> list[int]:
     """By engine, the prompt tokens that it found in caches outside its device, up to the last look at it."""
-    rows = [row for row in read(folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "engine"]
-    return [max(row["external_hit_tokens"] for row in rows if row["engine"] == index) for index in range(spec.inference.num_replicas)]
+    rows = [
+        row
+        for row in read(folder / "metrics" / "orchestrator.0.jsonl")
+        if row.get("event") == "engine"
+    ]
+    return [
+        max(row["external_hit_tokens"] for row in rows if row["engine"] == index)
+        for index in range(spec.inference.num_replicas)
+    ]
 
 
 def trained(folder: Path) -> list[dict]:
     """The rows of its RL steps."""
-    return [row for row in read(folder / "metrics" / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
+    return [
+        row
+        for row in read(folder / "metrics" / "trainer.0.jsonl")
+        if row.get("stage") == "rl" and row.get("event") is None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +142,21 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     on_disk: set[str] = set()
 
     def look(name: str) -> None:
-        on_disk.update(file for kept in Path(tempfile.gettempdir()).glob(f"orrery-kv-{name}-*") for file in blocks(kept))
+        on_disk.update(
+            file
+            for kept in Path(tempfile.gettempdir()).glob(f"orrery-kv-{name}-*")
+            for file in blocks(kept)
+        )
 
-    with alone_in_a_network("Mooncake listens on every interface") if inference is SHARED else nullcontext():
+    with (
+        alone_in_a_network("Mooncake listens on every interface")
+        if inference is SHARED
+        else nullcontext()
+    ):
         folder = play(tmp_path, spec, look)
-    assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), "the launcher starts the store"
+    assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), (
+        "the launcher starts the store"
+    )
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
     # An engine that only prefills looks nowhere; every other one looks, and would compute what it does not find. Of two that share a store
@@ -116,7 +165,9 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     if inference is SHARED:
         assert sum(hits) > 0
     else:
-        assert [tokens > 0 for tokens in hits] == [index >= spec.inference.prefill_replicas for index in range(len(hits))], hits
+        assert [tokens > 0 for tokens in hits] == [
+            index >= spec.inference.prefill_replicas for index in range(len(hits))
+        ], hits
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)
@@ -134,7 +185,11 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
 def small(name: str) -> Manifest:
     """Three steps of a checked-in run, without its warm start and on the same weights on both sides."""
     content = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
-    content["orchestrator"] |= {"rollouts_per_batch": 32, "max_off_policy_steps": 0, "max_batches_ahead": 0}
+    content["orchestrator"] |= {
+        "rollouts_per_batch": 32,
+        "max_off_policy_steps": 0,
+        "max_batches_ahead": 0,
+    }
     content["orchestrator"]["evaluation"] |= {"interval_steps": 3, "num_problems": 4}
     content["stages"] |= {"sft": None}
     content["stages"]["rl"] |= {"num_steps": 3}
@@ -152,11 +207,20 @@ def test_second_turns_find_in_host_memory_and_on_disk_what_has_left_the_device(t
 
 def test_adapters_are_all_that_engines_get_and_they_compute_what_the_trainer_does(tmp_path):
     folder = play(tmp_path, small("reverse_text_adapters"))
-    steps, updates = trained(folder), [row for row in read(folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "update"]
+    steps, updates = (
+        trained(folder),
+        [
+            row
+            for row in read(folder / "metrics" / "orchestrator.0.jsonl")
+            if row.get("event") == "update"
+        ],
+    )
     assert [row["version"] for row in updates if row["stage"] == "rl"] == [0, 1, 2, 3]
     assert all(sum(row["attested"].values()) > 0 for row in updates)
     assert max(row["logprob_max_abs_diff_same_weights"] for row in steps) <= 1e-4
-    before, after = (load_file(folder / "weights" / stage / "model.safetensors") for stage in ("init", "rl"))
+    before, after = (
+        load_file(folder / "weights" / stage / "model.safetensors") for stage in ("init", "rl")
+    )
     assert before.keys() == after.keys(), "what leaves the run is merged"
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

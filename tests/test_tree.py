@@ -12,7 +12,9 @@ BIN = Path(sys.executable).parent
 
 # A letter of each word stands in brackets, so that this file does not match its own patterns.
 FOREIGN = {
-    "an absolute path of somebody's machine": re.compile(r"(?<![\w.}$)\]*-])/(?:hom[e]|roo[t]|User[s]|wor[k]|op[t]|mn[t])/[\w.{$<]"),
+    "an absolute path of somebody's machine": re.compile(
+        r"(?<![\w.}$)\]*-])/(?:hom[e]|roo[t]|User[s]|wor[k]|op[t]|mn[t])/[\w.{$<]"
+    ),
     "a package registry": re.compile(
         r"\b(?:py[p]i|test\.py[p]i|pythonhoste[d]|anacond[a]|condaforg[e]|npmj[s]|devp[i]|jfro[g]|artifactor[y]|nexu[s])\.\w"
         r"|\bdownload\.pytorc[h]|\bwheels\.vll[m]|//[^\s/\"']+(?:/[^\s/\"']+)*/simpl[e]\b",
@@ -23,20 +25,29 @@ FOREIGN = {
 
 
 def passes(*command: str) -> None:
-    done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def tracked() -> list[Path]:
     """The files of the commit; where this is no git checkout, those that are not hidden or made by running."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True) if (ROOT / ".git").exists() else None
+    listed = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+        if (ROOT / ".git").exists()
+        else None
+    )
     if listed is not None and listed.returncode == 0:
-        return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+        return [
+            path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()
+        ]
     made = {"runs", "build", "dist", "__pycache__", "node_modules"}
     return [
         path
         for path in ROOT.rglob("*")
-        if path.is_file() and not any(part in made or part.startswith(".") for part in path.relative_to(ROOT).parts)
+        if path.is_file()
+        and not any(part in made or part.startswith(".") for part in path.relative_to(ROOT).parts)
     ]
 
 

@@ -35,7 +35,9 @@ RENDERS = "gojsonnet"  # roles read manifests; what renders them is not in image
 
 def versions_named(text: str) -> set[str]:
     """Python versions that a text names, also by the Debian release whose Python it takes."""
-    return set(NAMED.findall(text)) | {version for release, version in OF_DEBIAN.items() if release in text}
+    return set(NAMED.findall(text)) | {
+        version for release, version in OF_DEBIAN.items() if release in text
+    }
 
 
 def settings(path: str) -> dict:
@@ -45,7 +47,10 @@ def settings(path: str) -> dict:
 def required_by_packages() -> dict[str, str]:
     found = sorted((ROOT / "packages").rglob("pyproject.toml"))
     assert found
-    return {str(path.relative_to(ROOT)): tomllib.loads(path.read_text())["project"]["requires-python"] for path in found}
+    return {
+        str(path.relative_to(ROOT)): tomllib.loads(path.read_text())["project"]["requires-python"]
+        for path in found
+    }
 
 
 def test_the_version_file_holds_a_minor_version_and_nothing_else():
@@ -54,14 +59,19 @@ def test_the_version_file_holds_a_minor_version_and_nothing_else():
 
 def test_every_package_allows_it_and_the_rooms_allow_the_same():
     required = required_by_packages()
-    assert [path for path, versions in required.items() if VERSION not in SpecifierSet(versions)] == []
+    assert [
+        path for path, versions in required.items() if VERSION not in SpecifierSet(versions)
+    ] == []
     rooms = {versions for path, versions in required.items() if path.count("/") == 2}
     assert len(rooms) == 1, required
 
 
 def test_ruff_and_mypy_check_for_the_oldest_version_that_the_rooms_allow():
     allowed = SpecifierSet(required_by_packages()["packages/manifest/pyproject.toml"])
-    oldest = min((f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed), key=lambda version: int(version[2:]))
+    oldest = min(
+        (f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed),
+        key=lambda version: int(version[2:]),
+    )
     tools = settings("pyproject.toml")["tool"]
     assert tools["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
     assert tools["mypy"]["python_version"] == oldest
@@ -75,7 +85,11 @@ def test_the_locks_are_made_for_it_and_installed_under_it():
     for lock in sorted((ROOT / "locks").glob("*.txt")):
         header = [line for line in lock.read_text().splitlines() if line.startswith("#")]
         assert versions_named("\n".join(header)) <= {VERSION}, lock.name
-    (row,) = [line for line in (ROOT / "locks/README.md").read_text().splitlines() if line.startswith("| `cpu.txt`")]
+    (row,) = [
+        line
+        for line in (ROOT / "locks/README.md").read_text().splitlines()
+        if line.startswith("| `cpu.txt`")
+    ]
     assert versions_named(row) == {VERSION}
 
 
@@ -87,24 +101,51 @@ def needed(room: str) -> list[Requirement]:
     """What a room and the rooms below it ask for; `room` may name an extra in brackets."""
     wanted = Requirement(room)
     project = settings(f"packages/{wanted.name}/pyproject.toml")["project"]
-    extras = {canonicalize_name(name): found for name, found in project.get("optional-dependencies", {}).items()}
-    asked = [*project["dependencies"], *(one for extra in sorted(wanted.extras) for one in extras[canonicalize_name(extra)])]
+    extras = {
+        canonicalize_name(name): found
+        for name, found in project.get("optional-dependencies", {}).items()
+    }
+    asked = [
+        *project["dependencies"],
+        *(one for extra in sorted(wanted.extras) for one in extras[canonicalize_name(extra)]),
+    ]
     own = [one.removeprefix("orrery-") for one in asked if one.startswith("orrery-")]
-    return [Requirement(one) for one in asked if not one.startswith("orrery-")] + [one for below in own for one in needed(below)]
+    return [Requirement(one) for one in asked if not one.startswith("orrery-")] + [
+        one for below in own for one in needed(below)
+    ]
 
 
 @pytest.mark.parametrize("lock", ROOMS)
 def test_a_lock_holds_what_the_rooms_of_its_roles_ask_for(lock):
-    held, asked = pins(lock), [one for room in ROOMS[lock] for one in needed(room) if lock in {"cpu", "login"} or one.name != RENDERS]
+    held, asked = (
+        pins(lock),
+        [
+            one
+            for room in ROOMS[lock]
+            for one in needed(room)
+            if lock in {"cpu", "login"} or one.name != RENDERS
+        ],
+    )
     assert len(asked) > 5
-    assert [str(one) for one in asked if one.name not in held or held[one.name] not in one.specifier] == []
+    assert [
+        str(one) for one in asked if one.name not in held or held[one.name] not in one.specifier
+    ] == []
 
 
 # lock of an image → modules that a role's process imports there, besides what it imports for one kind of model or wire
 IMPORTED = {
-    "trainer.cpu": ("orrery.trainer.initialize", "orrery.trainer.loop", "orrery.trainer.sft", "orrery.trainer.export"),
+    "trainer.cpu": (
+        "orrery.trainer.initialize",
+        "orrery.trainer.loop",
+        "orrery.trainer.sft",
+        "orrery.trainer.export",
+    ),
     "orchestrator": ("orrery.orchestrator.evaluate", "orrery.orchestrator.loop"),
-    "inference.cpu": ("orrery.inference.router", "orrery.inference.plugin", "orrery.inference.server"),
+    "inference.cpu": (
+        "orrery.inference.router",
+        "orrery.inference.plugin",
+        "orrery.inference.server",
+    ),
 }
 WITH_THE_LOCK_ALONE = """
 import importlib.machinery, re, sys
@@ -130,7 +171,13 @@ print(len(hidden))
 @pytest.mark.parametrize("lock", IMPORTED)
 def test_a_role_imports_with_the_packages_of_its_images_lock_alone(lock):
     """The environment of the tests has every package, so an import that an image lacks would fail on a cluster only."""
-    argv = [sys.executable, "-c", WITH_THE_LOCK_ALONE, ",".join(map(canonicalize_name, pins(lock))), *IMPORTED[lock]]
+    argv = [
+        sys.executable,
+        "-c",
+        WITH_THE_LOCK_ALONE,
+        ",".join(map(canonicalize_name, pins(lock))),
+        *IMPORTED[lock],
+    ]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10, "nothing was hidden"
@@ -138,23 +185,36 @@ def test_a_role_imports_with_the_packages_of_its_images_lock_alone(lock):
 
 def test_trainer_and_engines_have_the_same_transformers_on_all_hardware():
     """Networks and tokenizers are read by it on both sides."""
-    held = {lock: pins(lock).get("transformers") for lock in ROOMS if lock not in {"login", "orchestrator"}}
+    held = {
+        lock: pins(lock).get("transformers")
+        for lock in ROOMS
+        if lock not in {"login", "orchestrator"}
+    }
     assert set(held.values()) == {pins("cpu")["transformers"]}, held
 
 
 def test_what_the_locks_for_gpus_hold_compiled_for_one_cuda_is_for_that_of_torch():
     """Another build lacks its libcudart as it is imported."""
-    for lock, packages in {"trainer.cuda": ("nixl-cu",), "inference.cuda": ("nixl-cu", "mooncake-transfer-engine-cuda")}.items():
+    for lock, packages in {
+        "trainer.cuda": ("nixl-cu",),
+        "inference.cuda": ("nixl-cu", "mooncake-transfer-engine-cuda"),
+    }.items():
         held = pins(lock)
         cuda = held["nvidia-cuda-runtime"].split(".")[0]
         assert [package for package in packages if f"{package}{cuda}" not in held] == [], lock
 
 
 def test_the_images_are_built_with_it():
-    recipes = [path for path in sorted((ROOT / "containers").iterdir()) if path.suffix in {".def", ".in", ".sh"}]
+    recipes = [
+        path
+        for path in sorted((ROOT / "containers").iterdir())
+        if path.suffix in {".def", ".in", ".sh"}
+    ]
     named = {recipe.name: versions_named(recipe.read_text()) for recipe in recipes}
     assert {recipe: versions for recipe, versions in named.items() if versions - {VERSION}} == {}
-    assert any(named[recipe] for recipe in named if recipe.endswith(".def")), "no recipe names a Python version: this test sees nothing"
+    assert any(named[recipe] for recipe in named if recipe.endswith(".def")), (
+        "no recipe names a Python version: this test sees nothing"
+    )
 
 
 def test_the_readme_asks_for_it():

@@ -37,16 +37,28 @@ COLORS = {
 
 def draw(sides: dict[str, RunData], path: Path) -> None:
     """One panel a side: a line a role, a bar a span, seconds since the first."""
-    figure, panels = pyplot.subplots(len(sides), 1, figsize=(11, 2.2 + 1.5 * len(sides)), sharex=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        len(sides), 1, figsize=(11, 2.2 + 1.5 * len(sides)), sharex=True, layout="constrained"
+    )
     for (side, data), axes in zip(sides.items(), panels, strict=True):
         spans = [span for span in data.spans if span.name in COLORS]
         start = min(span.start_s for span in spans if span.name == "generate")
         roles = sorted({span.role for span in spans}, reverse=True)
         for name, color in COLORS.items():
             for line, role in enumerate(roles):
-                bars = [(s.start_s - start, s.end_s - s.start_s) for s in spans if s.name == name and s.role == role]
-                axes.broken_barh(bars, (line - 0.4, 0.8), color=color, label=name if line == 0 else None)
-        axes.set(yticks=range(len(roles)), yticklabels=roles, title=f"{side}: {numbers(data).tokens_per_s:.0f} trained tokens/s once warm")
+                bars = [
+                    (s.start_s - start, s.end_s - s.start_s)
+                    for s in spans
+                    if s.name == name and s.role == role
+                ]
+                axes.broken_barh(
+                    bars, (line - 0.4, 0.8), color=color, label=name if line == 0 else None
+                )
+        axes.set(
+            yticks=range(len(roles)),
+            yticklabels=roles,
+            title=f"{side}: {numbers(data).tokens_per_s:.0f} trained tokens/s once warm",
+        )
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds since the first request")
@@ -57,13 +69,18 @@ def draw(sides: dict[str, RunData], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--runs", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
     name = f"asynchrony_{options.shape}"
-    sides = {"synchronous": run(f"{name}_synchronous", options.runs), "asynchronous": run(name, options.runs)}
+    sides = {
+        "synchronous": run(f"{name}_synchronous", options.runs),
+        "asynchronous": run(name, options.runs),
+    }
     measured = {side: numbers(data) for side, data in sides.items()}
     record(
         options.out / f"{name}.json",

@@ -33,7 +33,10 @@ HERE = Path(__file__).resolve().parent
 SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
 TASKS = ("reverse_words", "arithmetic", "calculator")
 TASKS_AT_LEAST = 2  # with every seed
-GOAL, KL_GOAL = 0.3, 1e-3  # the rise at least; engine against trainer at most, in every step with tokens of the same weights
+GOAL, KL_GOAL = (
+    0.3,
+    1e-3,
+)  # the rise at least; engine against trainer at most, in every step with tokens of the same weights
 
 
 def finished(name: str, runs: Path) -> RunData | None:
@@ -48,7 +51,9 @@ def finished(name: str, runs: Path) -> RunData | None:
 def curve(run: RunData) -> list[tuple[int, float, float]]:
     """(policy version, seconds since the first batch began, held-out reward) of every evaluation."""
     start_s = min(span.start_s for span in run.spans if span.name == "generate")
-    return sorted((row["version"], row["end_s"] - start_s, row["reward_mean"]) for row in run.evaluations)
+    return sorted(
+        (row["version"], row["end_s"] - start_s, row["reward_mean"]) for row in run.evaluations
+    )
 
 
 def said(run: RunData) -> dict[str, Any]:
@@ -64,11 +69,15 @@ def said(run: RunData) -> dict[str, Any]:
         # what numerics alone bring: tokens of exactly the weights that are being trained, in the steps that have such tokens
         "mismatch_kl_max": max(same, default=None),
         "mismatch_kl_steps": len(same),
-        "kl_to_sampling_policy_max": max(row["mismatch_kl"] for row in run.rl),  # with what staleness brings
+        "kl_to_sampling_policy_max": max(
+            row["mismatch_kl"] for row in run.rl
+        ),  # with what staleness brings
         "staleness_mean": sum(row["staleness_mean"] for row in run.batches) / len(run.batches),
         "rl_wall_s": run.stages["rl"]["wall_s"],
         "code": {name: attempt["code"].get(name) for name in ("commit", "diff_sha256")},
-        "started_at": datetime.fromtimestamp(attempt["started_s"], UTC).isoformat(timespec="seconds"),
+        "started_at": datetime.fromtimestamp(attempt["started_s"], UTC).isoformat(
+            timespec="seconds"
+        ),
         "versions": attempt["versions"],
         "curve": curve(run),
     }
@@ -77,32 +86,59 @@ def said(run: RunData) -> dict[str, Any]:
 def task_row(task: str, seeds: dict[int, RunData]) -> dict[str, Any]:
     each = {str(seed): said(run) for seed, run in seeds.items()}
     rise = sum(one["rise"] for one in each.values()) / len(each)
-    worst = max((one["mismatch_kl_max"] for one in each.values() if one["mismatch_kl_max"] is not None), default=None)
-    return {"variant": task, "value": rise, "unit": "reward", "better": "higher", "goal": GOAL, "mismatch_kl_max": worst, "seeds": each}
+    worst = max(
+        (one["mismatch_kl_max"] for one in each.values() if one["mismatch_kl_max"] is not None),
+        default=None,
+    )
+    return {
+        "variant": task,
+        "value": rise,
+        "unit": "reward",
+        "better": "higher",
+        "goal": GOAL,
+        "mismatch_kl_max": worst,
+        "seeds": each,
+    }
 
 
 def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
     path = out / "learning.json"
-    before = {row["variant"]: row for row in json.loads(path.read_bytes())["rows"]} if path.exists() else {}
+    before = (
+        {row["variant"]: row for row in json.loads(path.read_bytes())["rows"]}
+        if path.exists()
+        else {}
+    )
     by_name = before | {task: task_row(task, seeds) for task, seeds in runs.items()}
     rows = [by_name[task] for task in TASKS if task in by_name]
-    missing = [f"{task} seed {seed}" for task in TASKS for seed in SEEDS if str(seed) not in by_name.get(task, {"seeds": {}})["seeds"]]
+    missing = [
+        f"{task} seed {seed}"
+        for task in TASKS
+        for seed in SEEDS
+        if str(seed) not in by_name.get(task, {"seeds": {}})["seeds"]
+    ]
     whole = [row for row in rows if len(row["seeds"]) == len(SEEDS)]
     record(
         path,
         figure="SmolLM2-135M-Instruct: rise of held-out reward by RL, mean of the seeds, lowest of the tasks",
         value=min(row["value"] for row in rows),
         unit="reward",
-        goal=GOAL if len(whole) >= TASKS_AT_LEAST else None,  # of a part of the runs it says nothing
+        goal=GOAL
+        if len(whole) >= TASKS_AT_LEAST
+        else None,  # of a part of the runs it says nothing
         better="higher",
         details={
             "missing": missing,
             "mismatch_kl_goal": KL_GOAL,
-            "mismatch_kl_max": max((row["mismatch_kl_max"] for row in rows if row["mismatch_kl_max"] is not None), default=None),
+            "mismatch_kl_max": max(
+                (row["mismatch_kl_max"] for row in rows if row["mismatch_kl_max"] is not None),
+                default=None,
+            ),
         },
         rows=rows,
     )
-    figure, panels = pyplot.subplots(1, len(rows), figsize=(4.5 * len(rows), 4), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(rows), figsize=(4.5 * len(rows), 4), sharey=True, squeeze=False, layout="constrained"
+    )
     for row, axes in zip(rows, panels[0], strict=True):
         for seed, run in row["seeds"].items():
             versions, _, rewards = zip(*run["curve"], strict=True)
@@ -125,7 +161,14 @@ def by_bound(runs: dict[int, RunData], out: Path) -> None:
         goal=None,
         better="higher",
         rows=[
-            {"variant": f"bound {bound}", "value": one["after"], "unit": "reward", "better": "higher", "goal": None, **one}
+            {
+                "variant": f"bound {bound}",
+                "value": one["after"],
+                "unit": "reward",
+                "better": "higher",
+                "goal": None,
+                **one,
+            }
             for bound, one in each.items()
         ],
     )
@@ -141,19 +184,33 @@ def by_bound(runs: dict[int, RunData], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, metavar="DIR", default=ROOT / "runs")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    found = {task: {seed: finished(f"smollm2_{task}_seed_{seed}", options.runs) for seed in SEEDS} for task in TASKS}
-    runs = {task: {seed: run for seed, run in seeds.items() if run is not None} for task, seeds in found.items()}
-    bounds = {bound: run for bound in BOUNDS if (run := finished(f"smollm2_staleness_{bound}", options.runs)) is not None}
+    found = {
+        task: {seed: finished(f"smollm2_{task}_seed_{seed}", options.runs) for seed in SEEDS}
+        for task in TASKS
+    }
+    runs = {
+        task: {seed: run for seed, run in seeds.items() if run is not None}
+        for task, seeds in found.items()
+    }
+    bounds = {
+        bound: run
+        for bound in BOUNDS
+        if (run := finished(f"smollm2_staleness_{bound}", options.runs)) is not None
+    }
     if learned := {task: seeds for task, seeds in runs.items() if seeds}:
         by_task(learned, options.out)
     if len(bounds) > 1:
         by_bound(bounds, options.out)
     if not learned and len(bounds) < 2:
-        raise SystemExit(f"error: {options.runs}: no finished run of these manifests; run one there, for example `gpu_host.sh run`")
+        raise SystemExit(
+            f"error: {options.runs}: no finished run of these manifests; run one there, for example `gpu_host.sh run`"
+        )
 
 
 if __name__ == "__main__":

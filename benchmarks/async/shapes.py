@@ -35,20 +35,34 @@ def run(name: str, runs: Path | None) -> RunData:
     """
     if runs is not None:
         found = [RunData.load(each) for each in sorted(runs.glob(f"{name}-????????????"))]
-        whole = [each for each in found if (rl := each.manifest.stages.rl) is not None and len(each.rl) == rl.num_steps]
+        whole = [
+            each
+            for each in found
+            if (rl := each.manifest.stages.rl) is not None and len(each.rl) == rl.num_steps
+        ]
         if len(whole) != 1:
             raise SystemExit(
                 f"error: {runs}: it holds {len(whole)} runs of {name} that trained all their steps; name the folder of one, or drop --runs"
             )
         return whole[0]
     workspace = Path(tempfile.mkdtemp(prefix="orrery-async-"))
-    for each in ("jsonnet", "manifests", "locks", "local", "Snakefile", "pyproject.toml", "weights"):
+    for each in (
+        "jsonnet",
+        "manifests",
+        "locks",
+        "local",
+        "Snakefile",
+        "pyproject.toml",
+        "weights",
+    ):
         if (ROOT / each).exists():
             (workspace / each).symlink_to(ROOT / each)
     for stage in ("init", "rl"):
         argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
         if code := subprocess.run(argv, cwd=workspace, env=os.environ).returncode:
-            raise SystemExit(f"error: {stage} of {name} ended with code {code}; its logs are in {workspace}/runs")
+            raise SystemExit(
+                f"error: {stage} of {name} ended with code {code}; its logs are in {workspace}/runs"
+            )
     return RunData.load(next((workspace / "runs").glob(f"{name}-????????????")))
 
 
@@ -73,14 +87,23 @@ class Numbers:
     step_s: float
     longest_step_s: float
     median_tokens: float  # of the batches' mean answers
-    mismatch_kl: float  # mean of the steps', from the policy that sampled to the one that is trained
+    mismatch_kl: (
+        float  # mean of the steps', from the policy that sampled to the one that is trained
+    )
     num_steps: int
     num_measured: int  # of them, warm
     dropped: dict[str, int]  # rollouts that were sampled and never trained, by reason
 
     def row(self, variant: str) -> dict[str, Any]:
         rest = {name: value for name, value in vars(self).items() if name != "tokens_per_s"}
-        return {"variant": variant, "value": self.tokens_per_s, "unit": "tokens/s", "better": "higher", "goal": None, **rest}
+        return {
+            "variant": variant,
+            "value": self.tokens_per_s,
+            "unit": "tokens/s",
+            "better": "higher",
+            "goal": None,
+            **rest,
+        }
 
 
 def numbers(run: RunData) -> Numbers:
@@ -92,8 +115,13 @@ def numbers(run: RunData) -> Numbers:
             "was cut; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
         )
     begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
-    lengths = [after["time_s"] - before["time_s"] for before, after in itertools.pairwise([run.rl[WARM_STEPS - 1], *steps])]
-    per_token_s = [length / row["num_trained_tokens"] for length, row in zip(lengths, steps, strict=True)]
+    lengths = [
+        after["time_s"] - before["time_s"]
+        for before, after in itertools.pairwise([run.rl[WARM_STEPS - 1], *steps])
+    ]
+    per_token_s = [
+        length / row["num_trained_tokens"] for length, row in zip(lengths, steps, strict=True)
+    ]
     slowest = max(range(len(steps)), key=per_token_s.__getitem__)
     if (times := per_token_s[slowest] / statistics.median(per_token_s)) > MOST_OF_MEDIAN:
         raise SystemExit(
@@ -102,12 +130,18 @@ def numbers(run: RunData) -> Numbers:
             "stages.rl.num_steps where a shape compiles late"
         )
     window: list[Interval] = [(begin_s, end_s)]
-    waits = [(span.start_s, span.end_s) for span in run.spans if span.role == "trainer.0" and span.name == "wait"]
+    waits = [
+        (span.start_s, span.end_s)
+        for span in run.spans
+        if span.role == "trainer.0" and span.name == "wait"
+    ]
     spent = shares(run.spans)
     assert spent is not None
     numbered = {row["step"] for row in steps}
     warm = [row for row in run.batches if row["step"] in numbered]
-    updates = [row for row in run.updates if row["version"] in numbered] or run.updates  # all of them, where engines skipped these
+    updates = [
+        row for row in run.updates if row["version"] in numbered
+    ] or run.updates  # all of them, where engines skipped these
     means = sorted(row["completion_tokens_mean"] for row in warm)
     return Numbers(
         tokens_per_s=sum(row["num_trained_tokens"] for row in steps) / (end_s - begin_s),

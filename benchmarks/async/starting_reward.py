@@ -44,21 +44,39 @@ class Policy:
     def sample(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         """The sampled tokens of each prompt, up to `max_tokens` or its stop token, that token too."""
         first = prompts[0]
-        shared = min(next((i for i, token in enumerate(each) if i >= len(first) or token != first[i]), len(each)) for each in prompts)
-        shared = min(shared, min(map(len, prompts)) - 1)  # each has a last token of its own to go on from
+        shared = min(
+            next(
+                (i for i, token in enumerate(each) if i >= len(first) or token != first[i]),
+                len(each),
+            )
+            for each in prompts
+        )
+        shared = min(
+            shared, min(map(len, prompts)) - 1
+        )  # each has a last token of its own to go on from
         cache = DynamicCache()
         if shared:
-            cache = self.model(torch.tensor([first[:shared]]), past_key_values=cache, use_cache=True).past_key_values
+            cache = self.model(
+                torch.tensor([first[:shared]]), past_key_values=cache, use_cache=True
+            ).past_key_values
             cache.batch_repeat_interleave(len(prompts))
         rest = [each[shared:] for each in prompts]
         width = max(map(len, rest))
         tokens = torch.tensor([[self.stops[0]] * (width - len(each)) + each for each in rest])
-        own = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in rest])  # what is not padding
+        own = torch.tensor(
+            [[0] * (width - len(each)) + [1] * len(each) for each in rest]
+        )  # what is not padding
         mask = torch.cat([torch.ones(len(prompts), shared, dtype=torch.int64), own], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
         sampled: list[list[int]] = [[] for _ in prompts]
         for _ in range(max_tokens):
-            out = self.model(tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            out = self.model(
+                tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
             cache = out.past_key_values
             probabilities = torch.softmax(out.logits[:, -1].float() / self.temperature, dim=-1)
             following = torch.multinomial(probabilities, 1, generator=self.generator)
@@ -72,12 +90,16 @@ class Policy:
         return sampled
 
 
-async def judged(task: Task, problems: list[Problem], chats: list[list[Message]]) -> list[Judgement]:
+async def judged(
+    task: Task, problems: list[Problem], chats: list[list[Message]]
+) -> list[Judgement]:
     verdicts = [task.judge(problem, chat) for problem, chat in zip(problems, chats, strict=True)]
     return [await verdict if inspect.isawaitable(verdict) else verdict for verdict in verdicts]
 
 
-def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: int) -> list[dict[str, Any]]:
+def play(
+    manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: int
+) -> list[dict[str, Any]]:
     """A row a held-out task: mean reward with its standard error, metrics, samples."""
     limit = manifest.orchestrator.sampling.max_tokens_per_turn
     rows = []
@@ -94,7 +116,11 @@ def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: i
                 num_tokens += len(ids)
                 chats[i].append(renderer.parse(ids))
                 ended = ids[-1] in renderer.stop_token_ids
-                reply = task.reply(problems[i], chats[i]) if ended and turn + 1 < use.max_turns else None
+                reply = (
+                    task.reply(problems[i], chats[i])
+                    if ended and turn + 1 < use.max_turns
+                    else None
+                )
                 if reply:
                     prompts[i] = [*prompts[i], *ids, *renderer.next_turn(reply)]
                     chats[i] += reply
@@ -106,7 +132,9 @@ def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: i
         rewards = np.array([verdict.reward for verdict in verdicts])
         rows.append(
             {
-                "variant": manifest.name if len(manifest.tasks.evaluation) == 1 else f"{manifest.name}/{use.name}",
+                "variant": manifest.name
+                if len(manifest.tasks.evaluation) == 1
+                else f"{manifest.name}/{use.name}",
                 "value": float(rewards.mean()),
                 "unit": "reward",
                 "goal": 0.05,
@@ -114,11 +142,17 @@ def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: i
                 "standard_error": float(rewards.std(ddof=1) / np.sqrt(len(rewards))),
                 "num_rollouts": len(rewards),
                 "share_above_zero": float((rewards > 0).mean()),
-                "metrics": {name: float(np.mean([verdict.metrics[name] for verdict in verdicts])) for name in verdicts[0].metrics},
+                "metrics": {
+                    name: float(np.mean([verdict.metrics[name] for verdict in verdicts]))
+                    for name in verdicts[0].metrics
+                },
                 "mean_sampled_tokens": num_tokens / num_problems,
                 "prompt_tokens": max(map(len, prompts)),
                 "wall_s": time.perf_counter() - start_s,
-                "said": [[message.content for message in chat[len(p.messages) :]] for p, chat in zip(problems[:4], chats[:4], strict=True)],
+                "said": [
+                    [message.content for message in chat[len(p.messages) :]]
+                    for p, chat in zip(problems[:4], chats[:4], strict=True)
+                ],
             }
         )
         print(rows[-1], flush=True)
@@ -126,11 +160,17 @@ def play(manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("manifests", nargs="+", metavar="RUN", help="names of checked-in manifests, or their files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "manifests", nargs="+", metavar="RUN", help="names of checked-in manifests, or their files"
+    )
     parser.add_argument("--problems", type=int, default=48, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"), metavar="FILE")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).with_suffix(".json"), metavar="FILE"
+    )
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rows: list[dict[str, Any]] = []
@@ -140,7 +180,12 @@ def main() -> None:
         folder = ROOT / manifest.model.init.path
         renderer = Renderer(folder)
         if policy is None:
-            policy = Policy(folder, renderer.stop_token_ids, manifest.orchestrator.sampling.temperature, options.seed)
+            policy = Policy(
+                folder,
+                renderer.stop_token_ids,
+                manifest.orchestrator.sampling.temperature,
+                options.seed,
+            )
         rows += play(manifest, copy.copy(policy), renderer, options.problems)
     record(
         options.out,

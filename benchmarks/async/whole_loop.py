@@ -27,7 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record
 
 HERE = Path(__file__).resolve().parent
-TOLERANCE = {"cpu": 0.5, "h200_1": 0.1, "h200_2": 0.1, "h200_2_fp8": 0.1, "h200_4": 0.1, "h200_8": 0.1}  # share of the recorded value
+TOLERANCE = {
+    "cpu": 0.5,
+    "h200_1": 0.1,
+    "h200_2": 0.1,
+    "h200_2_fp8": 0.1,
+    "h200_4": 0.1,
+    "h200_8": 0.1,
+}  # share of the recorded value
 # `max_sampled_ratio` acts only where groups without signal are dropped, which these runs keep.
 COSTS_NO_TIME = (
     "python_lock_sha256",
@@ -35,7 +42,10 @@ COSTS_NO_TIME = (
     "orchestrator.on_timeout",
     "orchestrator.max_sampled_ratio",
     "orchestrator.evaluation.stop_at",
-    *(f"trainer.mismatch.{bound}" for bound in ("warn_kl", "stop_kl", "warn_logprob_difference", "stop_logprob_difference")),
+    *(
+        f"trainer.mismatch.{bound}"
+        for bound in ("warn_kl", "stop_kl", "warn_logprob_difference", "stop_logprob_difference")
+    ),
     "trainer.mismatch.canary_logprob_difference",
 )
 
@@ -45,7 +55,9 @@ def timed_sha256(manifest: Manifest) -> str:
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
     timed["schema_version"] = 1  # costs no time either; digests of records hold the first one
-    return hashlib.sha256(json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def refuse_another(manifest: Manifest, recorded: dict[str, Any], name: str) -> None:
@@ -70,7 +82,13 @@ def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> 
     """A sentence for each figure that is beyond its limit; prints all of them."""
     worse = []
     for name, now, was, limit, is_least in (
-        ("tokens/s", measured.tokens_per_s, before["value"], before["value"] * (1 - tolerance), True),
+        (
+            "tokens/s",
+            measured.tokens_per_s,
+            before["value"],
+            before["value"] * (1 - tolerance),
+            True,
+        ),
         (
             "share of the time that the trainer waits",
             measured.trainer_waits,
@@ -97,7 +115,9 @@ def gate(shape: str, runs: Path | None) -> None:
     """SystemExit with a sentence for each figure that is worse than recorded; before it measures, where nothing may be compared."""
     name, recorded = f"asynchrony_{shape}", HERE / f"whole_loop_{shape}.json"
     if not recorded.exists():
-        raise SystemExit(f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first")
+        raise SystemExit(
+            f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first"
+        )
     before = json.loads(recorded.read_text())
     refuse_unwarmed(before, recorded.name)
     if runs is None:
@@ -105,11 +125,15 @@ def gate(shape: str, runs: Path | None) -> None:
     data = run(name, runs)
     refuse_another(data.manifest, before, recorded.name)
     if worse := found_worse(numbers(data), before["rows"][0], TOLERANCE[shape]):
-        raise SystemExit("\n".join(f"error: {one}; find what became slower, or record it anew" for one in worse))
+        raise SystemExit(
+            "\n".join(f"error: {one}; find what became slower, or record it anew" for one in worse)
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=TOLERANCE, default="cpu")
     parser.add_argument("--gate", action="store_true")
     parser.add_argument("--runs", type=Path, metavar="DIR")

@@ -40,7 +40,11 @@ CHECKOUT = (
     / os.environ.get("ORRERY_CLUSTER_USER", "orrery")
     / "orrery"
 )
-SAYS = ("--quiet", "host", "reason")  # the local profile is quiet on rules, whose beginnings and ends are what is timed here
+SAYS = (
+    "--quiet",
+    "host",
+    "reason",
+)  # the local profile is quiet on rules, whose beginnings and ends are what is timed here
 BEGINS, ENDS = re.compile(r"Job \d+: (\w+) of "), re.compile(r"Finished jobid: \d+ \(Rule: (\w+)\)")
 
 
@@ -79,7 +83,13 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
     looks_on = threading.Thread(target=_look_on, args=(run_dir, stages, finished))
     start_s, lines = time.time(), []
     with subprocess.Popen(
-        argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        argv,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         looks_on.start()
         try:
@@ -94,7 +104,9 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
             looks_on.join()
     wall_s = time.time() - start_s
     if process.returncode:
-        raise SystemExit(f"error: {' '.join(argv)} ended with code {process.returncode}:\n{''.join(lines[-30:])}")
+        raise SystemExit(
+            f"error: {' '.join(argv)} ended with code {process.returncode}:\n{''.join(lines[-30:])}"
+        )
     for name, stage in stages.items():
         done = json.loads((run_dir / "stages" / name / "DONE").read_text())
         stage.started_s, stage.ended_s = done["started_s"], done["ended_s"]
@@ -124,7 +136,12 @@ def run_here(folder: str) -> Pipeline:
         workspace = Path(made)
         for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
             (workspace / name).symlink_to(ROOT / name)
-        return run_pipeline(("snakemake", "--profile", "local", *SAYS, "--", RUN), workspace, workspace / "runs" / folder, env)
+        return run_pipeline(
+            ("snakemake", "--profile", "local", *SAYS, "--", RUN),
+            workspace,
+            workspace / "runs" / folder,
+            env,
+        )
 
 
 def run_on_cluster(folder: str) -> Pipeline:
@@ -138,7 +155,9 @@ def as_user(*argv: str) -> str:
     """What a command of the cluster's user says at the login."""
     done = subprocess.run((*CLUSTER, "user", *argv), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: {' '.join(argv)} on the simulated cluster: {done.stderr.strip() or done.stdout.strip()}")
+        raise SystemExit(
+            f"error: {' '.join(argv)} on the simulated cluster: {done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout
 
 
@@ -150,14 +169,18 @@ def dry_runs_s() -> list[float]:
         shown = as_user("snakemake", "--profile", "slurm", "-n", MANY_NODES)
         times_s.append(time.perf_counter() - start_s)
         if ["rl", "1"] not in [line.split() for line in shown.splitlines()]:
-            raise SystemExit(f"error: `snakemake -n {MANY_NODES}` on the cluster did not show its RL stage:\n{shown[-2000:]}")
+            raise SystemExit(
+                f"error: `snakemake -n {MANY_NODES}` on the cluster did not show its RL stage:\n{shown[-2000:]}"
+            )
     return times_s
 
 
 def rows(where: str, pipeline: Pipeline) -> list[dict[str, Any]]:
     """`around`: between Snakemake's words and not in the stage itself."""
     own_s = {name: one.ended_s - one.started_s for name, one in pipeline.stages.items()}
-    around_s = {name: one.ends_s - one.begins_s - own_s[name] for name, one in pipeline.stages.items()}
+    around_s = {
+        name: one.ends_s - one.begins_s - own_s[name] for name, one in pipeline.stages.items()
+    }
     found = {
         "pipeline": pipeline.wall_s,
         "all stages": sum(own_s.values()),
@@ -166,21 +189,34 @@ def rows(where: str, pipeline: Pipeline) -> list[dict[str, Any]]:
         **{f"around {name}": seconds for name, seconds in around_s.items()},
         "rl submitted to first request": pipeline.to_first_request_s,
     }
-    return [{"variant": f"{where}: {what}", "value": value, "goal": None} for what, value in found.items()]
+    return [
+        {"variant": f"{where}: {what}", "value": value, "goal": None}
+        for what, value in found.items()
+    ]
 
 
 def main() -> None:
     if os.geteuid() != 0:
-        raise SystemExit("error: the simulated cluster needs root; type `sudo .venv/bin/python benchmarks/cluster/overhead.py`")
+        raise SystemExit(
+            "error: the simulated cluster needs root; type `sudo .venv/bin/python benchmarks/cluster/overhead.py`"
+        )
     if subprocess.run((*CLUSTER, "status"), capture_output=True).returncode:
-        raise SystemExit("error: the simulated cluster is not up; type `ORRERY_CLUSTER_KEEP=1 make test-cluster`")
+        raise SystemExit(
+            "error: the simulated cluster is not up; type `ORRERY_CLUSTER_KEEP=1 make test-cluster`"
+        )
     if jobs := as_user("squeue", "--noheader"):
-        raise SystemExit(f"error: the simulated cluster is not idle, so nothing can be timed there:\n{jobs}")
+        raise SystemExit(
+            f"error: the simulated cluster is not idle, so nothing can be timed there:\n{jobs}"
+        )
     subprocess.run(("bash", str(ROOT / "tests/cluster/copy.sh")), check=True)
     load = os.getloadavg()[0]
     (folder,) = checked_in(find_workspace(ROOT)).folders[RUN]
     here, cluster, dry_s = run_here(folder), run_on_cluster(folder), dry_runs_s()
-    dry_run = {"variant": f"snakemake -n {MANY_NODES} at the login", "value": statistics.median(dry_s), "goal": DRY_RUN_GOAL_S}
+    dry_run = {
+        "variant": f"snakemake -n {MANY_NODES} at the login",
+        "value": statistics.median(dry_s),
+        "goal": DRY_RUN_GOAL_S,
+    }
     record(
         Path(__file__).with_suffix(".json"),
         figure=f"{RUN}: what jobs in containers add to local processes",

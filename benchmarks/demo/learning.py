@@ -44,7 +44,9 @@ def run_all(workspace: Path) -> float:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     start_s = time.perf_counter()
     if code := subprocess.run(COMMAND, cwd=workspace, env=env).returncode:
-        raise SystemExit(f"error: {' '.join(COMMAND)} ended with code {code}; its runs and their logs are left in {workspace}")
+        raise SystemExit(
+            f"error: {' '.join(COMMAND)} ended with code {code}; its runs and their logs are left in {workspace}"
+        )
     return time.perf_counter() - start_s
 
 
@@ -53,11 +55,15 @@ def load_all(runs: Path) -> dict[str, RunData]:
     found = {}
     for folder in checked_in(find_workspace(ROOT)).folders[GROUP]:
         if not (runs / folder / "stages" / "report" / "DONE").exists():
-            raise SystemExit(f"error: {runs / folder}: no finished run of the checked-in manifest; run it there, or leave --runs out")
+            raise SystemExit(
+                f"error: {runs / folder}: no finished run of the checked-in manifest; run it there, or leave --runs out"
+            )
         run = RunData.load(runs / folder)
         for row in run.usage:
             if row["attempt"] != run.stages[row["stage"]]["attempt"]:
-                raise SystemExit(f"error: {runs / folder}: stage {row['stage']} took several attempts; measure a run that went through")
+                raise SystemExit(
+                    f"error: {runs / folder}: stage {row['stage']} took several attempts; measure a run that went through"
+                )
         found[run.manifest.name] = run
     return found
 
@@ -73,7 +79,9 @@ def learning(run: RunData) -> dict[str, Any]:
         "before": run.result["before"]["reward_mean"],
         "after": run.result["after"]["reward_mean"],
         "num_rollouts": run.result["after"]["num_rollouts"],
-        "first_step_at_goal": next((version for version, reward in curve(run) if reward >= GOAL), None),
+        "first_step_at_goal": next(
+            (version for version, reward in curve(run) if reward >= GOAL), None
+        ),
         "curve": curve(run),
     }
 
@@ -81,32 +89,57 @@ def learning(run: RunData) -> dict[str, Any]:
 def generated_tokens_per_s(batches: list[Row]) -> float:
     """Sampled tokens of all rollouts, dropped ones too, a second: the batches' rates, each weighted by the time since the batch before."""
     spans_s = [after["time_s"] - before["time_s"] for before, after in pairwise(batches)]
-    return sum(row["generated_tokens_per_s"] * span_s for row, span_s in zip(batches[1:], spans_s, strict=True)) / sum(spans_s)
+    return sum(
+        row["generated_tokens_per_s"] * span_s
+        for row, span_s in zip(batches[1:], spans_s, strict=True)
+    ) / sum(spans_s)
 
 
 def trained_tokens_per_s(steps: list[Row]) -> float:
     """Sampled tokens in the loss a second, from the end of the first step to the end of the last."""
-    return sum(row["num_trained_tokens"] for row in steps[1:]) / (steps[-1]["time_s"] - steps[0]["time_s"])
+    return sum(row["num_trained_tokens"] for row in steps[1:]) / (
+        steps[-1]["time_s"] - steps[0]["time_s"]
+    )
 
 
 def times(run: RunData) -> list[dict[str, Any]]:
     """The rows of one run's wall times, rates and shares."""
 
-    def row(variant: str, value: float, unit: str, better: str, goal: float | None = None) -> dict[str, Any]:
+    def row(
+        variant: str, value: float, unit: str, better: str, goal: float | None = None
+    ) -> dict[str, Any]:
         return {"variant": variant, "value": value, "unit": unit, "better": better, "goal": goal}
 
-    walls_s = {stage: done["wall_s"] for stage, done in sorted(run.stages.items(), key=lambda item: item[1]["started_s"])}
+    walls_s = {
+        stage: done["wall_s"]
+        for stage, done in sorted(run.stages.items(), key=lambda item: item[1]["started_s"])
+    }
     goals = {"rl": 180.0}
     spent = shares(run.spans)
-    pauses_s = [update["pause_s"] for update in run.updates if update["version"] > 0]  # version 0 goes into engines that are idle
+    pauses_s = [
+        update["pause_s"] for update in run.updates if update["version"] > 0
+    ]  # version 0 goes into engines that are idle
     return [
         row("whole pipeline", sum(walls_s.values()), "s", "lower", 360.0),
-        *(row(f"stage {stage}", wall_s, "s", "lower", goals.get(stage)) for stage, wall_s in walls_s.items()),
-        row("RL: tokens generated a second", generated_tokens_per_s(run.batches), "tokens/s", "higher"),
+        *(
+            row(f"stage {stage}", wall_s, "s", "lower", goals.get(stage))
+            for stage, wall_s in walls_s.items()
+        ),
+        row(
+            "RL: tokens generated a second",
+            generated_tokens_per_s(run.batches),
+            "tokens/s",
+            "higher",
+        ),
         row("RL: tokens trained a second", trained_tokens_per_s(run.rl), "tokens/s", "higher"),
         row("RL: trainer busy", spent.trainer_busy, "share of time", "higher"),
         row("RL: engine busy", spent.engine_busy, "share of time", "higher"),
-        row("RL: engine busy while the trainer is", spent.overlapped, "share of trainer's busy time", "higher"),
+        row(
+            "RL: engine busy while the trainer is",
+            spent.overlapped,
+            "share of trainer's busy time",
+            "higher",
+        ),
         row("RL: engine's pause an update", sum(pauses_s) / len(pauses_s), "s", "lower"),
     ]
 
@@ -116,13 +149,30 @@ def draw(runs: dict[str, RunData], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for (name, run), color in zip(runs.items(), COLORS, strict=True):
         found = learning(run)
-        label = f"seed {run.manifest.seed}: {found['before']:.2f} before RL, {found['after']:.2f} after"
-        axes.plot(*zip(*curve(run), strict=True), marker="o", markersize=4, linewidth=2, color=color, label=label, gid=name)
+        label = (
+            f"seed {run.manifest.seed}: {found['before']:.2f} before RL, {found['after']:.2f} after"
+        )
+        axes.plot(
+            *zip(*curve(run), strict=True),
+            marker="o",
+            markersize=4,
+            linewidth=2,
+            color=color,
+            label=label,
+            gid=name,
+        )
     starts = [learning(run)["before"] for run in runs.values()]
     axes.axhline(sum(starts) / len(starts), color="#8a8f98", linestyle=":", linewidth=1.5)
     axes.axhline(GOAL, color="#d64545", linestyle="--", linewidth=1.5)
     right = max(version for run in runs.values() for version, _ in curve(run))
-    axes.text(right, sum(starts) / len(starts) - 0.015, "start: mean of the seeds before RL", color="#6a6f78", ha="right", va="top")
+    axes.text(
+        right,
+        sum(starts) / len(starts) - 0.015,
+        "start: mean of the seeds before RL",
+        color="#6a6f78",
+        ha="right",
+        va="top",
+    )
     axes.text(0, GOAL + 0.012, f"goal {GOAL:g}", color="#d64545", ha="left", va="bottom")
     model = next(iter(runs.values())).manifest
     axes.set(
@@ -145,7 +195,9 @@ def record_all(runs: dict[str, RunData], out: Path, pipeline_wall_s: float | Non
         "runs_made_by": " ".join(COMMAND),
         "runs_made_for_this_record": pipeline_wall_s is not None,
         "runs_started_at": {
-            name: datetime.datetime.fromtimestamp(run.stages["init"]["started_s"], datetime.UTC).isoformat(timespec="seconds")
+            name: datetime.datetime.fromtimestamp(
+                run.stages["init"]["started_s"], datetime.UTC
+            ).isoformat(timespec="seconds")
             for name, run in runs.items()
         },
         "runs": {name: run.run_dir.name for name, run in runs.items()},
@@ -175,17 +227,34 @@ def record_all(runs: dict[str, RunData], out: Path, pipeline_wall_s: float | Non
             "rows_are_of": first,
             "whole pipeline": "sum of the stages; Snakemake's own start is not in it",
             "all_seeds_with_snakemake_s": pipeline_wall_s,
-            "other_seeds": {name: {row["variant"]: row["value"] for row in rows[name]} for name in others},
+            "other_seeds": {
+                name: {row["variant"]: row["value"] for row in rows[name]} for name in others
+            },
         },
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, metavar="DIR", help="record the finished runs in this runs/ folder; run nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE, help="write there instead of beside this script")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="DIR",
+        help="record the finished runs in this runs/ folder; run nothing",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=HERE,
+        help="write there instead of beside this script",
+    )
     options = parser.parse_args()
-    del sys.argv[1:]  # what is recorded as the command is how to measure again, wherever these runs lie
+    del sys.argv[
+        1:
+    ]  # what is recorded as the command is how to measure again, wherever these runs lie
     if options.runs is not None:
         record_all(load_all(options.runs.resolve()), options.out, None)
         return

@@ -51,7 +51,9 @@ OVERHEAD = ("--rounds", "1", "--seconds", "15", "--dry-run")
 OVERHEAD_S, OVERHEAD_TOKENS = 19.0, 32  # seconds of generation per arm; tokens per request
 
 
-async def cost_s(call: Callable[[], Awaitable[Any]], without: Callable[[], Awaitable[Any]]) -> float:
+async def cost_s(
+    call: Callable[[], Awaitable[Any]], without: Callable[[], Awaitable[Any]]
+) -> float:
     """Return the least of three measurements of CPU seconds: one `call` less one `without`."""
 
     async def seconds(each: Callable[[], Awaitable[Any]]) -> float:
@@ -77,7 +79,11 @@ async def of_requests() -> dict[str, float]:
 
     async def nothing() -> None: ...
 
-    scope = {"type": "http", "path": GENERATE, "headers": [(b"host", b"x"), (b"authorization", carried["Authorization"].encode())]}
+    scope = {
+        "type": "http",
+        "path": GENERATE,
+        "headers": [(b"host", b"x"), (b"authorization", carried["Authorization"].encode())],
+    }
     guarded = RequireToken(engine)
     async with Front(TOKEN, "http://127.0.0.1:1") as front:
         request = make_mocked_request("POST", GENERATE, headers=carried)
@@ -135,7 +141,15 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
     """
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
@@ -151,19 +165,30 @@ def demo() -> tuple[Counter[str], float]:
         _, cpu_s = watched("snakemake", "--profile", "local", DEMO, folder=folder)
         metrics = run_dir(folder / "runs", manifest) / "metrics"
         said = list(read(metrics / "orchestrator.0.jsonl"))
-        steps = [row for row in read(metrics / "trainer.0.jsonl") if row.get("stage") == "rl" and row.get("event") is None]
+        steps = [
+            row
+            for row in read(metrics / "trainer.0.jsonl")
+            if row.get("stage") == "rl" and row.get("event") is None
+        ]
     updates = [row for row in said if row.get("event") == "update"]
     sampled = sum(row["num_sampled"] for row in said if row.get("event") == "batch")
     evaluated = sum(row["num_rollouts"] for row in said if row.get("event") == "evaluation")
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
     values = len(updates) * 16 * (ranks + engines)  # an upper bound; a files wire has none
-    requests = Counter({"requests" if manifest.inference.router.kind != "none" else "direct_requests": sampled + evaluated})
+    requests = Counter(
+        {
+            "requests" if manifest.inference.router.kind != "none" else "direct_requests": sampled
+            + evaluated
+        }
+    )
     return requests + Counter(micro_batches=micro_batches * ranks, values=values), cpu_s
 
 
 def overhead() -> tuple[Counter[str], float]:
-    said, cpu_s = watched(sys.executable, str(ROOT / "benchmarks/orchestrator/overhead.py"), *OVERHEAD, folder=ROOT)
+    said, cpu_s = watched(
+        sys.executable, str(ROOT / "benchmarks/orchestrator/overhead.py"), *OVERHEAD, folder=ROOT
+    )
     found = re.search(r"(\d+) tokens/s directly, (\d+) through both", said)
     if found is None:
         raise SystemExit(f"orchestrator/overhead did not say its rates:\n{said[-3000:]}")
@@ -172,7 +197,9 @@ def overhead() -> tuple[Counter[str], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--costs", action="store_true", help="print the costs of one check, and end")
+    parser.add_argument(
+        "--costs", action="store_true", help="print the costs of one check, and end"
+    )
     is_costs_alone = parser.parse_args().costs
     observed._kept = TOKEN
     request = asyncio.run(of_requests())
@@ -190,7 +217,15 @@ def main() -> None:
     rows = []
     for variant, (counts, cpu_s) in (("demo", demo()), ("orchestrator/overhead", overhead())):
         spent_s = {kind: count * costs[kind] for kind, count in counts.items()}
-        rows.append({"variant": variant, "value": sum(spent_s.values()) / cpu_s, "cpu_s": cpu_s, "counts": counts, "spent_s": spent_s})
+        rows.append(
+            {
+                "variant": variant,
+                "value": sum(spent_s.values()) / cpu_s,
+                "cpu_s": cpu_s,
+                "counts": counts,
+                "spent_s": spent_s,
+            }
+        )
         print(rows[-1], flush=True)
     record(
         Path(__file__).with_suffix(".json"),
@@ -200,7 +235,11 @@ def main() -> None:
         goal=GOAL,
         better="lower",
         rows=rows,
-        details={"cost_of_one_s": costs, "cost_of_a_request_s": request, "batch_s": {"with_curve": with_s, "without": without_s}},
+        details={
+            "cost_of_one_s": costs,
+            "cost_of_a_request_s": request,
+            "batch_s": {"with_curve": with_s, "without": without_s},
+        },
     )
 
 

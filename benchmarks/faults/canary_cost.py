@@ -68,7 +68,10 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
     (run_dir / "weights").mkdir()
     for name in ("init", "sft"):
         (run_dir / "weights" / name).symlink_to(weights)
-    me, canary = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"]), Canary.of(manifest)
+    me, canary = (
+        parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"]),
+        Canary.of(manifest),
+    )
     assert canary is not None
 
     async def ask(url: str, times: int) -> None:
@@ -101,9 +104,20 @@ def timed(call: Callable[[], object]) -> float:
 
 def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, float]:
     """Return one rank's CPU seconds: (one canary, the comparison of one step's `tokens`)."""
-    mesh = manifest.trainer.mesh.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1})
-    trainer, world = manifest.trainer.model_copy(update={"mesh": mesh}), World(0, 1, torch.device("cpu"), None)
-    learner = Learner(load_policy(manifest.model, trainer, world, weights), world, trainer, trainer.optimizer, trainer.max_grad_norm)
+    mesh = manifest.trainer.mesh.model_copy(
+        update={"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
+    )
+    trainer, world = (
+        manifest.trainer.model_copy(update={"mesh": mesh}),
+        World(0, 1, torch.device("cpu"), None),
+    )
+    learner = Learner(
+        load_policy(manifest.model, trainer, world, weights),
+        world,
+        trainer,
+        trainer.optimizer,
+        trainer.max_grad_norm,
+    )
     canary = Canary.of(manifest)
     assert canary is not None
     guard = MismatchGuard(manifest, world, logging.getLogger("trainer.0"))
@@ -113,7 +127,9 @@ def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, fl
         "logprob": np.full(tokens, -1.0, np.float32),
         "version": np.zeros(tokens, np.int32),
     }
-    batch = micro_batch(Columns(np.array([0, tokens]), token, {"engine": np.zeros(1, np.int32)}), 1, world.device)
+    batch = micro_batch(
+        Columns(np.array([0, tokens]), token, {"engine": np.zeros(1, np.int32)}), 1, world.device
+    )
     logprob = torch.full((tokens - 1,), -1.0)
 
     def step() -> None:
@@ -127,13 +143,16 @@ def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a finished run of the demo")
-    parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the record")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure, but do not write the record"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     manifest = Manifest.model_validate(json.loads((args.run / "manifest.json").read_text()))
     weights = (args.run / "weights" / ("init" if manifest.stages.sft is None else "sft")).resolve()
     orchestrator, trainer = (
-        [row for row in read(args.run / "metrics" / f"{role}.0.jsonl") if row["stage"] == "rl"] for role in ("orchestrator", "trainer")
+        [row for row in read(args.run / "metrics" / f"{role}.0.jsonl") if row["stage"] == "rl"]
+        for role in ("orchestrator", "trainer")
     )
     updates = [row for row in orchestrator if row.get("event") == "update"]
     steps = [row for row in trainer if row["step"] and "num_trained_tokens" in row]
@@ -151,7 +170,10 @@ def main() -> None:
     }
     whole_s = spent_s(args.run)
     value = sum(parts.values()) / whole_s
-    print("; ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()), f"of {whole_s:.0f} s of the run")
+    print(
+        "; ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()),
+        f"of {whole_s:.0f} s of the run",
+    )
     if args.dry_run:
         print(f"{value:.4f} of the run's CPU seconds (goal {GOAL})")
         return
@@ -169,7 +191,12 @@ def main() -> None:
             "versions": len(updates),
             "engines": manifest.inference.num_replicas,
             "trainer_ranks": ranks,
-            "cpu_s_each": {"engine": engine, "orchestrator": client, "trainer_canary": canary, "trainer_comparison": comparison},
+            "cpu_s_each": {
+                "engine": engine,
+                "orchestrator": client,
+                "trainer_canary": canary,
+                "trainer_comparison": comparison,
+            },
             "load_average": os.getloadavg()[0],
         },
     )

@@ -15,8 +15,32 @@ from typing import Any
 
 Damage = Callable[[Path, random.Random], None]
 
-NUMBERS = ("1e30", "-1", "0", "1e999", "1" + "0" * 30, "1" + "0" * 5000, "0.5", "65536", "1000000000")
-ODD_JSON = (*NUMBERS, "NaN", "-Infinity", "null", "true", '""', '"x"', "[]", "{}", "[1, 2]", '"\\ud800"', '"a\\u0000b"', '{"kind": "no"}')
+NUMBERS = (
+    "1e30",
+    "-1",
+    "0",
+    "1e999",
+    "1" + "0" * 30,
+    "1" + "0" * 5000,
+    "0.5",
+    "65536",
+    "1000000000",
+)
+ODD_JSON = (
+    *NUMBERS,
+    "NaN",
+    "-Infinity",
+    "null",
+    "true",
+    '""',
+    '"x"',
+    "[]",
+    "{}",
+    "[1, 2]",
+    '"\\ud800"',
+    '"a\\u0000b"',
+    '{"kind": "no"}',
+)
 ODD_JSONNET = ("1e30", "-1", "0", "0.5", "1e15", "null", "true", "''", "'x'", "[]", "{}", "[1, 2]", "{ kind: 'no' }", "error 'no'",
                "1 / 0", "function(x) x", "'\\u0000'", "std.repeat('a', 100000)",
                "(local f(n) = [if n == 0 then 0 else f(n - 1)]; f(100))")  # fmt: skip
@@ -91,7 +115,9 @@ def _odd_value(value: Any, rng: random.Random) -> str:
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Return (container, key) for every element of a JSON value."""
     found = []
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         found += [(value, key), *_places(value[key])]
     return found
 

@@ -53,11 +53,33 @@ SAME_WEIGHTS = 1e-4
 # Children of roles are victims too: the prefix of a victim's name → a word of its command line.
 CHILDREN = {"engine core of ": "EngineCore", "vllm-router of ": "router_program"}
 OF_RL = (
-    *("orchestrator.0", "trainer.0", "launcher", "engine core of inference.0", "trainer.1", "inference.1", "router.0"),
-    *("orchestrator.0", "launcher", "trainer.0", "engine core of inference.1", "inference.0", "vllm-router of router.0", "trainer.1"),
+    *(
+        "orchestrator.0",
+        "trainer.0",
+        "launcher",
+        "engine core of inference.0",
+        "trainer.1",
+        "inference.1",
+        "router.0",
+    ),
+    *(
+        "orchestrator.0",
+        "launcher",
+        "trainer.0",
+        "engine core of inference.1",
+        "inference.0",
+        "vllm-router of router.0",
+        "trainer.1",
+    ),
     "orchestrator.0",
 )
-OF_OTHERS = (("init", "trainer.0"), ("sft", "trainer.1"), ("evaluate", "orchestrator.0"), ("evaluate", "launcher"), ("report", "report.0"))
+OF_OTHERS = (
+    ("init", "trainer.0"),
+    ("sft", "trainer.1"),
+    ("evaluate", "orchestrator.0"),
+    ("evaluate", "launcher"),
+    ("report", "report.0"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,9 @@ def schedule(seed: int, kills: int) -> list[Kill]:
     for stage, victim in chosen:
         is_training = stage == "rl" and draw.random() < 0.7
         after_steps = draw.randint(1, 3) if is_training else None
-        found.append(Kill(stage, victim, after_steps, draw.uniform(0.0, 1.0 if stage in SHORT else 3.0)))
+        found.append(
+            Kill(stage, victim, after_steps, draw.uniform(0.0, 1.0 if stage in SHORT else 3.0))
+        )
     return found
 
 
@@ -128,7 +152,10 @@ class Run:
         time.sleep(kill.after_s)
         if launcher.poll() is not None:
             raise SystemExit(f"{kill}: the stage ended before it:\n{self.said()}")
-        trained, family = self.num_trained(before), psutil.Process(launcher.pid).children(recursive=True)
+        trained, family = (
+            self.num_trained(before),
+            psutil.Process(launcher.pid).children(recursive=True),
+        )
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         launcher.wait()
@@ -161,10 +188,19 @@ class Run:
             return launcher.pid
         kind = next((kind for kind in CHILDREN if victim.startswith(kind)), "")
         roles = json.loads((self.folder / "status.json").read_text())["roles"]
-        pid = next((int(role["pid"]) for role in roles if role["name"] == victim.removeprefix(kind)), None)
+        pid = next(
+            (int(role["pid"]) for role in roles if role["name"] == victim.removeprefix(kind)), None
+        )
         if pid is None or not kind:
             return pid
-        return next((child.pid for child in psutil.Process(pid).children(recursive=True) if CHILDREN[kind] in " ".join(_line(child))), None)
+        return next(
+            (
+                child.pid
+                for child in psutil.Process(pid).children(recursive=True)
+                if CHILDREN[kind] in " ".join(_line(child))
+            ),
+            None,
+        )
 
     def num_trained(self, before: int) -> int:
         """Return the number of RL steps that attempts after `before` have trained."""
@@ -172,13 +208,19 @@ class Run:
 
     def trained(self) -> list[dict]:
         """Return a row for each trained RL step, including steps that a later attempt repeated."""
-        return [row for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row.get("event") is None]
+        return [
+            row
+            for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl")
+            if row["stage"] == "rl" and row.get("event") is None
+        ]
 
     def wait(self, launcher: subprocess.Popen[bytes], kill: Kill, condition: Callable[[], T]) -> T:
         end_s = time.monotonic() + LIMIT_S
         while not (found := condition()):
             if launcher.poll() is not None or time.monotonic() > end_s:
-                raise SystemExit(f"{kill}: did not get there (launcher: {launcher.poll()}):\n{self.said()}")
+                raise SystemExit(
+                    f"{kill}: did not get there (launcher: {launcher.poll()}):\n{self.said()}"
+                )
             time.sleep(0.05)
         return found
 
@@ -192,7 +234,11 @@ class Run:
 
 def _line(process: psutil.Process) -> list[str]:
     try:
-        return [] if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE else [process.name(), *process.cmdline()]
+        return (
+            []
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            else [process.name(), *process.cmdline()]
+        )
     except psutil.Error:
         return []
 
@@ -212,25 +258,41 @@ def is_named(victim: str, sentence: str) -> bool:
 
 def checked(run: Run) -> dict:
     """Count lost, repeated and wrong batches of the finished run; all counts should be 0."""
-    counted = {row["step"]: row for row in read(run.folder / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and "loss" in row}
-    batches = {row["step"]: row for row in read(run.folder / "metrics" / "orchestrator.0.jsonl") if row.get("event") == "batch"}
+    counted = {
+        row["step"]: row
+        for row in read(run.folder / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "rl" and "loss" in row
+    }
+    batches = {
+        row["step"]: row
+        for row in read(run.folder / "metrics" / "orchestrator.0.jsonl")
+        if row.get("event") == "batch"
+    }
     steps = range(1, NUM_STEPS + 1)
     lost = len(set(steps) - counted.keys())
     twice, wrong = 0, 0
     digests = published(run, counted)
     wrong += digests.pop("differ")
     groups: Counter[int] = Counter()
-    bound, size = run.what.orchestrator.max_off_policy_steps, run.what.orchestrator.rollouts_per_batch
+    bound, size = (
+        run.what.orchestrator.max_off_policy_steps,
+        run.what.orchestrator.rollouts_per_batch,
+    )
     for step in sorted(counted):
         batch, info = read_batch(run.folder, step)
         is_sampled = batch.token["trained"]
-        lost += batch.num_samples != size or int(np.count_nonzero(is_sampled)) != counted[step]["num_trained_tokens"]
+        lost += (
+            batch.num_samples != size
+            or int(np.count_nonzero(is_sampled)) != counted[step]["num_trained_tokens"]
+        )
         groups.update(batch.sample["group_id"].tolist())
         last = set(batch.sample["group_id"].tolist())  # the last batch may end within a group
         versions = batch.token["version"][is_sampled]
         wrong += int(((versions > step - 1) | (versions < step - 1 - bound)).sum())
         wrong += info["digests"] != batches[step]["digests"]
-        wrong += sum(digests.get(int(version)) != digest for version, digest in info["digests"].items())
+        wrong += sum(
+            digests.get(int(version)) != digest for version, digest in info["digests"].items()
+        )
         wrong += (counted[step]["logprob_max_abs_diff_same_weights"] or 0.0) > SAME_WEIGHTS
     whole = run.what.orchestrator.algorithm.group_size
     twice += sum(max(0, number - whole) for number in groups.values())
@@ -254,17 +316,30 @@ def published(run: Run, counted: dict[int, dict]) -> dict:
     `differ` counts attempts that resumed from weights other than the published ones.
     """
     spans = [
-        span for span in all_rows(run.folder / "metrics" / "trainer.0.spans.jsonl") if span["name"] == "publish" and span["stage"] == "rl"
+        span
+        for span in all_rows(run.folder / "metrics" / "trainer.0.spans.jsonl")
+        if span["name"] == "publish" and span["stage"] == "rl"
     ]
     by_attempt = {(span["attempt"], span["step"]): span["digest"] for span in spans}
     first = min(attempt for attempt, _ in by_attempt)
-    made = {0: by_attempt[first, 0], **{step: by_attempt[row["attempt"], step] for step, row in counted.items()}}
-    begins = {attempt: min(step for one, step in by_attempt if one == attempt) for attempt, _ in by_attempt}
-    return {**made, "differ": sum(by_attempt[attempt, step] != made[step] for attempt, step in begins.items())}
+    made = {
+        0: by_attempt[first, 0],
+        **{step: by_attempt[row["attempt"], step] for step, row in counted.items()},
+    }
+    begins = {
+        attempt: min(step for one, step in by_attempt if one == attempt)
+        for attempt, _ in by_attempt
+    }
+    return {
+        **made,
+        "differ": sum(by_attempt[attempt, step] != made[step] for attempt, step in begins.items()),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=len(OF_RL) + len(OF_OTHERS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)

@@ -26,7 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(Path(__file__).parent), str(ROOT / "packages/manifest/tests")]
+sys.path[:0] = [
+    str(ROOT / "benchmarks"),
+    str(Path(__file__).parent),
+    str(ROOT / "packages/manifest/tests"),
+]
 import damage  # noqa: E402
 import manifest_specs  # noqa: E402
 
@@ -69,29 +73,69 @@ def healthy(folder: Path) -> Workspace:
     stamp = {"stage": "rl", "attempt": 1}
     begin(run)
     _json(run / "manifest.json", json.loads(workspace.manifest_path("words").read_text()))
-    role = {"name": "trainer.0", "node": "here", "pid": 1, "port": 1, "cores": [0], "state": "ended", "exit": "exit code 0", "restarts": 0}
+    role = {
+        "name": "trainer.0",
+        "node": "here",
+        "pid": 1,
+        "port": 1,
+        "cores": [0],
+        "state": "ended",
+        "exit": "exit code 0",
+        "restarts": 0,
+    }
     _json(run / "status.json", {"stage": "report", "attempt": 5, "state": "done", "message": "report: done", "launcher_pid": 1,
           "host": "here", "slurm_job": None, "started_s": 1.0, "ended_s": 2.0, "roles": [role]})  # fmt: skip
     for stage in ("init", "sft", "rl", "evaluate"):
-        _json(run / "stages" / stage / "DONE", {"attempt": 1, "started_s": 1.0, "ended_s": 2.0, "wall_s": 1.0})
+        _json(
+            run / "stages" / stage / "DONE",
+            {"attempt": 1, "started_s": 1.0, "ended_s": 2.0, "wall_s": 1.0},
+        )
     policy = {"reward_mean": 0.5, "num_rollouts": 8, "num_failed": 0, "failures": {}}
     _json(run / "stages/evaluate/result.json", {"before": policy, "after": policy, "tasks": {}})
-    attempt = {"attempt": 1, "state": "done", "started_s": 1.0, "ended_s": 2.0, "message": "", "nodes": ["here"], "images": {}}
+    attempt = {
+        "attempt": 1,
+        "state": "done",
+        "started_s": 1.0,
+        "ended_s": 2.0,
+        "message": "",
+        "nodes": ["here"],
+        "images": {},
+    }
     _json(run / "receipt.json", {"schema": 1, "run": {"name": "words", "id": "0"},
           "stages": {"rl": {"attempts": [attempt], "outputs": {}, "metrics": {"loss": 0.1}}}})  # fmt: skip
     trainer = [{**stamp, "time_s": 9.0 + step, "step": step, "loss": 0.1, "entropy": 1.0, "mismatch_kl": 1e-7, "step_time_s": 1.0,
                 "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4, "tokens_per_s": 9.0}
                for step in (1, 2, 3)]  # fmt: skip
-    sft = [{**stamp, "stage": "sft", "time_s": float(step), "step": step, "loss": 3.0} for step in (1, 2)]
+    sft = [
+        {**stamp, "stage": "sft", "time_s": float(step), "step": step, "loss": 3.0}
+        for step in (1, 2)
+    ]
     _rows(run / "metrics/trainer.0.jsonl", [*sft, *trainer])
     batches = [{**stamp, "event": "batch", "time_s": 9.0 + step, "step": step, "reward_mean": 0.2, "staleness_counts": [8, 2],
                 "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 1, "generated_tokens_per_s": 9.0, "dropped": {"late": 1}}
                for step in (1, 2, 3)]  # fmt: skip
-    evaluation = {**stamp, "event": "evaluation", "time_s": 9.0, "step": None, "version": 0, "task": "words", "reward_mean": 0.3}
+    evaluation = {
+        **stamp,
+        "event": "evaluation",
+        "time_s": 9.0,
+        "step": None,
+        "version": 0,
+        "task": "words",
+        "reward_mean": 0.3,
+    }
     _rows(run / "metrics/orchestrator.0.jsonl", [*batches, evaluation])
-    usage = {**stamp, "event": "usage", "time_s": 9.0, "step": None, "processes": {"trainer.0": {"cpu_percent": 80.0, "rss_bytes": 1}}}
+    usage = {
+        **stamp,
+        "event": "usage",
+        "time_s": 9.0,
+        "step": None,
+        "processes": {"trainer.0": {"cpu_percent": 80.0, "rss_bytes": 1}},
+    }
     _rows(run / "metrics/launcher.0.jsonl", [usage])
-    _rows(run / "metrics/trainer.0.spans.jsonl", [{**stamp, "name": "optimizer", "start_s": 9.0, "end_s": 9.5, "step": 1}])
+    _rows(
+        run / "metrics/trainer.0.spans.jsonl",
+        [{**stamp, "name": "optimizer", "start_s": 9.0, "end_s": 9.5, "step": 1}],
+    )
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     _rows(run / "rollouts/evaluate.jsonl", [{"policy": when, "task": "words", "problem": 1, "reward": 1.0, "messages": messages}
                                             for when in ("before", "after")])  # fmt: skip
@@ -121,7 +165,10 @@ def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Call
     run = next((folder / "runs").iterdir())
     own: damage.Damage = damage.json_damage
     if area == "specs":
-        file, own = rng.choice([path for path in sorted((folder / "jsonnet").rglob("*sonnet"))]), damage.jsonnet_damage
+        file, own = (
+            rng.choice([path for path in sorted((folder / "jsonnet").rglob("*sonnet"))]),
+            damage.jsonnet_damage,
+        )
         argv = rng.choice((["check"], ["check", "words"], ["render"], ["show", "words"], ["explain", "words", "seed"],
                            ["plan", "words", "--write", "plan"], ["diff", "words", "sums"], ["snakemake"]))  # fmt: skip
     elif area == "manifests":
@@ -140,7 +187,9 @@ def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Call
     how = rng.choice(kinds)
     how(file, rng)
     said = f"{how.__name__} of {file.relative_to(folder)}, then {' '.join(argv)}"
-    return said, (lambda: _pipeline(folder)) if argv == ["snakemake"] else lambda: _orrery(folder, argv)
+    return said, (lambda: _pipeline(folder)) if argv == ["snakemake"] else lambda: _orrery(
+        folder, argv
+    )
 
 
 def _orrery(folder: Path, argv: list[str]) -> int:
@@ -174,7 +223,9 @@ def files_case(run: Path, rng: random.Random) -> tuple[str, Callable[[], int]]:
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "rank_0.safetensors").write_bytes(b"weights")
     checkpoints.complete(folder)
-    how = rng.choice((damage.text_damage, damage.path_damage, damage.json_damage, damage.json_damage))
+    how = rng.choice(
+        (damage.text_damage, damage.path_damage, damage.json_damage, damage.json_damage)
+    )
     how(folder / checkpoints.FILES, rng)
 
     def verify() -> int:
@@ -201,7 +252,11 @@ def run_cases(number: int, seed: int) -> Iterator[Outcome]:
 
 def run_case(scratch: Path, index: int, seed: int) -> Outcome:
     """Run one case in a fresh copy of the healthy checkout."""
-    rng, area, folder = random.Random(f"{seed}/{index}"), AREAS[index % len(AREAS)], scratch / "case"
+    rng, area, folder = (
+        random.Random(f"{seed}/{index}"),
+        AREAS[index % len(AREAS)],
+        scratch / "case",
+    )
     shutil.copytree(scratch / "healthy", folder)
     if area == "run files" and rng.random() < 0.1:
         what, command = files_case(next((folder / "runs").iterdir()), rng)
@@ -213,7 +268,9 @@ def run_case(scratch: Path, index: int, seed: int) -> Outcome:
         code, told, again_s = _forked(command, scratch / "told")
         seconds = min(seconds, again_s)
     changed = sorted(path for path, digest in _tree(folder).items() if before.get(path) != digest)
-    fault = _fault(code, told, seconds, [path for path in changed if not _is_whole(folder, path, before)])
+    fault = _fault(
+        code, told, seconds, [path for path in changed if not _is_whole(folder, path, before)]
+    )
     for path in folder.rglob("*"):
         if not path.is_symlink() and path.is_file():
             path.chmod(0o600)
@@ -224,7 +281,11 @@ def run_case(scratch: Path, index: int, seed: int) -> Outcome:
 def _fault(code: int, told: str, seconds: float, changed: list[str]) -> str:
     if code < 0 and seconds > GIVE_UP_S:
         return "hang"
-    if code < 0 or "Traceback (most recent call last)" in told or (code and not any(map(_is_sentence, told.splitlines()))):
+    if (
+        code < 0
+        or "Traceback (most recent call last)" in told
+        or (code and not any(map(_is_sentence, told.splitlines())))
+    ):
         return "traceback"
     if seconds > HANG_S:
         return "hang"
@@ -282,7 +343,11 @@ def _forked(command: Callable[[], int], told: Path) -> tuple[int, str, float]:
             ended = os.waitpid(child, 0)
             break
         time.sleep(0.01)
-    return os.waitstatus_to_exitcode(ended[1]), told.read_text(errors="replace"), time.monotonic() - start_s
+    return (
+        os.waitstatus_to_exitcode(ended[1]),
+        told.read_text(errors="replace"),
+        time.monotonic() - start_s,
+    )
 
 
 def _tree(folder: Path) -> dict[str, str]:
@@ -290,7 +355,9 @@ def _tree(folder: Path) -> dict[str, str]:
     found = {}
     for path in folder.rglob("*"):
         is_file = path.is_file() and not path.is_symlink() and os.access(path, os.R_OK)
-        found[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else "no file"
+        found[path.relative_to(folder).as_posix()] = (
+            hashlib.sha256(path.read_bytes()).hexdigest() if is_file else "no file"
+        )
     return found
 
 
@@ -300,7 +367,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--print", action="store_true", help="record nothing; fail where there is a fault")
+    parser.add_argument(
+        "--print", action="store_true", help="record nothing; fail where there is a fault"
+    )
     args = parser.parse_args()
     faults: Counter[str] = Counter()
     areas: Counter[str] = Counter()
@@ -311,7 +380,10 @@ def main() -> None:
         slowest_s = max(slowest_s, outcome.seconds)
         if outcome.fault:
             faults[outcome.fault] += 1
-            print(f"{index}: {outcome.fault} after {outcome.seconds:.1f} s: {outcome.what}\n{outcome.told[-1500:]}", flush=True)
+            print(
+                f"{index}: {outcome.fault} after {outcome.seconds:.1f} s: {outcome.what}\n{outcome.told[-1500:]}",
+                flush=True,
+            )
     if args.print:
         sys.exit(f"{faults.total()} faults in {areas.total()} cases" if faults else None)
     record(

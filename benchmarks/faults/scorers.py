@@ -21,7 +21,12 @@ from orrery.tasks.reasoning_gym import Family
 from orrery.tasks.scorers import HASH_SEED, Scorers
 from record import record
 
-FAMILIES = {"spiral_matrix": "eval", "countdown": "sympy", "polynomial_multiplication": "sympy", "leg_counting": "text"}
+FAMILIES = {
+    "spiral_matrix": "eval",
+    "countdown": "sympy",
+    "polynomial_multiplication": "sympy",
+    "leg_counting": "text",
+}
 GROUP = 8
 GOAL_MS = 30.0
 
@@ -33,7 +38,11 @@ def processor_s(process: psutil.Process) -> float:
 
 async def measured(scorers: Scorers, family: str, num_problems: int) -> dict[str, Any]:
     items = [(seed, Family(family, {}).dataset(seed)[0]) for seed in range(num_problems)]
-    answers = [(seed, item["question"], item["answer"] if i == 0 else str(i)) for seed, item in items for i in range(GROUP)]
+    answers = [
+        (seed, item["question"], item["answer"] if i == 0 else str(i))
+        for seed, item in items
+        for i in range(GROUP)
+    ]
     await scorers.score(family, {}, *answers[0])
     process = psutil.Process(scorers._idle[0].process.pid)
     before, waits_ms = processor_s(process), []
@@ -43,7 +52,11 @@ async def measured(scorers: Scorers, family: str, num_problems: int) -> dict[str
         waits_ms.append(1e3 * (time.perf_counter() - begin))
     used_ms = 1e3 * (processor_s(process) - before) / len(answers)
     p99_ms = statistics.quantiles(waits_ms, n=100)[-1]
-    return {"processor_ms": used_ms, "wait_median_ms": statistics.median(waits_ms), "wait_p99_ms": p99_ms}
+    return {
+        "processor_ms": used_ms,
+        "wait_median_ms": statistics.median(waits_ms),
+        "wait_p99_ms": p99_ms,
+    }
 
 
 def main() -> None:
@@ -63,9 +76,20 @@ def main() -> None:
         unit="ms",
         goal=GOAL_MS,
         better="lower",
-        details={"answers_a_family": args.problems * GROUP, "load_average_before": load_before, "families": FAMILIES},
+        details={
+            "answers_a_family": args.problems * GROUP,
+            "load_average_before": load_before,
+            "families": FAMILIES,
+        },
         rows=[
-            {"variant": family, "value": row["processor_ms"], "unit": "ms", "better": "lower", "goal": GOAL_MS, **row}
+            {
+                "variant": family,
+                "value": row["processor_ms"],
+                "unit": "ms",
+                "better": "lower",
+                "goal": GOAL_MS,
+                **row,
+            }
             for family, row in found.items()
         ],
     )
@@ -73,5 +97,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # else the scorer draws other problems
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED})
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED}
+        )
     main()

@@ -60,8 +60,26 @@ SAME_WEIGHTS = 1e-4
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZeroMQ's, without keys
 PUBLIC = ("/health", "/metrics")  # routes of an engine
 PATHS = (
-    *("/", "/health", "/metrics", "/docs", "/openapi.json", "/ping", "/version", "/server_info", "/v1/models", "/list_workers", "/workers"),
-    *("/add_worker?url=http://127.0.0.1:9", "/remove_worker?url=http://127.0.0.1:9", "/authorized", "/get_worker_metrics", "/flush_cache"),
+    *(
+        "/",
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/ping",
+        "/version",
+        "/server_info",
+        "/v1/models",
+        "/list_workers",
+        "/workers",
+    ),
+    *(
+        "/add_worker?url=http://127.0.0.1:9",
+        "/remove_worker?url=http://127.0.0.1:9",
+        "/authorized",
+        "/get_worker_metrics",
+        "/flush_cache",
+    ),
     *(
         "/inference/v1/generate",
         "/generate",
@@ -72,12 +90,39 @@ PATHS = (
         "/pause",
         "/resume",
     ),
-    *("/is_paused", "/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights", "/init_weight_transfer_engine", "/start_weight_update"),
-    *("/finish_weight_update", "/load_lora_adapter", "/unload_lora_adapter", "/abort_requests", "/scale_elastic_ep", "/start_profile"),
-    *("//add_worker", "/health/../add_worker", "/health%2f..%2fadd_worker", "/health?x=/add_worker", "/HEALTH"),
+    *(
+        "/is_paused",
+        "/sleep",
+        "/wake_up",
+        "/reset_prefix_cache",
+        "/update_weights",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+    ),
+    *(
+        "/finish_weight_update",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/abort_requests",
+        "/scale_elastic_ep",
+        "/start_profile",
+    ),
+    *(
+        "//add_worker",
+        "/health/../add_worker",
+        "/health%2f..%2fadd_worker",
+        "/health?x=/add_worker",
+        "/HEALTH",
+    ),
 )
 METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS")
-WRONG = (None, "Bearer ", "Bearer " + "0" * 64, f"Bearer {credential('another', Purpose.ADMINISTER)}", "Basic b3JyZXJ5Og==")
+WRONG = (
+    None,
+    "Bearer ",
+    "Bearer " + "0" * 64,
+    f"Bearer {credential('another', Purpose.ADMINISTER)}",
+    "Basic b3JyZXJ5Og==",
+)
 
 
 class Run:
@@ -85,7 +130,11 @@ class Run:
 
     def __init__(self, workspace: Path) -> None:
         content = json.loads((ROOT / "manifests" / f"{BASE}.json").read_text())
-        content["name"], content["stages"]["rl"]["num_steps"], content["transport"]["weights"] = NAME, NUM_STEPS, "nccl"
+        content["name"], content["stages"]["rl"]["num_steps"], content["transport"]["weights"] = (
+            NAME,
+            NUM_STEPS,
+            "nccl",
+        )
         self.manifest = Manifest.model_validate(content)
         self.workspace, self.folder = workspace, workspace_with(workspace, self.manifest)
 
@@ -93,7 +142,11 @@ class Run:
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         with open(self.workspace / "said", "w") as said:
             return subprocess.Popen(
-                [sys.executable, "-c", KNOWN_TOKEN, "run", NAME, stage], cwd=self.workspace, env=environment, stdout=said, stderr=said
+                [sys.executable, "-c", KNOWN_TOKEN, "run", NAME, stage],
+                cwd=self.workspace,
+                env=environment,
+                stdout=said,
+                stderr=said,
             )
 
     def failed(self, what: str) -> SystemExit:
@@ -101,7 +154,11 @@ class Run:
 
     def trained(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics" / "trainer.0.jsonl"
-        return [row for row in read(path) if row.get("stage") == "rl" and row.get("event") is None] if path.exists() else []
+        return (
+            [row for row in read(path) if row.get("stage") == "rl" and row.get("event") is None]
+            if path.exists()
+            else []
+        )
 
     def roles(self) -> dict[int, str]:
         """Return pid → role for the running stage."""
@@ -110,8 +167,14 @@ class Run:
 
     def stores(self) -> dict[str, tuple[str, int]]:
         """Return the (host, port) of the TCPStores that this project opens."""
-        trainer = json.loads((self.folder / "stages" / "rl" / "endpoints" / "trainer.0.json").read_text())["url"]
-        wire = meeting.find(weight_dir(self.folder, json.loads((self.folder / "status.json").read_text())["attempt"]))
+        trainer = json.loads(
+            (self.folder / "stages" / "rl" / "endpoints" / "trainer.0.json").read_text()
+        )["url"]
+        wire = meeting.find(
+            weight_dir(
+                self.folder, json.loads((self.folder / "status.json").read_text())["attempt"]
+            )
+        )
         host, _, port = trainer.removeprefix("tcp://").rpartition(":")
         return {"trainer": (host, int(port)), "weight wire": (wire.host, wire.port)}
 
@@ -122,9 +185,13 @@ class Run:
         return sorted(json.loads(urllib.request.urlopen(asked, timeout=10).read())["urls"])
 
 
-def ask(address: tuple[str, int], method: str, path: str, given: str | None, body: bytes = b"{}") -> str:
+def ask(
+    address: tuple[str, int], method: str, path: str, given: str | None, body: bytes = b"{}"
+) -> str:
     """Return the HTTP status of the answer, or "nothing" if there is none."""
-    headers = {"Content-Type": "application/json"} | ({} if given is None else {"Authorization": given})
+    headers = {"Content-Type": "application/json"} | (
+        {} if given is None else {"Authorization": given}
+    )
     try:
         connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
         connection.request(method, path, body if method in ("POST", "PUT") else None, headers)
@@ -174,7 +241,9 @@ def store_keys(address: tuple[str, int]) -> int | None:
         "print(len(store.list_keys()))"
     )
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+        )
     except subprocess.TimeoutExpired:
         return None
     return int(done.stdout) if done.returncode == 0 else None
@@ -187,13 +256,20 @@ def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
         for _ in range(NUM_HALF_OPEN):
             held.enter_context(socket.create_connection(address, timeout=ANSWER_S))
     nested = b"\x82\xa4type\xa3ask\xa1x" + b"\x91" * 100_000
-    outcomes = {kind: Counter[str]() for kind in ("routes", "garbage", "nested", "huge", "ZeroMQ without keys")}
+    outcomes = {
+        kind: Counter[str]()
+        for kind in ("routes", "garbage", "nested", "huge", "ZeroMQ without keys")
+    }
     is_http = ask(address, "GET", "/", None) != "nothing"
     for path in PATHS if is_http else PATHS[:3]:
         for method in METHODS if is_http else METHODS[:1]:
             for given in WRONG if is_http else WRONG[:1]:
                 outcome = ask(address, method, path, given)
-                if one.role == "inference" and path.split("?")[0] in PUBLIC and outcome in ("200", "405"):
+                if (
+                    one.role == "inference"
+                    and path.split("?")[0] in PUBLIC
+                    and outcome in ("200", "405")
+                ):
                     outcome = "public"
                 elif one.program and method == "OPTIONS" and outcome == "200":
                     outcome = "preflight"
@@ -201,14 +277,29 @@ def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
     for _ in range(20):
         outcomes["garbage"][say(address, rng.randbytes(rng.choice([1, 40, 5000])))] += 1
     outcomes["nested"][say(address, nested)] += 1
-    outcomes["huge"][say(address, b"POST /inference/v1/generate HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n" + bytes(HUGE_BYTES))] += 1
+    outcomes["huge"][
+        say(
+            address,
+            b"POST /inference/v1/generate HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n"
+            + bytes(HUGE_BYTES),
+        )
+    ] += 1
     for kind, content in (("huge", bytes(HUGE_BYTES)), ("ZeroMQ without keys", nested)):
         # An HTTP server gets plain bytes: libzmq would read its answer as a ZMTP 1.0 message.
-        outcomes[kind][say(address, GREETING + content) if is_http else zeromq(address, content)] += 1
+        outcomes[kind][
+            say(address, GREETING + content) if is_http else zeromq(address, content)
+        ] += 1
     allowed = (*ALLOWED, *(REFUSALS_OF_VLLM_ROUTER if one.program else ()))
-    answered = sum(count for each in outcomes.values() for how, count in each.items() if how not in allowed)
+    answered = sum(
+        count for each in outcomes.values() for how, count in each.items() if how not in allowed
+    )
     attempts = sum(each.total() for each in outcomes.values())
-    return {"listener": _named(one), "attempts": attempts, "answers_but_401_or_nothing": answered, "outcomes": outcomes}
+    return {
+        "listener": _named(one),
+        "attempts": attempts,
+        "answers_but_401_or_nothing": answered,
+        "outcomes": outcomes,
+    }
 
 
 ALLOWED = ("401", "nothing", "public", "400")  # 400: bytes that are not HTTP and reach no route
@@ -217,7 +308,11 @@ REFUSALS_OF_VLLM_ROUTER = ("405", "415", "422", "preflight")
 
 
 def peak_bytes(pid: int) -> int:
-    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    [line] = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -244,7 +339,11 @@ def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[st
         time.sleep(0.2)
     roles = run.roles()
     sockets, engines = listening(roles), run.engines_of_router()
-    ours = [one for one in sockets if one.port and any(row.is_ours for row in one.rows(LOOPBACK)) and not _is_metrics(one)]
+    ours = [
+        one
+        for one in sockets
+        if one.port and any(row.is_ours for row in one.rows(LOOPBACK)) and not _is_metrics(one)
+    ]
     before = {pid: peak_bytes(pid) for pid in roles}
     rows = []
     with ExitStack() as held:
@@ -256,7 +355,11 @@ def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[st
             time.sleep(0.2)
         if launcher.poll() is not None:
             raise run.failed("the attack ended the run")
-    grown = {f"{roles[pid]} {pid}": peak_bytes(pid) - before[pid] for pid in roles if psutil.pid_exists(pid)}
+    grown = {
+        f"{roles[pid]} {pid}": peak_bytes(pid) - before[pid]
+        for pid in roles
+        if psutil.pid_exists(pid)
+    }
     changed = [] if engines == run.engines_of_router() else ["the router's engines"]
     changed += [] if run.roles() == roles else ["roles ended or were started again"]
     steps = [row["step"] for row in run.trained()]
@@ -285,7 +388,11 @@ def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[st
 
 def _is_metrics(one: Socket) -> bool:
     """Return whether this is vllm-router's metrics port, which answers any GET without a key."""
-    return one.role == "router" and bool(one.program) and ask((one.address, one.port), "GET", "/metrics", None) == "200"
+    return (
+        one.role == "router"
+        and bool(one.program)
+        and ask((one.address, one.port), "GET", "/metrics", None) == "200"
+    )
 
 
 def _named(one: Socket) -> str:
@@ -294,7 +401,9 @@ def _named(one: Socket) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder of strangers.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="the folder of strangers.json"
+    )
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as workspace:
         value, details = measure(Run(Path(workspace)))

@@ -17,24 +17,40 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.digest import sha256
 from record import ROOT, record
 
-ORDER = (("base", "cpu"), ("base", "cuda"), ("orchestrator", "cpu"), ("trainer", "cpu"), ("inference", "cpu"))
+ORDER = (
+    ("base", "cpu"),
+    ("base", "cuda"),
+    ("orchestrator", "cpu"),
+    ("trainer", "cpu"),
+    ("inference", "cpu"),
+)
 
 
 def timed(command: list[str | Path], environment: dict[str, str]) -> float:
     start = time.perf_counter()
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     return time.perf_counter() - start
 
 
 def build_all(folder: Path, environment: dict[str, str]) -> dict[tuple[str, str], float]:
     """Seconds by image."""
     script = ROOT / "containers/build.py"
-    return {one: timed([sys.executable, script, "build", *one, folder], environment) for one in ORDER}
+    return {
+        one: timed([sys.executable, script, "build", *one, folder], environment) for one in ORDER
+    }
 
 
 def start_s(image: Path | None) -> float:
-    inside = ["apptainer", "--silent", "exec", "--userns", "--contain", "--cleanenv", image] if image else []
-    return statistics.median(timed([*inside, "python3", "-c", "pass"], dict(os.environ)) for _ in range(5))
+    inside = (
+        ["apptainer", "--silent", "exec", "--userns", "--contain", "--cleanenv", image]
+        if image
+        else []
+    )
+    return statistics.median(
+        timed([*inside, "python3", "-c", "pass"], dict(os.environ)) for _ in range(5)
+    )
 
 
 def main() -> None:
@@ -49,11 +65,22 @@ def main() -> None:
         second = {path.name: path for path in (work / "again").glob("*.sif")}
         if first.keys() != second.keys():
             raise SystemExit(f"not the same bytes twice: {sorted(first.keys() ^ second.keys())}")
-        snakemake = [Path(sys.executable).with_name("snakemake"), "-s", ROOT / "pipelines/images.smk", "--cores", "all", "--config"]
-        unchanged = timed([*snakemake, f"images={work / 'again'}", "--directory", ROOT, "cpu"], environment)
+        snakemake = [
+            Path(sys.executable).with_name("snakemake"),
+            "-s",
+            ROOT / "pipelines/images.smk",
+            "--cores",
+            "all",
+            "--config",
+        ]
+        unchanged = timed(
+            [*snakemake, f"images={work / 'again'}", "--directory", ROOT, "cpu"], environment
+        )
         rows = []
         for image, hardware in ORDER:
-            (path,) = [path for file, path in second.items() if file.startswith(f"{image}-{hardware}-")]
+            (path,) = [
+                path for file, path in second.items() if file.startswith(f"{image}-{hardware}-")
+            ]
             rows.append(
                 {
                     "variant": f"{hardware}/{image}",
@@ -75,7 +102,9 @@ def main() -> None:
             "cold_s": round(sum(cold.values()), 1),
             "unchanged_s": round(unchanged, 1),
             "start_outside_s": round(start_s(None), 3),
-            "apptainer": subprocess.run(["apptainer", "--version"], capture_output=True, text=True).stdout.strip(),
+            "apptainer": subprocess.run(
+                ["apptainer", "--version"], capture_output=True, text=True
+            ).stdout.strip(),
             "folder_in_memory": tempfile.gettempdir().startswith("/dev/shm"),
             "load_before": round(os.getloadavg()[0], 1),
         },

@@ -54,13 +54,25 @@ def manifest(args: argparse.Namespace) -> Manifest:
     context = -(-(args.prompt + args.longest) // 64) * 64
     content["stages"] |= {"sft": None}
     content["model"]["max_positions"] = max(content["model"]["max_positions"], context)
-    content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(context, content["trainer"]["memory"]["max_tokens_per_micro_batch"])
+    content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(
+        context, content["trainer"]["memory"]["max_tokens_per_micro_batch"]
+    )
     model, inference = content["model"], content["inference"]
-    token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if inference["dtype"] == "float32" else 2)
+    token_bytes = (
+        2
+        * model["num_layers"]
+        * model["num_kv_heads"]
+        * model["head_dim"]
+        * (4 if inference["dtype"] == "float32" else 2)
+    )
     inference |= {
         **ALONE, "max_num_sequences": 2 * most, "max_model_len_tokens": context, "kv_cache_bytes": args.kv_tokens * token_bytes,
     }  # fmt: skip
-    content["orchestrator"]["admission"] = {"kind": "adaptive", "min_in_flight": args.floor, "max_in_flight": 2 * most}
+    content["orchestrator"]["admission"] = {
+        "kind": "adaptive",
+        "min_in_flight": args.floor,
+        "max_in_flight": 2 * most,
+    }
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.longest
     return Manifest.model_validate(content)
 
@@ -77,10 +89,22 @@ class Lengths:
         self.args, self.chance = args, random.Random(args.seed)
 
     def next(self) -> int:
-        return max(16, min(self.args.longest, int(self.args.median * math.exp(self.args.sigma * self.chance.gauss(0, 1)))))
+        return max(
+            16,
+            min(
+                self.args.longest,
+                int(self.args.median * math.exp(self.args.sigma * self.chance.gauss(0, 1))),
+            ),
+        )
 
 
-async def play(me: RoleProcess, fleet: Any, clock: Callable[[], float], admission: Admission, args: argparse.Namespace) -> dict[str, Any]:
+async def play(
+    me: RoleProcess,
+    fleet: Any,
+    clock: Callable[[], float],
+    admission: Admission,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
     """One variant: keep its permits used until enough rollouts have ended after the warm-up."""
     lengths, chance, names = Lengths(args), random.Random(args.seed + 1), itertools.count()
     ended, changed = 0, asyncio.Event()
@@ -91,7 +115,14 @@ async def play(me: RoleProcess, fleet: Any, clock: Callable[[], float], admissio
         nonlocal ended
         prompt = [chance.randrange(10, vocabulary) for _ in range(args.prompt)]
         name = f"{os.getpid()}-{time.monotonic_ns()}-{next(names)}"
-        await fleet.generate(prompt, max_tokens=lengths.next(), temperature=1.0, cache_salt=name, request_id=name, ignore_eos=True)
+        await fleet.generate(
+            prompt,
+            max_tokens=lengths.next(),
+            temperature=1.0,
+            cache_salt=name,
+            request_id=name,
+            ignore_eos=True,
+        )
         admission.give_back()
         ended += 1
         changed.set()
@@ -136,30 +167,44 @@ async def play(me: RoleProcess, fleet: Any, clock: Callable[[], float], admissio
     return {
         "tokens_per_s": tokens / (stop[0] - start[0]),
         "tokens_per_engine_cpu_s": tokens / (stop[1] - start[1]),
-        "preemptions_per_rollout": (stop[2].preemptions_total - start[2].preemptions_total) / (stop[3] - start[3]),
+        "preemptions_per_rollout": (stop[2].preemptions_total - start[2].preemptions_total)
+        / (stop[3] - start[3]),
         "kv_usage_mean": sum(each["kv_usage"] for each in measured) / len(measured),
         "waiting_mean": sum(each["waiting"] for each in measured) / len(measured),
         "limit_p5_p50_p95": [limits[int(share * (len(limits) - 1))] for share in (0.05, 0.5, 0.95)],
         "num_rollouts": stop[3] - start[3],
         "seconds": stop[0] - start[0],
-        "looks": [{**each, "time_s": round(each["time_s"] - looks[0]["time_s"], 2)} for each in looks],
+        "looks": [
+            {**each, "time_s": round(each["time_s"] - looks[0]["time_s"], 2)} for each in looks
+        ],
     }
 
 
-async def measure(me: RoleProcess, process: psutil.Process, args: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure(
+    me: RoleProcess, process: psutil.Process, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     context = me.manifest.inference.max_model_len_tokens
     bounds = me.manifest.orchestrator.admission
     assert isinstance(bounds, AdaptiveAdmission)
     variants: list[tuple[str, AdaptiveAdmission | FixedAdmission]] = [
-        *((f"fixed {limit}", FixedAdmission(kind="fixed", max_in_flight=limit)) for limit in args.fixed),
+        *(
+            (f"fixed {limit}", FixedAdmission(kind="fixed", max_in_flight=limit))
+            for limit in args.fixed
+        ),
         ("adaptive", bounds),
     ]
     rows = []
     async with await assemble.fleet(me) as fleet:
         for number in range(args.rounds):
-            for name, settings in variants if number % 2 == 0 else reversed(variants):  # drifts of the machine meet both ends
-                row = await play(me, fleet, lambda: computed_s(process), Admission(settings, context), args)
-                rows.append({"variant": name, "round": number, "load_average": os.getloadavg()[0], **row})
+            for name, settings in (
+                variants if number % 2 == 0 else reversed(variants)
+            ):  # drifts of the machine meet both ends
+                row = await play(
+                    me, fleet, lambda: computed_s(process), Admission(settings, context), args
+                )
+                rows.append(
+                    {"variant": name, "round": number, "load_average": os.getloadavg()[0], **row}
+                )
                 print(
                     f"round {number} {name:10s} {row['tokens_per_s']:7.0f} tokens/s, {row['tokens_per_engine_cpu_s']:5.0f} per CPU s, "
                     f"{row['preemptions_per_rollout']:.2f} preemptions a rollout, cache {row['kv_usage_mean']:.0%}, "
@@ -194,17 +239,33 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
     for axes, values, label in (
         (left, rates, UNITS[key].replace("/", " / ")), (middle, preemptions, "preemptions a rollout"),
     ):  # fmt: skip
-        axes.plot(at, [values[variant] for variant in fixed], "o-", color="#8a8f98", label="fixed limit")
+        axes.plot(
+            at, [values[variant] for variant in fixed], "o-", color="#8a8f98", label="fixed limit"
+        )
         axes.axhline(values["adaptive"], color="#1f9d6b", label="adaptive")
         axes.set(xlabel="rollouts in flight", ylabel=label, ylim=(0, 1.1 * max(values.values())))
         axes.legend(frameon=False)
     looks = next(row for row in rows if row["variant"] == "adaptive")["looks"]
     time_s = [each["time_s"] for each in looks]
-    right.step(time_s, [each["limit"] for each in looks], where="post", color="#1f9d6b", label="limit")
-    right.plot(time_s, [each["num_in_flight"] for each in looks], color="#c2701c", linewidth=1, label="in flight")
+    right.step(
+        time_s, [each["limit"] for each in looks], where="post", color="#1f9d6b", label="limit"
+    )
+    right.plot(
+        time_s,
+        [each["num_in_flight"] for each in looks],
+        color="#c2701c",
+        linewidth=1,
+        label="in flight",
+    )
     right.set(xlabel="seconds", ylabel="rollouts", ylim=(0, None))
     use = right.twinx()
-    use.plot(time_s, [each["kv_usage"] for each in looks], color="#2f6fde", linewidth=0.6, label="cache in use")
+    use.plot(
+        time_s,
+        [each["kv_usage"] for each in looks],
+        color="#2f6fde",
+        linewidth=0.6,
+        label="cache in use",
+    )
     use.set(ylim=(0, 1.02), ylabel="cache in use")
     right.legend(frameon=False, loc="lower right")
     for axes in (left, middle, right):
@@ -214,12 +275,21 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--run", default="reverse_text", help="which checked-in run's model and machine")
+    parser.add_argument(
+        "--run", default="reverse_text", help="which checked-in run's model and machine"
+    )
     parser.add_argument("--fixed", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64])
-    parser.add_argument("--floor", type=int, default=4, help="of the adaptive limit; its ceiling is twice the largest fixed one")
+    parser.add_argument(
+        "--floor",
+        type=int,
+        default=4,
+        help="of the adaptive limit; its ceiling is twice the largest fixed one",
+    )
     parser.add_argument("--kv-tokens", type=int, default=6144)
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--median", type=float, default=160, help="sampled tokens of a rollout, log-normal")
+    parser.add_argument(
+        "--median", type=float, default=160, help="sampled tokens of a rollout, log-normal"
+    )
     parser.add_argument("--sigma", type=float, default=0.6)
     parser.add_argument("--longest", type=int, default=704)
     parser.add_argument("--warm-up", type=int, default=120, help="rollouts")
@@ -227,8 +297,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--record", default="admission", help="name of the JSON and of the picture beside this script")
-    parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the record")
+    parser.add_argument(
+        "--record",
+        default="admission",
+        help="name of the JSON and of the picture beside this script",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure, but do not write the record"
+    )
     args = parser.parse_args()
 
     import torch
@@ -255,10 +331,14 @@ def main() -> None:
         finally:
             me.metrics.close()
     rates = means(rows, key)
-    best = max((variant for variant in rates if variant != "adaptive"), key=lambda variant: rates[variant])
+    best = max(
+        (variant for variant in rates if variant != "adaptive"), key=lambda variant: rates[variant]
+    )
     preemptions = means(rows, "preemptions_per_rollout")
     overload = f"fixed {max(args.fixed)}"
-    print(f"{overload}: {rates[overload] / rates[best]:.3f} of {best}, {preemptions[overload]:.2f} preemptions a rollout")
+    print(
+        f"{overload}: {rates[overload] / rates[best]:.3f} of {best}, {preemptions[overload]:.2f} preemptions a rollout"
+    )
     if args.dry_run:
         print(
             f"adaptive: {rates['adaptive'] / rates[best]:.3f} of {best} (goal {GOAL}), {preemptions['adaptive']:.2f} preemptions a rollout"
@@ -274,7 +354,12 @@ def main() -> None:
         better="higher",
         details={"best_fixed": best, "preemptions_per_rollout": preemptions, **chosen},
         rows=[
-            {"value": row[key], "unit": UNITS[key], "goal": None, **{name: value for name, value in row.items() if name != "looks"}}
+            {
+                "value": row[key],
+                "unit": UNITS[key],
+                "goal": None,
+                **{name: value for name, value in row.items() if name != "looks"},
+            }
             for row in rows
         ],
     )

@@ -50,8 +50,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of an answer")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
-    parser.add_argument("--routes", action="store_true", help="of a mixture's tokens, in each answer")
-    parser.add_argument("--record", default="answer_cost", help="name of the JSON beside this script")
+    parser.add_argument(
+        "--routes", action="store_true", help="of a mixture's tokens, in each answer"
+    )
+    parser.add_argument(
+        "--record", default="answer_cost", help="name of the JSON beside this script"
+    )
     parser.set_defaults(quantization="none")
     args = parser.parse_args()
     spec, load_before = throughput.manifest(args, args.routes), psutil.getloadavg()[0]
@@ -59,7 +63,9 @@ def main() -> None:
     with ExitStack() as stack:
         servers = {}
         for way in rounds:
-            me = stack.enter_context(throughput.stage(spec, {"inference": (__file__, "--serve", way)}))
+            me = stack.enter_context(
+                throughput.stage(spec, {"inference": (__file__, "--serve", way)})
+            )
             servers[way] = me.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
         for number in range(args.rounds):
             for way, endpoint in servers.items():
@@ -68,14 +74,26 @@ def main() -> None:
                 at = json.loads(endpoint.read_text())
                 process = psutil.Process(at["pid"])
                 before, begin = spent_s(process), time.perf_counter()
-                tokens = asyncio.run(throughput.all_at_once(args, at["url"], spec.model.vocab_size, number, logprobs=0))
+                tokens = asyncio.run(
+                    throughput.all_at_once(
+                        args, at["url"], spec.model.vocab_size, number, logprobs=0
+                    )
+                )
                 seconds = time.perf_counter() - begin
                 if tokens != args.requests * args.tokens:
-                    raise SystemExit(f"{tokens} tokens came of {args.requests} requests of {args.tokens}")
-                row = {name: 1e6 * (after - before[name]) / tokens for name, after in spent_s(process).items()}
+                    raise SystemExit(
+                        f"{tokens} tokens came of {args.requests} requests of {args.tokens}"
+                    )
+                row = {
+                    name: 1e6 * (after - before[name]) / tokens
+                    for name, after in spent_s(process).items()
+                }
                 rounds[way].append(row | {"tokens_per_s": tokens / seconds})
                 print(way, rounds[way][-1], flush=True)
-    medians = {way: {name: statistics.median(row[name] for row in each[1:]) for name in each[0]} for way, each in rounds.items()}
+    medians = {
+        way: {name: statistics.median(row[name] for row in each[1:]) for name in each[0]}
+        for way, each in rounds.items()
+    }
     record(
         HERE / f"{args.record}.json",
         figure=f"processor time of the API server a sampled token, answers with log-probs{' and routes' if args.routes else ''}",

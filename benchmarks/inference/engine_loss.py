@@ -41,13 +41,20 @@ def manifest(base: str, kills: int, wire: str) -> Manifest:
     """`base`, which has two engines or more, without an end, a warm start, or evaluations to speak of."""
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
     if content["inference"]["num_replicas"] < 2:
-        raise SystemExit(f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one with two or more")
+        raise SystemExit(
+            f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one with two or more"
+        )
     content["name"] = NAME
     content["inference"]["max_restarts"] = kills
     content["transport"]["weights"] = wire
     content["trainer"]["checkpoint"]["interval_steps"] = NEVER
     content["orchestrator"]["drop_zero_advantage_groups"] = False
-    content["orchestrator"]["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1, "stop_at": None}
+    content["orchestrator"]["evaluation"] = {
+        "interval_steps": NEVER,
+        "num_problems": 1,
+        "rollouts_per_problem": 1,
+        "stop_at": None,
+    }
     content["stages"]["sft"] = None
     content["stages"]["rl"] = {"num_steps": NEVER}
     return Manifest.model_validate(content)
@@ -61,7 +68,11 @@ class Run:
 
     def start(self, stage: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        return subprocess.Popen([sys.executable, "-m", "orrery.launcher.cli", "run", NAME, stage], cwd=self.workspace, env=env)
+        return subprocess.Popen(
+            [sys.executable, "-m", "orrery.launcher.cli", "run", NAME, stage],
+            cwd=self.workspace,
+            env=env,
+        )
 
     def rows(self, role: str, event: str) -> list[dict]:
         path = self.folder / "metrics" / f"{role}.0.jsonl"
@@ -80,12 +91,16 @@ class Run:
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
         """Of the batches that were cut in this time."""
-        cut = [row for row in self.rows("orchestrator", "batch") if begin_s < row["time_s"] <= end_s]
+        cut = [
+            row for row in self.rows("orchestrator", "batch") if begin_s < row["time_s"] <= end_s
+        ]
         return sum(sum(row["staleness_counts"]) for row in cut) / (end_s - begin_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--wire", default="files", choices=("files", "nccl", "nixl"))
     parser.add_argument("--manifest", default=BASE)
@@ -101,7 +116,12 @@ def main() -> None:
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait()
-    name = "_".join(["engine_loss", *[each for each in (args.manifest, args.wire) if each not in (BASE, "files")]])
+    name = "_".join(
+        [
+            "engine_loss",
+            *[each for each in (args.manifest, args.wire) if each not in (BASE, "files")],
+        ]
+    )
     record(
         args.out / f"{name}.json",
         figure=f"inference/{name}",
@@ -109,7 +129,12 @@ def main() -> None:
         unit="s",
         goal=None,
         better="lower",
-        details={"tokens_per_s_before": ordinary, "manifest": args.manifest, "wire": args.wire, "losses": losses},
+        details={
+            "tokens_per_s_before": ordinary,
+            "manifest": args.manifest,
+            "wire": args.wire,
+            "losses": losses,
+        },
     )
 
 
@@ -127,12 +152,18 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
     for number in range(kills):
         killed_s, index = time.time(), 1 - number % 2
         os.kill(run.pid(f"inference.{index}"), signal.SIGKILL)
-        run.wait(launcher, "an engine that serves again", lambda number=number: len(run.rows("orchestrator", "engine_healthy")) > number)
+        run.wait(
+            launcher,
+            "an engine that serves again",
+            lambda number=number: len(run.rows("orchestrator", "engine_healthy")) > number,
+        )
         healthy = run.rows("orchestrator", "engine_healthy")[number]
         updates = [row for row in run.rows("orchestrator", "update") if row["time_s"] > killed_s]
         have = batches()
         run.wait(launcher, "batches of both engines", lambda have=have: batches() > have + 1)
-        lost = run.rows("orchestrator", "batch")[-1]["dropped"].get("engine_gone", 0)  # a batch tells of all until it was cut
+        lost = run.rows("orchestrator", "batch")[-1]["dropped"].get(
+            "engine_gone", 0
+        )  # a batch tells of all until it was cut
         losses.append({
             "engine": index,
             "fenced_s": run.rows("orchestrator", "engine_fenced")[number]["time_s"] - killed_s,

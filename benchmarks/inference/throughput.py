@@ -60,7 +60,11 @@ GOAL = 0.97
 SERVE = (__file__, "--serve")  # an engine of dummies
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
 ROUTES_GOAL = 0.03  # of an engine's tokens/s
-OF_OURS = ("--weight-transfer-config", "--worker-extension-cls", "--middleware")  # flags that name our code
+OF_OURS = (
+    "--weight-transfer-config",
+    "--worker-extension-cls",
+    "--middleware",
+)  # flags that name our code
 LOG_PROBS = {"logprobs": 0}  # of the sampled tokens alone
 PLAIN, OURS, BARE = "plain vLLM", "our engine", "our engine, no routes"
 THROUGH_ALL = "our engine through router and client"
@@ -74,7 +78,10 @@ WHOLE: dict[str, dict[str, dict[str, int] | None]] = {
     PLAIN: {f"{PLAIN}, no log-probs": {}, f"{PLAIN}, log-probs": LOG_PROBS},
     OURS: {f"{OURS}, log-probs": LOG_PROBS, THROUGH_ALL: None},
 }
-ONLY_ROUTES: dict[str, dict[str, dict[str, int] | None]] = {BARE: {BARE: LOG_PROBS}, OURS: {OURS: LOG_PROBS}}
+ONLY_ROUTES: dict[str, dict[str, dict[str, int] | None]] = {
+    BARE: {BARE: LOG_PROBS},
+    OURS: {OURS: LOG_PROBS},
+}
 Rows = dict[str, list[float]]  # tokens/s of each round, by variant
 
 
@@ -84,19 +91,27 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
     moe, model = content["model"]["moe"], content["model"]
     cpu = content["hardware"]["accelerator"] == "cpu"
     length = 2 * args.tokens + SPARE_TOKENS
-    token_bytes = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
+    token_bytes = (
+        2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
+    )
     content["inference"] |= {
         **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
         "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
     }  # fmt: skip
     if is_routed:
-        policy = {"policy": "round_robin", "balance_abs_threshold": None, "balance_rel_threshold": None}
+        policy = {
+            "policy": "round_robin",
+            "balance_abs_threshold": None,
+            "balance_rel_threshold": None,
+        }
         content["inference"]["router"] = {"kind": "vllm_router", **policy}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
     content["hardware"]["num_nodes"] = 1  # one engine, and a trainer that is never started
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
     model["max_positions"] = max(model["max_positions"], length)
-    content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(length, content["trainer"]["memory"]["max_tokens_per_micro_batch"])
+    content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(
+        length, content["trainer"]["memory"]["max_tokens_per_micro_batch"]
+    )
     content["inference"]["quantization"] = args.quantization
     content["transport"]["routed_experts"] = routes and moe is not None
     content["stages"]["sft"] = None
@@ -116,7 +131,9 @@ def serve_plain() -> None:
     """This process as `vllm serve` of dummies, without any of our code: the engine's flags but OF_OURS, and no plug-in."""
     with role_process("inference") as me:
         host, [port] = me.host, free_ports(1, me.host)
-        words = server_arguments(me.manifest, weights_dir(me.run_dir, me.manifest), me.index, host, port)
+        words = server_arguments(
+            me.manifest, weights_dir(me.run_dir, me.manifest), me.index, host, port
+        )
         kept, is_dropped = [], False
         for word in words:
             is_dropped = word in OF_OURS if word.startswith("--") else is_dropped
@@ -124,7 +141,14 @@ def serve_plain() -> None:
         variables = os.environ | engine_variables(me.manifest) | {"VLLM_PLUGINS": ""}
         if me.manifest.hardware.accelerator == "cpu":
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *kept, "--load-format", "dummy"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.launchers.api_server.entry",
+            *kept,
+            "--load-format",
+            "dummy",
+        ]
         server = subprocess.Popen(command, env=variables)
         try:
             while server.poll() is None and not is_up(f"http://{host}:{port}/health"):
@@ -146,7 +170,9 @@ def is_up(url: str) -> bool:
 
 def prompt(args: argparse.Namespace, vocab_size: int, number: int, index: int) -> np.ndarray:
     """i32 [tokens], the request `index` of a round; no two share a prefix."""
-    return np.random.default_rng((number, index)).integers(0, vocab_size, args.tokens, dtype=np.int32)
+    return np.random.default_rng((number, index)).integers(
+        0, vocab_size, args.tokens, dtype=np.int32
+    )
 
 
 def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarray:
@@ -154,7 +180,9 @@ def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarra
     return np.stack([prompt(args, vocab_size, number, index) for index in range(args.requests)])
 
 
-Ask = Callable[[int, int], Awaitable[int]]  # a request of this number for so many tokens; how many came
+Ask = Callable[
+    [int, int], Awaitable[int]
+]  # a request of this number for so many tokens; how many came
 
 
 async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
@@ -191,29 +219,53 @@ async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def asking(url: str, salt: int, **more: Any) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
+async def asking(
+    url: str, salt: int, **more: Any
+) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
     """A plain client: what posts a prompt and counts the tokens of its answer, with `more` sampling parameters."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def post(prompt: np.ndarray, max_tokens: int) -> int:
-            sampling = {"max_tokens": max_tokens, "temperature": 1.0, "detokenize": False, "ignore_eos": True, **more}
-            body = {"token_ids": prompt.tolist(), "cache_salt": str(salt), "sampling_params": sampling}
-            async with session.post(f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)) as answer:
+            sampling = {
+                "max_tokens": max_tokens,
+                "temperature": 1.0,
+                "detokenize": False,
+                "ignore_eos": True,
+                **more,
+            }
+            body = {
+                "token_ids": prompt.tolist(),
+                "cache_salt": str(salt),
+                "sampling_params": sampling,
+            }
+            async with session.post(
+                f"{url}/inference/v1/generate", json=body, timeout=aiohttp.ClientTimeout(None)
+            ) as answer:
                 answer.raise_for_status()
                 return len(json.loads(await answer.read())["choices"][0]["token_ids"])
 
         yield post
 
 
-async def all_at_once(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> int:
+async def all_at_once(
+    args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any
+) -> int:
     """All requests at once; the tokens that came."""
     async with asking(url, number, **more) as post:
-        return sum(await asyncio.gather(*(post(prompt, args.tokens) for prompt in prompts(args, vocab_size, number))))
+        return sum(
+            await asyncio.gather(
+                *(post(prompt, args.tokens) for prompt in prompts(args, vocab_size, number))
+            )
+        )
 
 
-async def directly(args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any) -> dict[str, float]:
+async def directly(
+    args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any
+) -> dict[str, float]:
     async with asking(url, number, **more) as post:
-        return await steady(args, lambda index, tokens: post(prompt(args, vocab_size, number, index), tokens))
+        return await steady(
+            args, lambda index, tokens: post(prompt(args, vocab_size, number, index), tokens)
+        )
 
 
 class Prompts:
@@ -254,8 +306,13 @@ class Published:
         await self.fleet.abort(request_ids)
 
 
-async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, number: int) -> dict[str, float]:
-    task, shape = Prompts(partial(prompt, args, spec.model.vocab_size, number)), route_shape(spec.model)
+async def through_all(
+    args: argparse.Namespace, spec: Manifest, fleet: Any, number: int
+) -> dict[str, float]:
+    task, shape = (
+        Prompts(partial(prompt, args, spec.model.vocab_size, number)),
+        route_shape(spec.model),
+    )
 
     async def ask(index: int, tokens: int) -> int:
         rollout = await play(
@@ -264,7 +321,10 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
             max_model_len_tokens=spec.inference.max_model_len_tokens,
             cache_salt=str(number), name=f"{number}-{index}", timeout_s=3600.0, routes=shape,
         )  # fmt: skip
-        assert rollout.routed_experts is None or (rollout.routed_experts[:-1] < shape.num_experts).all()
+        assert (
+            rollout.routed_experts is None
+            or (rollout.routed_experts[:-1] < shape.num_experts).all()
+        )
         return int(rollout.trained.sum())
 
     return await steady(args, ask)
@@ -273,11 +333,19 @@ async def through_all(args: argparse.Namespace, spec: Manifest, fleet: Any, numb
 Asked = dict[str, dict[str, dict[str, int] | None]]
 
 
-async def rounds(args: argparse.Namespace, asked: Asked, stages: dict[str, RoleProcess], seen: Callable[[Rows], None]) -> None:
+async def rounds(
+    args: argparse.Namespace,
+    asked: Asked,
+    stages: dict[str, RoleProcess],
+    seen: Callable[[Rows], None],
+) -> None:
     """Rounds of these engines' variants in turn; `seen` is called after each number with the rows so far."""
     rows: Rows = {}
     async with AsyncExitStack() as stack:
-        fleets = {name: await stack.enter_async_context(await assemble.fleet(me)) for name, me in stages.items()}
+        fleets = {
+            name: await stack.enter_async_context(await assemble.fleet(me))
+            for name, me in stages.items()
+        }
         for number in range(args.rounds):
             index = 0
             for name, me in stages.items():
@@ -287,8 +355,17 @@ async def rounds(args: argparse.Namespace, asked: Asked, stages: dict[str, RoleP
                     if more is None:
                         found = await through_all(args, me.manifest, fleets[name], salt)
                     else:
-                        found = await directly(args, fleets[name].engines[0].url, me.manifest.model.vocab_size, salt, **more)
-                    print(f"{variant}, round {number}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+                        found = await directly(
+                            args,
+                            fleets[name].engines[0].url,
+                            me.manifest.model.vocab_size,
+                            salt,
+                            **more,
+                        )
+                    print(
+                        f"{variant}, round {number}: {found['tokens_per_s']:.0f} tokens/s",
+                        flush=True,
+                    )
                     rows.setdefault(variant, []).append(found["tokens_per_s"])
             seen(rows)
 
@@ -311,7 +388,9 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
             me.metrics.close()
 
 
-def measure(args: argparse.Namespace, asked: Asked, names: Sequence[str], seen: Callable[[Rows], None]) -> None:
+def measure(
+    args: argparse.Namespace, asked: Asked, names: Sequence[str], seen: Callable[[Rows], None]
+) -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=event_loop) as runner:
         specs = {name: manifest(args, name != BARE, "router" in SERVERS[name]) for name in names}
         stages = {name: stack.enter_context(stage(specs[name], SERVERS[name])) for name in names}
@@ -326,13 +405,23 @@ def ratio(rows: Rows, above: str, below: str) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware")
+    parser.add_argument(
+        "--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of an answer")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the engine's weights")
-    parser.add_argument("--only-routes", action="store_true", help="measure what routes cost our engine, without client and router")
-    parser.add_argument("--record", default="throughput", help="name of the JSON beside this script")
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8"), default="none", help="of the engine's weights"
+    )
+    parser.add_argument(
+        "--only-routes",
+        action="store_true",
+        help="measure what routes cost our engine, without client and router",
+    )
+    parser.add_argument(
+        "--record", default="throughput", help="name of the JSON beside this script"
+    )
     args = parser.parse_args()
     details = {"load_average_before": os.getloadavg()[0], **vars(args)}
     asked = ONLY_ROUTES if args.only_routes else WHOLE
@@ -342,7 +431,10 @@ def main() -> None:
     def keep(found: Rows) -> None:
         """After each round, so that a session which ends early keeps what it has."""
         rows.update(found)
-        variants = [{"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each} for name, each in rows.items()]
+        variants = [
+            {"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each}
+            for name, each in rows.items()
+        ]
         path = Path(__file__).with_name(f"{args.record}.json")
         if args.only_routes:
             if (share := ratio(rows, OURS, BARE)) is not None:
@@ -364,7 +456,10 @@ def main() -> None:
                 unit="share",
                 goal=None if on_cpu else GOAL,
                 better="higher",
-                details={**details, "our_engine_to_plain": ratio(rows, f"{OURS}, log-probs", f"{PLAIN}, log-probs")},
+                details={
+                    **details,
+                    "our_engine_to_plain": ratio(rows, f"{OURS}, log-probs", f"{PLAIN}, log-probs"),
+                },
                 rows=variants,
             )
 

@@ -22,7 +22,11 @@ from experts import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, TOKENS, outcome, route
 from timing import BYTES, copy_out, require
 
 from orrery.kernels.expert_rows import plan
-from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul, reference_grouped_matmul
+from orrery.kernels.grouped_matmul import (
+    adapted_grouped_matmul,
+    grouped_matmul,
+    reference_grouped_matmul,
+)
 from record import record
 
 RANK = 16
@@ -49,39 +53,60 @@ def frozen(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 FORMS = {"a sum of products": summed(grouped_matmul), "one operator": one}
 
 
-def tensors(rows: int, experts: int, num_in: int, num_out: int, rank: int, device: str) -> tuple[list[Tensor], Tensor]:
+def tensors(
+    rows: int, experts: int, num_in: int, num_out: int, rank: int, device: str
+) -> tuple[list[Tensor], Tensor]:
     """x [M, K], a [E, R, K], b [E, N, R]; and the frozen weight [E, N, K]."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator, device=device) * std).bfloat16()
 
-    leaves = [normal(rows, num_in), normal(experts, rank, num_in, std=num_in**-0.5), normal(experts, num_out, rank, std=rank**-0.5)]
+    leaves = [
+        normal(rows, num_in),
+        normal(experts, rank, num_in, std=num_in**-0.5),
+        normal(experts, num_out, rank, std=rank**-0.5),
+    ]
     return leaves, normal(experts, num_out, num_in, std=num_in**-0.5)
 
 
 def bound_ms(rows: int, num_in: int, num_out: int) -> tuple[float, float]:
     """Of what adapters add, forward and backward."""
-    return 2e3 * rows * (num_in + 2 * num_out) / BYTES, 2e3 * rows * (2 * num_out + 3 * num_in) / BYTES
+    return 2e3 * rows * (num_in + 2 * num_out) / BYTES, 2e3 * rows * (
+        2 * num_out + 3 * num_in
+    ) / BYTES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes on whatever device is here; nothing is recorded",
+    )
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        raise SystemExit("adapters: there is no GPU here; run it on a host with one, or with --smoke")
+        raise SystemExit(
+            "adapters: there is no GPU here; run it on a host with one, or with --smoke"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     experts, slots, tokens = (8, 2, 32) if args.smoke else (EXPERTS, SLOTS, TOKENS[0])
     projections = {"gate_up": (16, 16), "down": (8, 16)} if args.smoke else PROJECTIONS
-    rank, rows = 8 if args.smoke else RANK, tokens * slots  # narrower ranks are looped over, which waits for the device
+    rank, rows = (
+        8 if args.smoke else RANK,
+        tokens * slots,
+    )  # narrower ranks are looped over, which waits for the device
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
         ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
         added, best = dict.fromkeys(FORMS, 0.0), 0.0
         for name, sides in projections.items():
             leaves, weight = tensors(rows, experts, *sides, rank, device)
-            expected = outcome(summed(reference_grouped_matmul), [x.float() for x in leaves], weight.float(), ends)
+            expected = outcome(
+                summed(reference_grouped_matmul), [x.float() for x in leaves], weight.float(), ends
+            )
             alone = timed(frozen, leaves[:1], weight, ends)
             bound = bound_ms(rows, *sides)
             best += sum(bound)
@@ -109,8 +134,12 @@ def main() -> None:
                         "bound_of_what_adapters_add_ms": bound,
                     }
                 )
-                print(f"{table[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms", flush=True)
-        shares[routing] = {form: {"added_ms": ms, "of_the_bound": best / ms} for form, ms in added.items()}
+                print(
+                    f"{table[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms", flush=True
+                )
+        shares[routing] = {
+            form: {"added_ms": ms, "of_the_bound": best / ms} for form, ms in added.items()
+        }
         for form, ms in added.items():
             print(f"{routing}: {form} adds {ms:.3f} ms, {best / ms:.0%} of the bound", flush=True)
     if args.smoke:
@@ -123,7 +152,12 @@ def main() -> None:
         unit="of the bound",
         goal=GOAL,
         better="higher",
-        details={"triton": version("triton"), "rank": rank, "errors_against_float32": errors, "by_routing": shares},
+        details={
+            "triton": version("triton"),
+            "rank": rank,
+            "errors_against_float32": errors,
+            "by_routing": shares,
+        },
         rows=table,
     )
     copy_out(path)

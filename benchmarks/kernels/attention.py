@@ -28,7 +28,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.kernels.attention import Documents, forms, plain, reference_varlen_attention, varlen_attention
+from orrery.kernels.attention import (
+    Documents,
+    forms,
+    plain,
+    reference_varlen_attention,
+    varlen_attention,
+)
 from orrery.kernels.attention.layout import Layout
 from record import record
 
@@ -85,7 +91,9 @@ def differentiable(attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]) -
         out = attend(*leaves, layout)
         return out.detach(), (out, leaves)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Any, layout: Layout) -> tuple[Tensor, ...]:
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Any, layout: Layout
+    ) -> tuple[Tensor, ...]:
         return torch.autograd.grad(state[0], state[1], dout)
 
     return Contender(forward, backward)
@@ -100,7 +108,9 @@ def torch_packed_cudnn() -> Contender:
         out, lse, *_, seed, offset, _ = torch.ops.aten._cudnn_attention_forward(*given, scale=scale)
         return out, (lse, seed, offset)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Any, layout: Layout) -> tuple[Tensor, ...]:
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Any, layout: Layout
+    ) -> tuple[Tensor, ...]:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
         given = (dout, q, k, v, out, *state, None, cu_q, cu_k, max_q, max_k, 0.0, causal)
         return torch.ops.aten._cudnn_attention_backward(*given, scale=scale)
@@ -114,7 +124,10 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
         form = forms.FORMS[name]
         found[name] = Contender(form.forward, form.backward, form.supports)
-    for name, form, package in (("cudnn_packed", forms.cudnn_packed, "nvidia-cudnn-frontend"), ("flash4", forms.flash4, "flash-attn-4")):
+    for name, form, package in (
+        ("cudnn_packed", forms.cudnn_packed, "nvidia-cudnn-frontend"),
+        ("flash4", forms.flash4, "flash-attn-4"),
+    ):
         if form.library() is None:
             absent[name] = f"the package {package} is not installed"
 
@@ -128,13 +141,25 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
         from torch.nn.attention.varlen import varlen_attn
 
         parameters = inspect.signature(varlen_attn).parameters
-        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+        options: dict[str, Any] = (
+            {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+        )
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
             grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in parameters else {}
             if not grouped:
                 k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            return varlen_attn(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_q, layout.max_k, **options, **grouped)
+            return varlen_attn(
+                q,
+                k,
+                v,
+                layout.cu_seqlens_q,
+                layout.cu_seqlens_k,
+                layout.max_q,
+                layout.max_k,
+                **options,
+                **grouped,
+            )
 
         found["torch varlen_attn"] = differentiable(attend)
     except ImportError as error:
@@ -143,13 +168,17 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     return found, absent
 
 
-def inputs(lengths: list[int], heads: tuple[int, int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:
+def inputs(
+    lengths: list[int], heads: tuple[int, int, int], seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:
     """dout, q, k, v in bfloat16 and their layout."""
     num_heads, num_groups, head_dim = heads
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def random(count: int) -> Tensor:
-        return torch.randn(sum(lengths), count, head_dim, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        return torch.randn(
+            sum(lengths), count, head_dim, generator=generator, device=DEVICE, dtype=torch.bfloat16
+        )
 
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, head_dim**-0.5)
@@ -168,7 +197,13 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def errors(
-    contender: Contender, expected: tuple[Tensor, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
+    contender: Contender,
+    expected: tuple[Tensor, ...],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
 ) -> list[float]:
     """Of out, dq, dk, dv; `expected` may hold a group's heads only, the first ones."""
     poison(q, k, v, q)
@@ -184,7 +219,9 @@ def referee(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tu
     return out.detach(), *torch.autograd.grad(out, leaves, dout.float())
 
 
-def referee_of_a_group(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+def referee_of_a_group(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
+) -> tuple[Tensor, ...]:
     """The first group's heads in float32, block by block: what fits in memory at 65,536 tokens."""
     per_group = q.shape[1] // k.shape[1]
     q, dout = (x[:, :per_group].float() for x in (q, dout))
@@ -227,12 +264,20 @@ def small_sizes(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
             dout, q, k, v, layout = inputs(lengths, heads)
             expected = referee(dout, q, k, v, layout)
             for name, contender in entrants.items():
-                row: dict[str, Any] = {"variant": f"{name}, {lengths}, {heads}", "unit": "largest relative error", "goal": LIMIT}
+                row: dict[str, Any] = {
+                    "variant": f"{name}, {lengths}, {heads}",
+                    "unit": "largest relative error",
+                    "goal": LIMIT,
+                }
                 if not contender.supports(q, k, layout):
                     continue
                 try:
                     found = errors(contender, expected, dout, q, k, v, layout)
-                    row |= {"value": finite(max(found)), "passes": passes(found), "errors": [finite(x) for x in found]}
+                    row |= {
+                        "value": finite(max(found)),
+                        "passes": passes(found),
+                        "errors": [finite(x) for x in found],
+                    }
                 except Exception as caught:
                     row |= {"value": None, "passes": False, "raised": said(caught)}
                 rows.append({"form": name, **row})
@@ -245,28 +290,48 @@ def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
     lengths_q, lengths_k = [300, 0, 513, 40], [129, 64, 0, 700]
     dout, q, _, _, of_q = inputs(lengths_q, HEADS[0])
     _, _, k, v, of_k = inputs(lengths_k, HEADS[0], seed=1)
-    layout = Layout(of_q.cu_seqlens_q, of_k.cu_seqlens_k, max(lengths_q), max(lengths_k), False, of_q.scale)
+    layout = Layout(
+        of_q.cu_seqlens_q, of_k.cu_seqlens_k, max(lengths_q), max(lengths_k), False, of_q.scale
+    )
     wide = [x.float() for x in (dout, q, k, v)]
     out, lse = plain.forward(*wide[1:], layout)
     expected = out, *plain.backward(*wide, out, lse, layout)
     for name in ("cudnn_packed", "flash"):
         contender = entrants[name]
-        row: dict[str, Any] = {"form": name, "variant": f"{name}, queries {lengths_q}, keys {lengths_k}", "unit": "largest relative error"}
+        row: dict[str, Any] = {
+            "form": name,
+            "variant": f"{name}, queries {lengths_q}, keys {lengths_k}",
+            "unit": "largest relative error",
+        }
         if not contender.supports(q, k, layout):
             continue
         try:
             found = errors(contender, expected, dout, q, k, v, layout)
             found_lse = contender.forward(q, k, v, layout)[1]
             sees = lse > -torch.inf
-            same_lse = bool((found_lse[~sees] == -torch.inf).all()) and error(found_lse[sees], lse[sees]) <= LIMIT
-            row |= {"value": finite(max(found)), "passes": passes(found) and same_lse, "errors": [finite(x) for x in found]}
+            same_lse = (
+                bool((found_lse[~sees] == -torch.inf).all())
+                and error(found_lse[sees], lse[sees]) <= LIMIT
+            )
+            row |= {
+                "value": finite(max(found)),
+                "passes": passes(found) and same_lse,
+                "errors": [finite(x) for x in found],
+            }
         except Exception as caught:
             row |= {"value": None, "passes": False, "raised": said(caught)}
         rows.append(row)
     return rows
 
 
-def speed(name: str, contender: Contender, pack: Pack, heads: tuple[int, int, int], data: Any, expected: Any) -> dict[str, Any]:
+def speed(
+    name: str,
+    contender: Contender,
+    pack: Pack,
+    heads: tuple[int, int, int],
+    data: Any,
+    expected: Any,
+) -> dict[str, Any]:
     dout, q, k, v, layout = data
     flops = 2 * sum(length**2 for length in pack.lengths) * heads[0] * heads[2]
     row: dict[str, Any] = {
@@ -292,7 +357,11 @@ def speed(name: str, contender: Contender, pack: Pack, heads: tuple[int, int, in
         row["second_call_ms"] = clocked(both)
         if len(pack.lengths) > 1:
             other = inputs(unequal(pack.tokens, len(pack.lengths), seed=1), heads)
-            row["new_layout_ms"] = clocked(lambda: contender.backward(other[0], *other[1:4], *contender.forward(*other[1:]), other[4]))
+            row["new_layout_ms"] = clocked(
+                lambda: contender.backward(
+                    other[0], *other[1:4], *contender.forward(*other[1:]), other[4]
+                )
+            )
             del other
         found = errors(contender, expected, dout, q, k, v, layout)
         row |= {"errors": [finite(x) for x in found], "passes": passes(found)}
@@ -318,7 +387,11 @@ def finite(x: float) -> float | str:
 
 def compiled() -> dict[str, Any]:
     """The operator inside a compiled graph: the same numbers, and one graph for packs of different documents."""
-    attend = torch.compile(lambda q, k, v, documents: varlen_attention(q, k, v, documents), fullgraph=True, backend="aot_eager")
+    attend = torch.compile(
+        lambda q, k, v, documents: varlen_attention(q, k, v, documents),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     worst = 0.0
     for lengths in ([300, 212], [100, 200, 212], [64, 448]):
         dout, q, k, v, layout = inputs(lengths, HEADS[0])
@@ -327,7 +400,10 @@ def compiled() -> dict[str, Any]:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out = call(*leaves, Documents(layout.cu_seqlens_q, layout.max_q))
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
-        worst = max((worst, *(error(a, e) for a, e in zip(*results, strict=True))), key=lambda one: (one != one, one))  # NaN is the worst
+        worst = max(
+            (worst, *(error(a, e) for a, e in zip(*results, strict=True))),
+            key=lambda one: (one != one, one),
+        )  # NaN is the worst
     # Backward kernels add up in an order of their own: a rounding to bfloat16 may differ from run to run.
     return {"worst_difference": worst, "passes": worst <= LIMIT}
 
@@ -343,7 +419,9 @@ def versions() -> dict[str, str]:
 
 
 def heading() -> None:
-    print(f"{'form, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}{'first ms':>10}{'new ms':>9}  error")
+    print(
+        f"{'form, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}{'first ms':>10}{'new ms':>9}  error"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -361,10 +439,17 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=75, help="rows that would begin later than this are left out, and said so")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=75,
+        help="rows that would begin later than this are left out, and said so",
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/kernels/attention.py: no GPU is visible; run it on a host that has one")
+        sys.exit(
+            "benchmarks/kernels/attention.py: no GPU is visible; run it on a host that has one"
+        )
     entrants, absent = contenders()
     for name, why in absent.items():
         print(f"{name} is left out: {why}")
@@ -372,7 +457,10 @@ def main() -> None:
     for row in (*small, *ring):
         if not row["passes"]:
             print("WRONG" if "raised" not in row else "RAISED", json.dumps(row))
-    print(f"small sizes: {sum(r['passes'] for r in small)} of {len(small)} right; ring: {ring}; compiled: {graph}", flush=True)
+    print(
+        f"small sizes: {sum(r['passes'] for r in small)} of {len(small)} right; ring: {ring}; compiled: {graph}",
+        flush=True,
+    )
     # A form that the small sizes made fail inside `chosen` would be left out of what follows; each is judged by its own rows.
     left_out = sorted(forms._failed)
     rows: list[dict[str, Any]] = []
@@ -381,12 +469,21 @@ def main() -> None:
         for pack in PACKS:
             if time.monotonic() - STARTED > options.seconds:
                 rows.append(
-                    {"form": "all", "variant": f"{pack.name}, {heads}", "unit": "TFLOP/s", "value": None, "left_out": "out of time"}
+                    {
+                        "form": "all",
+                        "variant": f"{pack.name}, {heads}",
+                        "unit": "TFLOP/s",
+                        "value": None,
+                        "left_out": "out of time",
+                    }
                 )
                 continue
             data = inputs(pack.lengths, heads)
             expected = referee_of_a_group(*data)
-            found = [speed(name, contender, pack, heads, data, expected) for name, contender in entrants.items()]
+            found = [
+                speed(name, contender, pack, heads, data, expected)
+                for name, contender in entrants.items()
+            ]
             table(found)
             rows += found
             del data, expected
@@ -411,11 +508,17 @@ def main() -> None:
             "compiled": graph,
             "seconds": round(time.monotonic() - STARTED, 1),
         },
-        rows=[row if row is chosen else row | {"goal": None} for row in rows],  # other forms and shapes have none
+        rows=[
+            row if row is chosen else row | {"goal": None} for row in rows
+        ],  # other forms and shapes have none
     )
     if os.environ.get("OUT"):
         shutil.copy(path, Path(os.environ["OUT"]) / "attention.json")
-    wrong = [row["variant"] for row in (*small, *rows) if row["form"] == "chosen" and not row.get("passes")]
+    wrong = [
+        row["variant"]
+        for row in (*small, *rows)
+        if row["form"] == "chosen" and not row.get("passes")
+    ]
     if wrong or not graph["passes"]:
         sys.exit(f"the chosen form is wrong: {wrong or graph}")
 

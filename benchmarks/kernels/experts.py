@@ -21,7 +21,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
 
-from orrery.kernels.expert_rows import combine_rows, gather_rows, operators, order_slots, plan, reference, swiglu_rows
+from orrery.kernels.expert_rows import (
+    combine_rows,
+    gather_rows,
+    operators,
+    order_slots,
+    plan,
+    reference,
+    swiglu_rows,
+)
 from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
 from record import record
 
@@ -42,7 +50,9 @@ def routes(tokens: int, experts: int, slots: int, skewed: bool, device: str) -> 
     return expert[torch.randperm(tokens, generator=generator, device=device)]
 
 
-def tensors(tokens: int, experts: int, slots: int, hidden: int, intermediate: int, device: str) -> list[Tensor]:
+def tensors(
+    tokens: int, experts: int, slots: int, hidden: int, intermediate: int, device: str
+) -> list[Tensor]:
     """x [T, D], scores [T, K] (float32, summing to one), gate and up [E, 2·I, D], down [E, D, I]."""
     generator = torch.Generator(device).manual_seed(1)
 
@@ -61,7 +71,11 @@ def tensors(tokens: int, experts: int, slots: int, hidden: int, intermediate: in
 def layer(form: Any) -> Callable[..., Tensor]:
     def experts(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor) -> Tensor:
         rows = plan(expert, gate_up.shape[0])
-        act = swiglu_rows(grouped_matmul(gather_rows(x, rows, form), gate_up, rows.ends_E), order_slots(score, rows), form)
+        act = swiglu_rows(
+            grouped_matmul(gather_rows(x, rows, form), gate_up, rows.ends_E),
+            order_slots(score, rows),
+            form,
+        )
         return combine_rows(grouped_matmul(act, down, rows.ends_E), rows, form)
 
     return experts
@@ -74,16 +88,22 @@ def referee(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Ten
     return reference.combine_rows(reference_grouped_matmul(act, down, rows.ends_E), rows)
 
 
-def outcome(op: Callable[..., Tensor], inputs: list[Tensor], *others: Any, arriving: Tensor | None = None) -> list[Tensor]:
+def outcome(
+    op: Callable[..., Tensor], inputs: list[Tensor], *others: Any, arriving: Tensor | None = None
+) -> list[Tensor]:
     """Output and gradients; the gradient that arrives is random where none is given."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = op(*leaves, *others)
     if arriving is None:
-        arriving = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(2), device=out.device).bfloat16()
+        arriving = torch.randn(
+            out.shape, generator=torch.Generator(out.device).manual_seed(2), device=out.device
+        ).bfloat16()
     return [out.detach(), *torch.autograd.grad(out, leaves, arriving.to(out.dtype))]
 
 
-def check_numbers(forms: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str) -> dict[str, Any]:
+def check_numbers(
+    forms: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str
+) -> dict[str, Any]:
     found = {}
     inputs = tensors(tokens, *sizes, device)
     for routing in ("balanced", "skewed"):
@@ -96,7 +116,9 @@ def check_numbers(forms: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...
             actual = outcome(op, inputs, expert)
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-            found[f"{name}, {routing}"] = require(f"{name}, {routing}", actual, expected, [TOLERANCE] * 5)
+            found[f"{name}, {routing}"] = require(
+                f"{name}, {routing}", actual, expected, [TOLERANCE] * 5
+            )
     return found
 
 
@@ -132,7 +154,9 @@ def bounds(tokens: int, sizes: tuple[int, ...]) -> dict[str, tuple[float, float]
     return {step: (forward * 1e3, backward * 1e3) for step, (forward, backward) in found.items()}
 
 
-def steps(inputs: list[Tensor], expert: Tensor, compiled: bool, triton: bool) -> dict[tuple[str, str], tuple[float, float]]:
+def steps(
+    inputs: list[Tensor], expert: Tensor, compiled: bool, triton: bool
+) -> dict[tuple[str, str], tuple[float, float]]:
     """(step, form) → milliseconds forward and backward, each step alone."""
     x, score, gate_up, down = inputs
     rows = plan(expert, gate_up.shape[0])
@@ -167,11 +191,19 @@ def _compiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes on whatever device is here; nothing is recorded",
+    )
     smoke = parser.parse_args().smoke
     if not smoke and not torch.cuda.is_available():
-        raise SystemExit("experts: there is no GPU here; run it on a host with one, or with --smoke")
+        raise SystemExit(
+            "experts: there is no GPU here; run it on a host with one, or with --smoke"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
     all_tokens = (32,) if smoke else TOKENS
@@ -181,7 +213,9 @@ def main() -> None:
         forms["triton"] = layer("triton")
     for name in list(forms):
         forms[f"{name}, compiled"] = torch.compile(layer(name), fullgraph=True, dynamic=False)
-    details: dict[str, Any] = dict(zip(("experts", "slots", "hidden", "intermediate"), sizes, strict=True))
+    details: dict[str, Any] = dict(
+        zip(("experts", "slots", "hidden", "intermediate"), sizes, strict=True)
+    )
     details["triton"] = version("triton") if triton else None
     details["errors_against_float32"] = check_numbers(forms, sizes, all_tokens[0], device)
     rows: list[dict[str, Any]] = []
@@ -207,11 +241,19 @@ def main() -> None:
                         "backward_bound_ms": best[step][1],
                     }
                 )
-                print(f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['value']:.0%} of the bound", flush=True)
+                print(
+                    f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['value']:.0%} of the bound",
+                    flush=True,
+                )
     if not smoke:
         path = Path(__file__).with_suffix(".json")
         chosen = max(
-            (row for row in rows if row["variant"].startswith("layer") and row["variant"].endswith("16384 tokens, balanced")),
+            (
+                row
+                for row in rows
+                if row["variant"].startswith("layer")
+                and row["variant"].endswith("16384 tokens, balanced")
+            ),
             key=lambda row: row["value"],
         )
         chosen["goal"] = GOAL

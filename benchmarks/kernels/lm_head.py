@@ -48,18 +48,33 @@ def example(tokens: int, hidden: int, vocab: int, device: str) -> tuple[list[Ten
     return inputs, [normal(tokens), normal(tokens)]
 
 
-def outcome(op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any, **form: Any) -> list[Tensor]:
+def outcome(
+    op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any, **form: Any
+) -> list[Tensor]:
     hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
     outputs = op(hidden, weight, *inputs[2:], *args, **form)
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), arriving)]
+    return [
+        *(x.detach() for x in outputs),
+        *torch.autograd.grad(outputs, (hidden, weight), arriving),
+    ]
 
 
 def referee(inputs: list[Tensor], arriving: list[Tensor]) -> list[Tensor]:
-    return outcome(reference_token_logprob, [x.float() if x.is_floating_point() else x for x in inputs], arriving)
+    return outcome(
+        reference_token_logprob,
+        [x.float() if x.is_floating_point() else x for x in inputs],
+        arriving,
+    )
 
 
 def measure(
-    inputs: list[Tensor], arriving: list[Tensor], chunk: Any, form: Any, *, trained: bool = True, keep_logits: bool = False
+    inputs: list[Tensor],
+    arriving: list[Tensor],
+    chunk: Any,
+    form: Any,
+    *,
+    trained: bool = True,
+    keep_logits: bool = False,
 ) -> dict[str, Any]:
     """One row: times, bounds and peak memory above the inputs."""
     hidden, weight = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(trained)
@@ -70,7 +85,9 @@ def measure(
             return token_logprob(hidden, weight, *inputs[2:], chunk, form=form)
 
     def both() -> Any:
-        outputs = token_logprob(hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, form=form)
+        outputs = token_logprob(
+            hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, form=form
+        )
         return torch.autograd.grad(outputs, wanted, arriving)
 
     peak_bytes = 0
@@ -102,8 +119,15 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
     """Each step over one tile of "auto", with what it reaches: TFLOP/s of products, TB/s of passes."""
     hidden, weight, target, temperature = inputs
     num_tokens, width, vocab = *hidden.shape, weight.shape[0]
-    tokens, block = chunked.tiles(num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), form)[0]
-    hidden, target, temperature, arriving = hidden[tokens], target[tokens], temperature[tokens], [x[tokens] for x in arriving]
+    tokens, block = chunked.tiles(
+        num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), form
+    )[0]
+    hidden, target, temperature, arriving = (
+        hidden[tokens],
+        target[tokens],
+        temperature[tokens],
+        [x[tokens] for x in arriving],
+    )
     num_tokens = tokens.stop
     passes = chunked._passes(form)
     found: dict[str, Any] = {"tokens": num_tokens, "words": block.stop}
@@ -119,11 +143,18 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
     flops = 2 * num_tokens * width * block.stop
     product("logits", flops, lambda: chunked.wide_matmul(hidden, weight[block].T))
     logits = chunked.wide_matmul(hidden, weight[block].T)
-    state, zeros = chunked.logits.nothing_seen(num_tokens, torch.float32, hidden.device), torch.zeros_like(temperature)
-    one_pass("softmax", 4 * logits.numel(), lambda: passes.absorb(state, logits, target, temperature, 0))
+    state, zeros = (
+        chunked.logits.nothing_seen(num_tokens, torch.float32, hidden.device),
+        torch.zeros_like(temperature),
+    )
+    one_pass(
+        "softmax", 4 * logits.numel(), lambda: passes.absorb(state, logits, target, temperature, 0)
+    )
     rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
     one_pass("gradient", 6 * logits.numel(), lambda: passes.gradient(logits, *rows))
-    gradient = passes.gradient(logits.normal_(), *rows)  # random again: the plain form writes over its logits
+    gradient = passes.gradient(
+        logits.normal_(), *rows
+    )  # random again: the plain form writes over its logits
     total, out = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight[block])
     product("hidden_gradient", flops, lambda: chunked._add_matmul(total, gradient, weight[block]))
     product("weight_gradient", flops, lambda: chunked._write_matmul(out, gradient.T, hidden))
@@ -131,24 +162,47 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever device is here; nothing is recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes on whatever device is here; nothing is recorded",
+    )
     smoke = parser.parse_args().smoke
     if not smoke and not torch.cuda.is_available():
-        raise SystemExit("lm_head: there is no GPU here; run it on a host with one, or with --smoke")
+        raise SystemExit(
+            "lm_head: there is no GPU here; run it on a host with one, or with --smoke"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocab, tokens, referee_tokens, sizes = (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFEREE_TOKENS, HIDDEN)
+    vocab, tokens, referee_tokens, sizes = (
+        (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFEREE_TOKENS, HIDDEN)
+    )
     forms = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
     rows: list[dict[str, Any]] = []
-    details: dict[str, Any] = {"tokens": tokens, "vocab": vocab, "errors_against_float32": {}, "parts": {}}
+    details: dict[str, Any] = {
+        "tokens": tokens,
+        "vocab": vocab,
+        "errors_against_float32": {},
+        "parts": {},
+    }
     details["triton"] = version("triton") if chunked._HAS_TRITON else None
     for hidden in sizes:
         inputs, arriving = example(referee_tokens, hidden, vocab, device)
         expected = referee(inputs, arriving)
         for form in forms:
-            for chunk in (referee_tokens, referee_tokens // 4 + 8):  # one block, and several of uneven length
+            for chunk in (
+                referee_tokens,
+                referee_tokens // 4 + 8,
+            ):  # one block, and several of uneven length
                 what = f"hidden {hidden}, {form}, chunk {chunk}"
-                errors = require(what, outcome(token_logprob, inputs, arriving, chunk, form=form), expected, TOLERANCES)
+                errors = require(
+                    what,
+                    outcome(token_logprob, inputs, arriving, chunk, form=form),
+                    expected,
+                    TOLERANCES,
+                )
                 details["errors_against_float32"][what] = errors
         del inputs, arriving, expected
         inputs, arriving = example(tokens, hidden, vocab, device)
@@ -159,10 +213,16 @@ def main() -> None:
         rows.append(measure(inputs, arriving, "auto", forms[0], trained=False))
         details["parts"][f"hidden {hidden}, {forms[0]}"] = parts(inputs, arriving, forms[0])
         for row in rows[-len(forms) - 3 :]:
-            print(f"{row['variant']}: {row['forward_ms']:.2f}, {row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound")
+            print(
+                f"{row['variant']}: {row['forward_ms']:.2f}, {row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound"
+            )
         print(details["parts"][f"hidden {hidden}, {forms[0]}"])
         del inputs, arriving
-    chosen = next(row for row in rows if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {forms[0]}, chunk auto"))
+    chosen = next(
+        row
+        for row in rows
+        if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {forms[0]}, chunk auto")
+    )
     chosen["goal"] = GOAL
     if not smoke:
         path = Path(__file__).with_suffix(".json")

@@ -35,7 +35,15 @@ VOCABULARY = (151_936, 2048)
 EXPERTS = {"gate_up_proj": (128, 1536, 2048), "down_proj": (128, 2048, 768)}
 BYTES_A_WEIGHT = 28
 ADAMW = AdamW(kind="adamw", lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-MUON = Muon(kind="muon", lr=1e-4, momentum=0.95, nesterov=True, weight_decay=0.1, num_newton_schulz_steps=5, rest=ADAMW)
+MUON = Muon(
+    kind="muon",
+    lr=1e-4,
+    momentum=0.95,
+    nesterov=True,
+    weight_decay=0.1,
+    num_newton_schulz_steps=5,
+    rest=ADAMW,
+)
 
 
 def dense(num_weights: float, device: torch.device) -> nn.Module:
@@ -89,7 +97,10 @@ def adamw(policy: nn.Module, device: torch.device) -> tuple[list[dict[str, Any]]
         row("adamw", step_s, bytes_per_s=num_bytes / step_s),
         row("adamw, torch.optim", timed(torchs.step, device)),
         row("norm alone", timed(lambda: gradient_norm(weights, world), device)),
-        row("adamw with clipping", timed(lambda: optimizer.step(clip(gradient_norm(weights, world), 1.0)), device)),
+        row(
+            "adamw with clipping",
+            timed(lambda: optimizer.step(clip(gradient_norm(weights, world), 1.0)), device),
+        ),
         row("adamw, clipping as a pass of its own", timed(clip_apart, device)),
     ]
     return rows, step_s
@@ -115,13 +126,17 @@ def check_bits(num_weights: float, device: torch.device) -> None:
         two.step()
     for (name, a), b in zip(plain.named_parameters(), other.parameters(), strict=True):
         if not torch.equal(a, b):
-            raise SystemExit(f"{name}: three steps with offloaded state differ from three without by up to {(a - b).abs().max():.2e}")
+            raise SystemExit(
+                f"{name}: three steps with offloaded state differ from three without by up to {(a - b).abs().max():.2e}"
+            )
         for key, state in one.state[a].items():
             if not torch.equal(state.cpu(), two.state[b][key].cpu()):
                 raise SystemExit(f"{name}: state {key} differs where it is offloaded")
 
 
-def offloaded(policy: nn.Module, update_s: float, device: torch.device) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
+def offloaded(
+    policy: nn.Module, update_s: float, device: torch.device
+) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
     """Rows of the offloaded step, its time over its bound, and what the bound is made of."""
     begin = time.perf_counter()
     optimizer: Optimizer = make_optimizer(policy, ADAMW, offload=True)
@@ -131,7 +146,9 @@ def offloaded(policy: nn.Module, update_s: float, device: torch.device) -> tuple
         torch.cuda.reset_peak_memory_stats(device)
     step_s = timed(optimizer.step, device, repeats=3)
     peak = torch.cuda.max_memory_allocated(device) - memory_before if device.type == "cuda" else 0
-    hosts = [block for bucket in optimizer.state.values() for block in bucket.values() if block.ndim]
+    hosts = [
+        block for bucket in optimizer.state.values() for block in bucket.values() if block.ndim
+    ]
     num_bytes = sum(block.nbytes for block in hosts)
     in_s, out_s, both_s = transfers(hosts, device)
     bound_s = max(in_s, out_s, update_s)
@@ -145,8 +162,21 @@ def offloaded(policy: nn.Module, update_s: float, device: torch.device) -> tuple
         "state_on_device_peak_bytes": peak,
         "pinning_s": pin_s,
     }
-    rows = [row("adamw, offloaded state", step_s, bytes_per_s_each_way=num_bytes / step_s, over_bound=step_s / bound_s)]
-    rows += [row("fetch and send back at once, no update", both_s, bytes_per_s_each_way=num_bytes / both_s)]
+    rows = [
+        row(
+            "adamw, offloaded state",
+            step_s,
+            bytes_per_s_each_way=num_bytes / step_s,
+            over_bound=step_s / bound_s,
+        )
+    ]
+    rows += [
+        row(
+            "fetch and send back at once, no update",
+            both_s,
+            bytes_per_s_each_way=num_bytes / both_s,
+        )
+    ]
     return rows, step_s / bound_s, details
 
 
@@ -155,7 +185,9 @@ def transfers(hosts: list[torch.Tensor], device: torch.device) -> tuple[float, f
     largest = max(block.numel() for block in hosts)
     into, out_of = torch.empty(largest, device=device), torch.empty(largest, device=device)
     cuda = device.type == "cuda"
-    inward, outward = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
+    inward, outward = (
+        (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
+    )
 
     def fetch() -> None:
         with torch.cuda.stream(inward):
@@ -167,7 +199,11 @@ def transfers(hosts: list[torch.Tensor], device: torch.device) -> tuple[float, f
             for block in hosts:
                 block.view(-1).copy_(out_of[: block.numel()], non_blocking=True)
 
-    return timed(fetch, device, 2), timed(send, device, 2), timed(lambda: (fetch(), send()), device, 2)
+    return (
+        timed(fetch, device, 2),
+        timed(send, device, 2),
+        timed(lambda: (fetch(), send()), device, 2),
+    )
 
 
 def muon(scale: float, device: torch.device) -> tuple[list[dict[str, Any]], float]:
@@ -184,19 +220,25 @@ def muon(scale: float, device: torch.device) -> tuple[list[dict[str, Any]], floa
         experts.register_parameter(name, weight)
         parts = 2 if name == "gate_up_proj" else 1
         short, long = sorted((rows // parts, columns))
-        flop += num * parts * MUON.num_newton_schulz_steps * (4 * short * short * long + 2 * short**3)
+        flop += (
+            num * parts * MUON.num_newton_schulz_steps * (4 * short * short * long + 2 * short**3)
+        )
 
     torchs_weight = nn.Parameter(experts.down_proj.detach()[0].clone())
     torchs_weight.grad = experts.down_proj.grad[0].clone()
     before = torchs_weight.detach().clone()
     optimizer = make_optimizer(policy, MUON)
     optimizer.step()
-    torch.optim.Muon([torchs_weight], lr=1e-4, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.Muon(
+        [torchs_weight], lr=1e-4, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    ).step()
     off = (experts.down_proj.detach()[0] - torchs_weight).norm() / (torchs_weight - before).norm()
     if off > 0.05:  # bfloat16 rounds each product to 0.4 %, and five iterations amplify that
         raise SystemExit(f"Muon's step differs from torch's by {off:.1%} of its length")
     seconds = timed(optimizer.step, device, repeats=3)
-    return [row("muon, a layer's experts of Qwen3-30B-A3B", seconds, flop_per_s=flop / seconds)], off.item()
+    return [
+        row("muon, a layer's experts of Qwen3-30B-A3B", seconds, flop_per_s=flop / seconds)
+    ], off.item()
 
 
 def release(device: torch.device) -> None:
@@ -206,7 +248,9 @@ def release(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the sizes, for a trial")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -231,12 +275,22 @@ def main() -> None:
         unit="×",
         goal=1.15,
         better="lower",
-        details={"num_weights": num_weights, **details, "offloaded_bits_equal": True, "muon_relative_difference_from_torch": off},
+        details={
+            "num_weights": num_weights,
+            **details,
+            "offloaded_bits_equal": True,
+            "muon_relative_difference_from_torch": off,
+        },
         rows=rows,
     )
     copy_out(args.output)
     for each in rows:
-        print({key: round(value, 5) if isinstance(value, float) else value for key, value in each.items()})
+        print(
+            {
+                key: round(value, 5) if isinstance(value, float) else value
+                for key, value in each.items()
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for before, after in events:
         before.record()
         call()
@@ -40,12 +43,16 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def require(what: str, actual: list[Tensor], expected: list[Tensor], tolerances: list[float]) -> dict[str, float]:
+def require(
+    what: str, actual: list[Tensor], expected: list[Tensor], tolerances: list[float]
+) -> dict[str, float]:
     """Errors of each; ends the program where one is over its tolerance, or no number."""
     errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
     for index, (error, tolerance) in enumerate(zip(errors, tolerances, strict=True)):
         if not error <= tolerance:
-            raise SystemExit(f"{what}: result {index} is off by {error:.3g} of its norm; at most {tolerance:g} is rounding")
+            raise SystemExit(
+                f"{what}: result {index} is off by {error:.3g} of its norm; at most {tolerance:g} is rounding"
+            )
     return {str(index): error for index, error in enumerate(errors)}
 
 

@@ -61,7 +61,9 @@ def render_s(workspace: Workspace) -> float:
 def main() -> None:
     shapes = {
         "one file, a comprehension": {"sweep.jsonnet": ONE_FILE},
-        "a file a run": {f"sweep_{n}.jsonnet": OWN_FILE % (n, n, n) for n in range(1, NUM_RUNS + 1)},
+        "a file a run": {
+            f"sweep_{n}.jsonnet": OWN_FILE % (n, n, n) for n in range(1, NUM_RUNS + 1)
+        },
     }
     rows = []
     for shape, specs in shapes.items():

@@ -33,7 +33,13 @@ from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import Batch
-from orrery.transport.weight_wire import WeightPublisher, WeightWatch, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire import (
+    WeightPublisher,
+    WeightWatch,
+    read_weights,
+    remove_weight_dir,
+    weight_dir,
+)
 from record import record
 from roles import ENGINE, ROUTER, roles
 
@@ -56,10 +62,19 @@ def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
     content["stages"] |= {"sft": None}
     content["stages"]["rl"] = {"num_steps": NEVER}
     settings = content["orchestrator"]
-    settings |= {"max_off_policy_steps": NEVER, "drop_zero_advantage_groups": False, "max_batches_ahead": 4}
+    settings |= {
+        "max_off_policy_steps": NEVER,
+        "drop_zero_advantage_groups": False,
+        "max_batches_ahead": 4,
+    }
     settings["admission"] = {"kind": "fixed", "max_in_flight": concurrency}
     settings["sampling"]["max_tokens_per_turn"] = max_tokens
-    settings["evaluation"] = {"interval_steps": NEVER, "num_problems": 1, "rollouts_per_problem": 1, "stop_at": None}
+    settings["evaluation"] = {
+        "interval_steps": NEVER,
+        "num_problems": 1,
+        "rollouts_per_problem": 1,
+        "stop_at": None,
+    }
     return Manifest.model_validate(content)
 
 
@@ -79,7 +94,9 @@ class InstantTrainer:
         for rank in batch.micro_batches:
             for micro_batch in rank:
                 for part in micro_batch:
-                    self.num_bytes += sum(column.nbytes for column in (*part.token.values(), *part.sample.values()))
+                    self.num_bytes += sum(
+                        column.nbytes for column in (*part.token.values(), *part.sample.values())
+                    )
 
 
 async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
@@ -87,7 +104,9 @@ async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float
     await asyncio.sleep(warm_up_s)
     first, start = (await fleet.metrics())[0].generation_tokens_total, time.perf_counter()
     await asyncio.sleep(seconds)
-    return ((await fleet.metrics())[0].generation_tokens_total - first) / (time.perf_counter() - start)
+    return ((await fleet.metrics())[0].generation_tokens_total - first) / (
+        time.perf_counter() - start
+    )
 
 
 async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
@@ -108,8 +127,14 @@ async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds:
         async def worker() -> None:
             while True:
                 problem = task.problem(next(numbers) // group_size)
-                body = {"token_ids": renderer.prompt(problem.messages, problem.tools), "cache_salt": "direct", "sampling_params": sampling}
-                async with session.post(f"{fleet.engines[0].url}/inference/v1/generate", json=body) as answer:
+                body = {
+                    "token_ids": renderer.prompt(problem.messages, problem.tools),
+                    "cache_salt": "direct",
+                    "sampling_params": sampling,
+                }
+                async with session.post(
+                    f"{fleet.engines[0].url}/inference/v1/generate", json=body
+                ) as answer:
                     answer.raise_for_status()
                     await answer.read()
 
@@ -127,11 +152,21 @@ async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds:
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def orchestrated(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+async def orchestrated(
+    me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float
+) -> float:
     """The orchestrator's loop through the router."""
     renderer = Renderer(assemble.policy_dir(me, "init"))
     watch = WeightWatch(weight_dir(me.run_dir, me.attempt))
-    loop = Loop(me, State(me.manifest), assemble.tasks(me.manifest), renderer, fleet, watch, InstantTrainer())
+    loop = Loop(
+        me,
+        State(me.manifest),
+        assemble.tasks(me.manifest),
+        renderer,
+        fleet,
+        watch,
+        InstantTrainer(),
+    )
     running = asyncio.create_task(loop.run())
     meter = asyncio.create_task(metered(fleet, warm_up_s, seconds))
     await asyncio.wait([running, meter], return_when=asyncio.FIRST_COMPLETED)
@@ -144,25 +179,39 @@ async def orchestrated(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, se
     return await meter
 
 
-async def measure(me: RoleProcess, rounds: int, warm_up_s: float, seconds: float) -> list[dict[str, float]]:
+async def measure(
+    me: RoleProcess, rounds: int, warm_up_s: float, seconds: float
+) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
-        async with await assemble.fleet(me) as fleet:  # a stage's own each time: one that has the version already waits for the next
-            row = {"direct": await direct(me, fleet, warm_up_s, seconds), "orchestrated": await orchestrated(me, fleet, warm_up_s, seconds)}
+        async with await assemble.fleet(
+            me
+        ) as fleet:  # a stage's own each time: one that has the version already waits for the next
+            row = {
+                "direct": await direct(me, fleet, warm_up_s, seconds),
+                "orchestrated": await orchestrated(me, fleet, warm_up_s, seconds),
+            }
         rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
-        print(f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both", flush=True)
+        print(
+            f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both",
+            flush=True,
+        )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--run", default="reverse_text", help="which checked-in run's model and task")
+    parser.add_argument(
+        "--run", default="reverse_text", help="which checked-in run's model and task"
+    )
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up-s", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the record")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure, but do not write the record"
+    )
     args = parser.parse_args()
 
     import torch
@@ -184,7 +233,10 @@ def main() -> None:
         try:
             publisher = WeightPublisher(weight_dir(me.run_dir, me.attempt))
             publisher.publish(0, read_weights(init))
-            with roles(run_dir, {"inference": ENGINE, "router": ROUTER}), asyncio.Runner(loop_factory=event_loop) as runner:
+            with (
+                roles(run_dir, {"inference": ENGINE, "router": ROUTER}),
+                asyncio.Runner(loop_factory=event_loop) as runner,
+            ):
                 rows = runner.run(measure(me, args.rounds, args.warm_up_s, args.seconds))
         finally:
             remove_weight_dir(me.run_dir, me.attempt)

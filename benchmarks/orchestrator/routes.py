@@ -33,12 +33,22 @@ def answers(routes: np.ndarray, num_turns: int) -> list[tuple[int, bytes]]:
     for rows in np.array_split(np.arange(len(routes)), num_turns):
         file = io.BytesIO()
         np.save(file, routes[rows[0] : rows[-1] + 1])
-        content = {"choices": [{"token_ids": [1] * 512, "routed_experts": base64.b64encode(file.getvalue()).decode()}], "usage": None}
+        content = {
+            "choices": [
+                {
+                    "token_ids": [1] * 512,
+                    "routed_experts": base64.b64encode(file.getvalue()).decode(),
+                }
+            ],
+            "usage": None,
+        }
         bodies.append((int(rows[0]), json.dumps(content, separators=(",", ":")).encode()))
     return bodies
 
 
-def seconds(bodies: list[tuple[int, bytes]], num_tokens: int, shape: RouteShape, wanted: np.ndarray) -> tuple[float, float]:
+def seconds(
+    bodies: list[tuple[int, bytes]], num_tokens: int, shape: RouteShape, wanted: np.ndarray
+) -> tuple[float, float]:
     """(of the processor, on the clock)"""
     begin, cpu_begin = time.perf_counter(), time.process_time()
     parts = [split(body, start)[1] for start, body in bodies]

@@ -21,10 +21,16 @@ REPEATS = 5
 def dry_run_s() -> float:
     """Wall seconds of one dry run; raises when it does not show the three runs' stages."""
     start_s = time.perf_counter()
-    result = subprocess.run([sys.executable, "-m", "snakemake", "-n", TARGET], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", TARGET], cwd=ROOT, capture_output=True, text=True
+    )
     wall_s = time.perf_counter() - start_s
-    if result.returncode or ["rl", "3"] not in [line.split() for line in result.stdout.splitlines()]:
-        raise SystemExit(f"error: `snakemake -n {TARGET}` did not show three runs:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    if result.returncode or ["rl", "3"] not in [
+        line.split() for line in result.stdout.splitlines()
+    ]:
+        raise SystemExit(
+            f"error: `snakemake -n {TARGET}` did not show three runs:\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+        )
     return wall_s
 
 

@@ -70,17 +70,25 @@ def one_version(columns: Columns) -> dict[int, list[int]]:
 @torch.no_grad()
 def score(policy: Policy, columns: Columns, with_routes: bool) -> Scores:
     if not with_routes:
-        columns = Columns(columns.offsets, {name: one for name, one in columns.token.items() if name != COLUMN}, columns.sample)
+        columns = Columns(
+            columns.offsets,
+            {name: one for name, one in columns.token.items() if name != COLUMN},
+            columns.sample,
+        )
     batch = micro_batch(columns, 1, torch.device("cpu"), routes=route_shape(policy.network.config))
     logprob, _ = policy(batch)
     differ = policy.network.num_routes_differ
-    return Scores((logprob - batch.loss.engine_logprob).double().numpy(), 0 if differ is None else int(differ))
+    return Scores(
+        (logprob - batch.loss.engine_logprob).double().numpy(), 0 if differ is None else int(differ)
+    )
 
 
 def learner_of(manifest: Manifest, start: Path) -> Learner:
     world = World(0, 1, torch.device("cpu"), None)
     policy = load_policy(manifest.model, manifest.trainer, world, start)
-    return Learner(policy, world, manifest.trainer, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
+    return Learner(
+        policy, world, manifest.trainer, manifest.trainer.optimizer, manifest.trainer.max_grad_norm
+    )
 
 
 def in_bfloat16(learner: Learner, manifest: Manifest) -> Policy:
@@ -96,7 +104,9 @@ def train(learner: Learner, manifest: Manifest, step: int, columns: Columns) -> 
     """The run's step, of the same micro-batches in the same order."""
     [plan] = pack_for(manifest, columns.lengths)
     rate = factor(manifest.trainer.schedule, step, manifest.stages.rl.num_steps)
-    learner.learn([columns.select(samples) for samples in plan], len(plan), count_members(columns), rate)
+    learner.learn(
+        [columns.select(samples) for samples in plan], len(plan), count_members(columns), rate
+    )
 
 
 def check_same(learner: Learner, manifest: Manifest, folder: Path) -> None:
@@ -104,7 +114,9 @@ def check_same(learner: Learner, manifest: Manifest, folder: Path) -> None:
     weights.load(theirs, folder)
     for name, one in learner.policy.network.named_parameters():
         if not torch.equal(one, theirs.get_parameter(name)):
-            raise SystemExit(f"error: {name} is not the run's after the same steps; its rollouts would be scored by other weights")
+            raise SystemExit(
+                f"error: {name} is not the run's after the same steps; its rollouts would be scored by other weights"
+            )
 
 
 @dataclass
@@ -139,13 +151,17 @@ def measure(run: Path, found: Found) -> None:
             found.num_choices += (columns.num_tokens - columns.num_samples) * shape[1] * shape[2]
             for dtype, policy in policies.items():
                 for with_routes in (False, True):
-                    scores.setdefault((dtype, with_routes), []).append(score(policy, columns, with_routes))
+                    scores.setdefault((dtype, with_routes), []).append(
+                        score(policy, columns, with_routes)
+                    )
         if version < num_steps:
             train(learner, manifest, version + 1, batches[version + 1])
     check_same(learner, manifest, run / "weights" / "rl")
     for variant, each in scores.items():
         found.scores.setdefault(variant, []).extend(each)
-    found.ratios.append(mismatch_kl(scores["float32", False]) / mismatch_kl(scores["float32", True]))
+    found.ratios.append(
+        mismatch_kl(scores["float32", False]) / mismatch_kl(scores["float32", True])
+    )
     found.held_out.append(held_out_rewards(run))
 
 
@@ -162,7 +178,9 @@ def pooled(manifest: Manifest, found: Found) -> dict[str, Any]:
                 "mismatch_kl": mismatch_kl(each),
                 "logprob_max_abs_diff": float(np.abs(log_ratio).max()),
                 "logprob_mean_abs_diff": float(np.abs(log_ratio).mean()),
-                "routes_differ": sum(one.differing for one in each) / found.num_choices if with_routes else None,
+                "routes_differ": sum(one.differing for one in each) / found.num_choices
+                if with_routes
+                else None,
             }
         )
     return {
@@ -185,16 +203,27 @@ def make_run(workspace: Path) -> Path:
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (workspace / name).symlink_to(ROOT / name)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if code := subprocess.run(["snakemake", "--profile", "local", RUN], cwd=workspace, env=env).returncode:
-        raise SystemExit(f"error: the run ended with code {code}; it and its logs are left in {workspace}")
+    if code := subprocess.run(
+        ["snakemake", "--profile", "local", RUN], cwd=workspace, env=env
+    ).returncode:
+        raise SystemExit(
+            f"error: the run ended with code {code}; it and its logs are left in {workspace}"
+        )
     [folder] = checked_in(find_workspace(ROOT)).folders[RUN]
     return workspace / "runs" / folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, nargs="+", default=[], help=f"folders of finished runs of {RUN}")
-    parser.add_argument("--runs", type=int, default=5, help="to make where none is named; a few tokens decide the mean of one")
+    parser.add_argument(
+        "--run", type=Path, nargs="+", default=[], help=f"folders of finished runs of {RUN}"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        help="to make where none is named; a few tokens decide the mean of one",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     all_runs = Found()
@@ -207,8 +236,12 @@ def main() -> None:
     by_variant = {(row["trainer_dtype"], row["replay"]): row for row in found["rows"]}
     for row in found["rows"]:
         row["value"] = by_variant[row["trainer_dtype"], False]["mismatch_kl"] / row["mismatch_kl"]
-        row["goal"] = GOAL if row["replay"] else None  # without replay it is what the others are held against
-        print(f"{row['variant']}: KL {row['mismatch_kl']:.3g}, at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart")
+        row["goal"] = (
+            GOAL if row["replay"] else None
+        )  # without replay it is what the others are held against
+        print(
+            f"{row['variant']}: KL {row['mismatch_kl']:.3g}, at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart"
+        )
     record(
         Path(__file__).with_suffix(".json"),
         figure="mismatch KL of engine (vLLM, bfloat16, CPU) and trainer (float32) without router replay, over that with it",

@@ -47,7 +47,9 @@ def gigabits(call: Callable[[], Any], num_bytes: int) -> float:
 
 
 def main() -> None:
-    said = np.random.default_rng(0).integers(0, SHAPE.num_experts, (TOKENS - 1, SHAPE.num_layers, SHAPE.top_k), dtype=np.uint8)
+    said = np.random.default_rng(0).integers(
+        0, SHAPE.num_experts, (TOKENS - 1, SHAPE.num_layers, SHAPE.top_k), dtype=np.uint8
+    )
     body = answer(said)
 
     def taken() -> np.ndarray:
@@ -56,7 +58,10 @@ def main() -> None:
         return column(TOKENS, [routes], SHAPE)
 
     routes = taken()
-    assert np.array_equal(routes[:-1], said) and check_routes(routes, SHAPE, "batch 1").is_missing.sum() == 1
+    assert (
+        np.array_equal(routes[:-1], said)
+        and check_routes(routes, SHAPE, "batch 1").is_missing.sum() == 1
+    )
     decoded = gigabits(taken, routes.nbytes)
     checked = gigabits(lambda: check_routes(routes, SHAPE, "batch 1"), routes.nbytes)
     record(
@@ -66,7 +71,12 @@ def main() -> None:
         unit="Gb/s of processor time",
         goal=GOAL,
         better="higher",
-        details={"bytes": routes.nbytes, "characters": len(body), "rounds": ROUNDS, "check_gigabits_per_s": checked},
+        details={
+            "bytes": routes.nbytes,
+            "characters": len(body),
+            "rounds": ROUNDS,
+            "check_gigabits_per_s": checked,
+        },
     )
 
 

@@ -41,7 +41,9 @@ def settings(name: str, layers: int) -> tuple[Model, Trainer]:
     """The manifest's model with fewer layers, and its trainer on one device with weights in the dtype that computes."""
     manifest = load(ROOT / "manifests" / f"{name}.json")
     model = manifest.model.model_copy(update={"num_layers": layers})
-    mesh = manifest.trainer.mesh.model_copy(update={"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1})
+    mesh = manifest.trainer.mesh.model_copy(
+        update={"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
+    )
     dtype = manifest.trainer.compute_dtype
     update = {"mesh": mesh, "param_dtype": dtype, "reduce_dtype": dtype}
     return model, manifest.trainer.model_copy(update=update)
@@ -50,7 +52,9 @@ def settings(name: str, layers: int) -> tuple[Model, Trainer]:
 def learner_of(model: Model, trainer: Trainer, device: torch.device) -> Learner:
     policy = build_policy(model, trainer, World(0, 1, device, None))
     weights.initialize_on_device(policy.network, 0.02, 0)
-    return Learner(policy, World(0, 1, device, None), trainer, trainer.optimizer, trainer.max_grad_norm)
+    return Learner(
+        policy, World(0, 1, device, None), trainer, trainer.optimizer, trainer.max_grad_norm
+    )
 
 
 def batch(model: Model, tokens: int, document: int) -> Columns:
@@ -70,7 +74,9 @@ def batch(model: Model, tokens: int, document: int) -> Columns:
 
 
 @torch.no_grad()
-def own_routes(model: Model, trainer: Trainer, columns: Columns, device: torch.device) -> np.ndarray:
+def own_routes(
+    model: Model, trainer: Trainer, columns: Columns, device: torch.device
+) -> np.ndarray:
     """What the routers choose, by a network that is neither compiled nor recomputed; the last token of a document has no route."""
     shape = route_shape(model)
     assert shape is not None, f"{model.family} has no experts"
@@ -78,14 +84,18 @@ def own_routes(model: Model, trainer: Trainer, columns: Columns, device: torch.d
     found: list[torch.Tensor] = []
     for layer in learner.policy.network.layers:
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: found.append(output[1]))
+            layer.mlp.gate.register_forward_hook(
+                lambda _module, _inputs, output: found.append(output[1])
+            )
     learner.policy(micro_batch(columns, 1, device, routes=shape))
     routes = torch.stack(found, dim=1).cpu().numpy().astype(shape.dtype)
     routes[columns.offsets[1:] - 1] = shape.no_route
     return routes
 
 
-def step_s(learner: Learner, columns: Columns, device: torch.device) -> tuple[float, dict[str, Any]]:
+def step_s(
+    learner: Learner, columns: Columns, device: torch.device
+) -> tuple[float, dict[str, Any]]:
     wait(device)
     begin_s = time.perf_counter()
     outcome = learner.learn([columns], 1, count_members(columns), 0.0)
@@ -137,7 +147,9 @@ def main() -> None:
         "routes_differ": metrics["routes_differ"],
         "routes_missing": metrics["routes_missing"],
     }
-    print(f"step without routes {medians['without']:.4f} s, with {medians['with']:.4f} s: {cost:+.2f} %; {details}")
+    print(
+        f"step without routes {medians['without']:.4f} s, with {medians['with']:.4f} s: {cost:+.2f} %; {details}"
+    )
     if device.type == "cuda":
         record(
             Path(__file__).with_suffix(".json"),

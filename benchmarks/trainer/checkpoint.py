@@ -53,7 +53,14 @@ def holder(num_bytes: int, world: World) -> Any:
     for weight in policy.parameters():
         nn.init.normal_(weight.to_local() if hasattr(weight, "to_local") else weight)
     weights = dict(policy.named_parameters())
-    return SimpleNamespace(policy=policy, weights=weights, optimizer=make_optimizer(policy, ADAMW), world=world, step=0, base_sha256=None)
+    return SimpleNamespace(
+        policy=policy,
+        weights=weights,
+        optimizer=make_optimizer(policy, ADAMW),
+        world=world,
+        step=0,
+        base_sha256=None,
+    )
 
 
 class Steps:
@@ -62,7 +69,15 @@ class Steps:
     def __init__(self, device: torch.device):
         self._device = device
         size, self._repeat = (8192, 40) if device.type == "cuda" else (1024, 10)
-        self._x = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32) / size**0.5
+        self._x = (
+            torch.randn(
+                size,
+                size,
+                device=device,
+                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            )
+            / size**0.5
+        )
 
     def run(self) -> float:
         begin_s, x = time.perf_counter(), self._x
@@ -82,7 +97,11 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
         device = torch.device("cpu")
         torch.set_num_threads(1)
     mesh = Mesh(dp_replicate=1, dp_shard=size, cp=1, ep=1, cp_style="ulysses", ep_backend="torch")
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False) if size > 1 else None
+    store = (
+        dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
+        if size > 1
+        else None
+    )
     world = form(mesh, rank, device, store)
     learner, steps, saves = holder(num_bytes, world), Steps(device), []
     held = sum(held.local.nbytes for held in state_of(learner).values() if held.writes)
@@ -99,24 +118,41 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
             world.barrier()
             begin_s = time.perf_counter()
             blocked_s = saver.copy(learner, target / "trainer")
-            saver.write(lambda target=target: checkpoints.complete(target, [f"trainer/{note(other)}" for other in range(size)]))
+            saver.write(
+                lambda target=target: checkpoints.complete(
+                    target, [f"trainer/{note(other)}" for other in range(size)]
+                )
+            )
             beside = []
             while not saver.is_idle:
                 beside.append(steps.run())
             saver.finish()
-            saves.append({"blocked_s": blocked_s, "total_s": time.perf_counter() - begin_s, "step_s": statistics.median(beside)})
+            saves.append(
+                {
+                    "blocked_s": blocked_s,
+                    "total_s": time.perf_counter() - begin_s,
+                    "step_s": statistics.median(beside),
+                }
+            )
             if world.is_first:
                 checkpoints.verify(target)
                 shutil.rmtree(target)
     dissolve(world)
     if rank == 0:
-        seen = {"bytes_a_rank": held, "reserve_s": reserve_s, "quiet_step_s": statistics.median(quiet), "saves": saves}
+        seen = {
+            "bytes_a_rank": held,
+            "reserve_s": reserve_s,
+            "quiet_step_s": statistics.median(quiet),
+            "saves": saves,
+        }
         (folder / "seen.json").write_text(json.dumps(seen))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="a rank, weights and optimizer state together")
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0, help="a rank, weights and optimizer state together"
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=ROOT, help="on the disk to write to")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -138,7 +174,9 @@ def main() -> None:
         seen = json.loads((Path(scratch) / "seen.json").read_text())
     first, *rest = seen["saves"]
     gigabytes = seen["bytes_a_rank"] / 1e9
-    blocked_s, total_s = (statistics.median(save[key] for save in rest) for key in ("blocked_s", "total_s"))
+    blocked_s, total_s = (
+        statistics.median(save[key] for save in rest) for key in ("blocked_s", "total_s")
+    )
     record(
         args.output,
         figure=f"training waits for a checkpoint of {args.gigabytes:g} GB a rank, a GB",

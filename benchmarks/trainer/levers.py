@@ -54,11 +54,23 @@ SHAPES = {
 }  # fmt: skip
 
 ADAMW = {"kind": "adamw", "lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
-MUON = {"kind": "muon", "lr": 1e-6, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0, "num_newton_schulz_steps": 5, "rest": ADAMW}
+MUON = {
+    "kind": "muon",
+    "lr": 1e-6,
+    "momentum": 0.95,
+    "nesterov": True,
+    "weight_decay": 0.0,
+    "num_newton_schulz_steps": 5,
+    "rest": ADAMW,
+}
 
 
 def keep(*names: str) -> dict[str, Any]:
-    return {"activation_checkpointing": {"kind": "selective", "keep": list(names)} if names else {"kind": "full"}}
+    return {
+        "activation_checkpointing": {"kind": "selective", "keep": list(names)}
+        if names
+        else {"kind": "full"}
+    }
 
 
 def lora(*targets: str) -> dict[str, Any]:
@@ -66,7 +78,12 @@ def lora(*targets: str) -> dict[str, Any]:
 
 
 NONE = {"activation_checkpointing": {"kind": "none"}}
-KITCHEN_SINK = keep() | {"activation_offload": True, "optimizer_offload": True, "lm_head_keeps_logits": False, "lm_head_chunk_tokens": 1024}
+KITCHEN_SINK = keep() | {
+    "activation_offload": True,
+    "optimizer_offload": True,
+    "lm_head_keeps_logits": False,
+    "lm_head_chunk_tokens": 1024,
+}
 
 # (which shapes, name, {section of the request: what is merged over it})
 LEVERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -120,7 +137,10 @@ def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]
     for kind, name, changes in LEVERS:
         if kind not in shape.kinds:
             continue
-        told = {section: change if section == "compile" else json.dumps(change) for section, change in changes.items()}
+        told = {
+            section: change if section == "compile" else json.dumps(change)
+            for section, change in changes.items()
+        }
         options = replace(start, **told)
         try:
             asked = request(manifest, options)
@@ -135,16 +155,31 @@ def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]
 
 def measure(lever: Lever, manifest: str, traces: Path | None, limit_s: float) -> dict[str, Any]:
     """The row of a lever. Raises TimeoutError where `limit_s` was over first."""
-    row: dict[str, Any] = {"variant": lever.name, "value": None, "unit": "tokens/s/GPU", "goal": None}
+    row: dict[str, Any] = {
+        "variant": lever.name,
+        "value": None,
+        "unit": "tokens/s/GPU",
+        "goal": None,
+    }
     row |= {"overrides": lever.asked.overrides, "planned_peak_bytes": lever.planned_bytes}
     with tempfile.TemporaryDirectory() as folder:
         path, begin_s = Path(folder) / "result.json", time.monotonic()
-        command = [sys.executable, "-m", "orrery.trainer.bench", f"manifests/{manifest}.json", *words(lever.options), "--json", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "orrery.trainer.bench",
+            f"manifests/{manifest}.json",
+            *words(lever.options),
+            "--json",
+            str(path),
+        ]
         if traces is not None and "offload" in lever.name:
             command += ["--profile", str(traces / lever.name.replace(" ", "_").replace(",", ""))]
         print(f"\n=== {lever.name}", flush=True)
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=min(limit_s, LONGEST_S))
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=min(limit_s, LONGEST_S)
+            )
         except subprocess.TimeoutExpired:
             if limit_s < LONGEST_S:
                 raise TimeoutError from None
@@ -152,12 +187,25 @@ def measure(lever: Lever, manifest: str, traces: Path | None, limit_s: float) ->
         row["wall_s"] = time.monotonic() - begin_s
         print(done.stdout, flush=True)
         if done.returncode:
-            sentence = done.stderr[max(0, done.stderr.find("error: ")) :].strip().removeprefix("error: ")[-2000:]
+            sentence = (
+                done.stderr[max(0, done.stderr.find("error: ")) :]
+                .strip()
+                .removeprefix("error: ")[-2000:]
+            )
             print(sentence, flush=True)
             return row | {"error": sentence}
         bench = json.loads(path.read_text())
     bench["phases"]["longest"] = bench["phases"]["longest"][:8]
-    row |= {name: bench[name] for name in ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "planned_peak_bytes", "host_copies")}
+    row |= {
+        name: bench[name]
+        for name in (
+            "step_s",
+            "peak_allocated_bytes",
+            "peak_reserved_bytes",
+            "planned_peak_bytes",
+            "host_copies",
+        )
+    }
     return row | {"value": bench["tokens_per_s_per_device"], "bench": bench}
 
 
@@ -172,7 +220,9 @@ def words(options: Options) -> list[str]:
     return said
 
 
-def rows_before(name: str, folders: list[Path], settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows_before(
+    name: str, folders: list[Path], settings: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Rows of the first record there is, by lever; none where it was made with other settings."""
     for folder in folders:
         path = folder / f"levers_{name}.json"
@@ -183,7 +233,13 @@ def rows_before(name: str, folders: list[Path], settings: dict[str, Any]) -> dic
     return {}
 
 
-def write(name: str, settings: dict[str, Any], rows: dict[str, dict[str, Any]], order: list[str], folder: Path) -> None:
+def write(
+    name: str,
+    settings: dict[str, Any],
+    rows: dict[str, dict[str, Any]],
+    order: list[str],
+    folder: Path,
+) -> None:
     """The record, of which the manifest's own settings are the value. Every row says how it compares to them."""
     base = rows[BASE]
     compared = []
@@ -196,7 +252,11 @@ def write(name: str, settings: dict[str, Any], rows: dict[str, dict[str, Any]], 
                 "planned_to_free_bytes": base["planned_peak_bytes"] - one["planned_peak_bytes"],
             }
         compared.append(one | more)
-    details = {"shape": name, "settings": settings, "not_measured": [one for one in order if one not in rows]}
+    details = {
+        "shape": name,
+        "settings": settings,
+        "not_measured": [one for one in order if one not in rows],
+    }
     record(
         folder / f"levers_{name}.json",
         figure=f"trainer: levers of {name}",
@@ -215,23 +275,33 @@ def odd_norms(rows: dict[str, dict[str, Any]]) -> list[str]:
     said = []
     for name, row in rows.items():
         if row["value"] is not None:
-            alike = json.dumps([row["overrides"].get(field) for field in ("trainer.lora", "trainer.mesh.cp")])
+            alike = json.dumps(
+                [row["overrides"].get(field) for field in ("trainer.lora", "trainer.mesh.cp")]
+            )
             norm = row["bench"]["metrics"]["grad_norm"]
             other, expected = first.setdefault(alike, (name, norm))
             if abs(norm / expected - 1) > NORM:
-                said.append(f"{name}: its gradients' norm is {norm:.5f}, that of {other!r} {expected:.5f}; one of them is wrong")
+                said.append(
+                    f"{name}: its gradients' norm is {norm:.5f}, that of {other!r} {expected:.5f}; one of them is wrong"
+                )
     return said
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
     base = rows.get(BASE, {}).get("value")
-    print(f"\n{'lever':58}{'tokens/s':>10}{'':>7}{'peak GiB':>10}{'planned':>9}  copies beside computation")
+    print(
+        f"\n{'lever':58}{'tokens/s':>10}{'':>7}{'peak GiB':>10}{'planned':>9}  copies beside computation"
+    )
     for name, row in rows.items():
         if row["value"] is None:
-            print(f"{name:58}{'fails':>10}{'':>7}{'':>10}{row['planned_peak_bytes'] / GIB:9.1f}  {row['error'].splitlines()[-1][:120]}")
+            print(
+                f"{name:58}{'fails':>10}{'':>7}{'':>10}{row['planned_peak_bytes'] / GIB:9.1f}  {row['error'].splitlines()[-1][:120]}"
+            )
             continue
         large = {way: one for way, one in row["host_copies"].items() if one["num_bytes"] >= GIB}
-        hidden = ", ".join(f"{way} {100 * one['hidden_s'] / one['seconds']:.0f} %" for way, one in large.items())
+        hidden = ", ".join(
+            f"{way} {100 * one['hidden_s'] / one['seconds']:.0f} %" for way, one in large.items()
+        )
         memory = f"{row['peak_allocated_bytes'] / GIB:10.1f}{row['planned_peak_bytes'] / GIB:9.1f}"
         print(f"{name:58}{row['value']:10,.0f}{row['value'] / base:7.2f}{memory}  {hidden}")
 
@@ -246,18 +316,28 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     order = [one.name for one in every]
     if odd := [name for name in arguments.again if name not in order]:
-        raise SystemExit(f"error: --again {odd[0]!r} is no lever here; choose from {', '.join(order)}")
+        raise SystemExit(
+            f"error: --again {odd[0]!r} is no lever here; choose from {', '.join(order)}"
+        )
     if arguments.check:
         for one in every:
-            print(f"{one.name:58}{one.planned_bytes / GIB:8.1f} GiB planned  {' '.join(words(one.options))}")
+            print(
+                f"{one.name:58}{one.planned_bytes / GIB:8.1f} GiB planned  {' '.join(words(one.options))}"
+            )
         if arguments.record:
             record_plans(arguments.shape, every, arguments.out)
         return
     first = every[0].asked
-    settings = {"devices": first.num_devices, "layers": first.model.num_layers, "micro_batches": first.micro_batches}
+    settings = {
+        "devices": first.num_devices,
+        "layers": first.model.num_layers,
+        "micro_batches": first.micro_batches,
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = rows_before(arguments.shape, [arguments.out, HERE], settings)
-    rows = {name: row for name, row in rows.items() if name in order and name not in arguments.again}
+    rows = {
+        name: row for name, row in rows.items() if name in order and name not in arguments.again
+    }
     longest_s = max((row["wall_s"] for row in rows.values()), default=ROW_S)
     for one in every:
         if one.name in rows:
@@ -270,13 +350,21 @@ def main() -> None:
         except TimeoutError:
             break
         if one.name == BASE and rows[BASE]["value"] is None:
-            raise SystemExit(f"error: {arguments.shape} {BASE} fails, and nothing can be compared with it: {rows[BASE]['error']}")
+            raise SystemExit(
+                f"error: {arguments.shape} {BASE} fails, and nothing can be compared with it: {rows[BASE]['error']}"
+            )
         # Of rows that were measured: one that fails early says nothing about the next.
-        longest_s = max((row["wall_s"] for row in rows.values() if row["value"] is not None), default=ROW_S)
+        longest_s = max(
+            (row["wall_s"] for row in rows.values() if row["value"] is not None), default=ROW_S
+        )
         write(arguments.shape, settings, rows, order, arguments.out)
     show({name: rows[name] for name in order if name in rows})
     missing = [name for name in order if name not in rows]
-    print(f"\n{len(missing)} levers are left for the next call: {', '.join(missing)}" if missing else "\nevery lever is measured")
+    print(
+        f"\n{len(missing)} levers are left for the next call: {', '.join(missing)}"
+        if missing
+        else "\nevery lever is measured"
+    )
     if odd := odd_norms({name: rows[name] for name in order if name in rows}):
         raise SystemExit("\n".join(f"error: {one}" for one in odd))
 
@@ -290,21 +378,51 @@ def record_plans(shape: str, every: list[Lever], out: Path) -> None:
         unit="GiB",
         goal=None,
         better="lower",
-        rows=[{"variant": one.name, "value": one.planned_bytes / GIB, "unit": "GiB", "better": "lower", "goal": None} for one in every],
+        rows=[
+            {
+                "variant": one.name,
+                "value": one.planned_bytes / GIB,
+                "unit": "GiB",
+                "better": "lower",
+                "goal": None,
+            }
+            for one in every
+        ],
         details={"devices": every[0].asked.num_devices, "layers": every[0].asked.model.num_layers},
     )
 
 
 def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    one = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     one.add_argument("shape", choices=list(SHAPES))
     one.add_argument("--devices", type=int, help="instead of the manifest's")
     one.add_argument("--layers", type=int, help="so many of the model's")
-    one.add_argument("--limit-s", type=float, default=float("inf"), help="begin no row that would end later")
-    one.add_argument("--again", action="append", default=[], metavar="LEVER", help="measure this row anew")
-    one.add_argument("--check", action="store_true", help="measure nothing: say what would be, and the memory that is planned")
-    one.add_argument("--record", action="store_true", help="with --check: write the plans to OUT/levers_SHAPE_planned.json")
-    one.add_argument("--traces", type=Path, metavar="FOLDER", help="keep the traces of the rows whose names say offload")
+    one.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin no row that would end later"
+    )
+    one.add_argument(
+        "--again", action="append", default=[], metavar="LEVER", help="measure this row anew"
+    )
+    one.add_argument(
+        "--check",
+        action="store_true",
+        help="measure nothing: say what would be, and the memory that is planned",
+    )
+    one.add_argument(
+        "--record",
+        action="store_true",
+        help="with --check: write the plans to OUT/levers_SHAPE_planned.json",
+    )
+    one.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the traces of the rows whose names say offload",
+    )
     one.add_argument("--out", type=Path, default=HERE)
     return one
 

@@ -39,7 +39,19 @@ GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what 
     "flight_recorders": (200, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
 }
 # Not the project's settings of pytest: they name plugins that a GPU host lacks.
-PYTEST = ["-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "-q", "-rs"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-c",
+    "/dev/null",
+    "--rootdir",
+    ".",
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-rs",
+]
 
 
 @dataclass
@@ -57,7 +69,11 @@ def run(name: str) -> Outcome:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        process = subprocess.Popen([sys.executable, *PYTEST, "--junitxml", str(report), *words], cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *PYTEST, "--junitxml", str(report), *words],
+            cwd=ROOT,
+            start_new_session=True,
+        )
         try:
             process.wait(seconds)
             outcome = read(report)
@@ -88,10 +104,20 @@ def read(report: Path) -> Outcome:
 
 def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
     """Write the record: rows of these outcomes, and of the groups that are not among them those that it has."""
-    before = {row["variant"]: row for row in json.loads(path.read_text())["rows"]} if path.is_file() else {}
+    before = (
+        {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+        if path.is_file()
+        else {}
+    )
     rows = {name: before[name] for name in GROUPS if name in before}
     for name, each in outcomes.items():
-        rows[name] = {"variant": name, "value": len(each.passed), "unit": "tests", "seconds": round(each.seconds, 1), "failed": each.failed}
+        rows[name] = {
+            "variant": name,
+            "value": len(each.passed),
+            "unit": "tests",
+            "seconds": round(each.seconds, 1),
+            "failed": each.failed,
+        }
         rows[name] |= {
             "passed": each.passed,
             "skipped": each.skipped,
@@ -115,19 +141,35 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=GROUPS,
+        default=list(GROUPS),
+        metavar="GROUP",
+        help=", ".join(GROUPS),
+    )
     parser.add_argument("--check", action="store_true", help="collect the tests and run none")
     args = parser.parse_args()
     if args.check:
-        return max(subprocess.run([sys.executable, *PYTEST, "--collect-only", *GROUPS[name][1]], cwd=ROOT).returncode for name in args.only)
+        return max(
+            subprocess.run(
+                [sys.executable, *PYTEST, "--collect-only", *GROUPS[name][1]], cwd=ROOT
+            ).returncode
+            for name in args.only
+        )
     if not torch.cuda.is_available():
-        raise SystemExit("no GPU here: the referees of a CPU run with `make test`; --check shows what would run")
+        raise SystemExit(
+            "no GPU here: the referees of a CPU run with `make test`; --check shows what would run"
+        )
     outcomes: dict[str, Outcome] = {}
     for name in args.only:
         outcomes[name] = run(name)
         keep(outcomes)
     for name, each in outcomes.items():
-        print(f"{name:20} {len(each.passed):3} pass, {len(each.failed)} fail, {len(each.skipped)} skipped, {each.seconds:.0f} s")
+        print(
+            f"{name:20} {len(each.passed):3} pass, {len(each.failed)} fail, {len(each.skipped)} skipped, {each.seconds:.0f} s"
+        )
         for test, why in each.failed.items():
             print(f"    {test}: {why}")
     return 1 if any(each.failed for each in outcomes.values()) else 0

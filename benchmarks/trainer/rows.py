@@ -42,7 +42,9 @@ class Row:
 
 
 def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:
-    return torchtitan_peer.Job("30B-A3B", seq_len, 1, "full", expert_parallel=experts, balanced=True)
+    return torchtitan_peer.Job(
+        "30B-A3B", seq_len, 1, "full", expert_parallel=experts, balanced=True
+    )
 
 
 def _dense(flavor: str, seq_len: int, batch: int = 1) -> torchtitan_peer.Job:
@@ -62,12 +64,16 @@ ROWS = {
     "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", 5500),
     "qwen3_8b_8k": Row("qwen3_8b_8k", 10500, 1.15, routings=ONE, peer=_dense("8B", 8192, 2)),
     "qwen3_4b_16k": Row("qwen3_4b_16k", 13700, 1.15, routings=ONE, peer=_dense("4B", 16384)),
-    "qwen3_0_6b_16k": Row("qwen3_0_6b_16k", 52000, 1.15, devices=1, routings=ONE, peer=_dense("0.6B", 16384)),
+    "qwen3_0_6b_16k": Row(
+        "qwen3_0_6b_16k", 52000, 1.15, devices=1, routings=ONE, peer=_dense("0.6B", 16384)
+    ),
 }
 
 
 def main() -> None:
-    arguments, rest = parser().parse_known_args()  # what is left goes to the measurement: --warmup, --memory, --mesh …
+    arguments, rest = (
+        parser().parse_known_args()
+    )  # what is left goes to the measurement: --warmup, --memory, --mesh …
     row = ROWS[arguments.row]
     devices = arguments.devices or row.devices
     folder = arguments.out
@@ -83,7 +89,9 @@ def main() -> None:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
         if arguments.layers is not None:
             options += ["--layers", str(arguments.layers)]
-        found[routing] = bench(row.manifest, options, folder / "traces" / routing if arguments.profile else None)
+        found[routing] = bench(
+            row.manifest, options, folder / "traces" / routing if arguments.profile else None
+        )
         # after each, so that a session which ends early keeps what it has
         write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
 
@@ -139,9 +147,21 @@ def write(
         like = found.get("balanced") or next(iter(found.values()))
         ratio = like["tokens_per_s_per_device"] / theirs["tokens_per_s_per_device"]
         rows.append(
-            {"variant": f"ratio to torchtitan on {devices} GPUs{note}", "value": ratio, "unit": "×", "goal": row.ratio, "peer": theirs}
+            {
+                "variant": f"ratio to torchtitan on {devices} GPUs{note}",
+                "value": ratio,
+                "unit": "×",
+                "goal": row.ratio,
+                "peer": theirs,
+            }
         )
-    details = {"row": name, "devices": devices, "layers": layers, "extra_options": extra, "goal_is_for_devices": row.devices}
+    details = {
+        "row": name,
+        "devices": devices,
+        "layers": layers,
+        "extra_options": extra,
+        "goal_is_for_devices": row.devices,
+    }
     record(
         folder / f"{name}.json",
         figure=f"trainer: {name}",
@@ -155,12 +175,18 @@ def write(
 
 
 def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    one = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     one.add_argument("row", choices=list(ROWS))
     one.add_argument("--devices", type=int)
     one.add_argument("--layers", type=int)
     one.add_argument("--routing", action="append", choices=["natural", "balanced"])
-    one.add_argument("--peer", action="store_true", help="torchtitan beside it (.whl_titan installed)")
+    one.add_argument(
+        "--peer", action="store_true", help="torchtitan beside it (.whl_titan installed)"
+    )
     one.add_argument("--profile", action="store_true", help="keep the traces, in OUT/traces")
     one.add_argument("--out", type=Path, default=HERE)
     return one

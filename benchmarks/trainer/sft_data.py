@@ -58,14 +58,25 @@ def source_text() -> str:
 def write_tokenizer(folder: Path, text: str) -> Renderer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((text[at : at + 10_000] for at in range(0, len(text), 10_000)), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=specials,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (text[at : at + 10_000] for at in range(0, len(text), 10_000)), trainer
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
+    )
     return Renderer(folder)
 
 
@@ -74,14 +85,17 @@ def chats_of(text: str) -> Iterator[list[dict[str, str]]]:
     for index in range(NUM_CHATS):
         begin = index * CHAT_CHARACTERS % max(1, len(text) - CHAT_CHARACTERS)
         parts = [text[begin + n * quarter : begin + (n + 1) * quarter] for n in range(4)]
-        yield [{"role": role, "content": part} for role, part in zip(("system", "user", "assistant", "user"), parts, strict=True)] + [
-            {"role": "assistant", "content": "Yes."}
-        ]
+        yield [
+            {"role": role, "content": part}
+            for role, part in zip(("system", "user", "assistant", "user"), parts, strict=True)
+        ] + [{"role": "assistant", "content": "Yes."}]
 
 
 def write_file(path: Path, chats: list[Any]) -> ChatFile:
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return ChatFile(kind="chat_file", path=str(path), sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return ChatFile(
+        kind="chat_file", path=str(path), sha256=hashlib.sha256(path.read_bytes()).hexdigest()
+    )
 
 
 def write_dataset(folder: Path, chats: list[Any]) -> ChatDataset:
@@ -89,10 +103,17 @@ def write_dataset(folder: Path, chats: list[Any]) -> ChatDataset:
 
     folder.mkdir()
     table = pa.table({"messages": chats})
-    with pa.OSFile(str(folder / "data.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+    with (
+        pa.OSFile(str(folder / "data.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as stream,
+    ):
         stream.write_table(table, max_chunksize=1000)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "0"}))
-    return ChatDataset(kind="dataset", path=str(folder), split=None, column="messages", fingerprint="0")
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "0"})
+    )
+    return ChatDataset(
+        kind="dataset", path=str(folder), split=None, column="messages", fingerprint="0"
+    )
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -105,7 +126,10 @@ def tokenising(chats: Chats, renderer: Renderer, roles: tuple) -> dict[str, Any]
     """Tokens a second over all chats, a batch at a time."""
     examples = Examples(chats, renderer, roles, 1 << 20, 1 << 20)
     begin = time.perf_counter()
-    num_tokens = sum(examples.columns(range(at, min(at + BATCH, len(chats)))).num_tokens for at in range(0, len(chats), BATCH))
+    num_tokens = sum(
+        examples.columns(range(at, min(at + BATCH, len(chats)))).num_tokens
+        for at in range(0, len(chats), BATCH)
+    )
     spent = time.perf_counter() - begin
     return {
         "variant": f"{type(chats).__name__}, {'+'.join(roles)}",
@@ -130,14 +154,20 @@ def left_to_others(chats: Chats, renderer: Renderer) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(tokenising, chats, renderer, ("assistant",))
         beside = turns_per_s(lambda: job.done() and time.perf_counter() > 0)
-    return {"variant": "Python of another thread meanwhile", "value": beside / alone, "unit": "share of its speed alone"}
+    return {
+        "variant": "Python of another thread meanwhile",
+        "value": beside / alone,
+        "unit": "share of its speed alone",
+    }
 
 
 def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
     """Share of a step that is waited for tokens, at the training speed of an 8-GPU host."""
     examples = Examples(chats, renderer, ("assistant",), 1 << 20, 1 << 20)
     num_steps, waited, trained = 6, 0.0, 0.0
-    with ahead(examples.columns(range(step * BATCH, (step + 1) * BATCH)) for step in range(num_steps)) as take:
+    with ahead(
+        examples.columns(range(step * BATCH, (step + 1) * BATCH)) for step in range(num_steps)
+    ) as take:
         for step in range(num_steps):
             begin = time.perf_counter()
             columns = take()
@@ -146,7 +176,11 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
             step_s = columns.num_tokens / STEP_TOKENS_PER_S
             time.sleep(step_s)
             trained += step_s
-    return {"variant": f"waited for, beside steps of {STEP_TOKENS_PER_S} tokens/s", "value": waited / trained, "unit": "share of a step"}
+    return {
+        "variant": f"waited for, beside steps of {STEP_TOKENS_PER_S} tokens/s",
+        "value": waited / trained,
+        "unit": "share of a step",
+    }
 
 
 def main() -> None:
@@ -161,20 +195,32 @@ def main() -> None:
         rows, opened = [], {}
         for one in data:
             spent = seconds(lambda one=one: opened.__setitem__(one.kind, open_chats(one, "data")))
-            rows.append({"variant": f"open {one.kind}", "value": spent, "unit": "s", "bytes": num_bytes})
+            rows.append(
+                {"variant": f"open {one.kind}", "value": spent, "unit": "s", "bytes": num_bytes}
+            )
         for chats in opened.values():
             rows.append(tokenising(chats, renderer, ("assistant",)))
             alone = World(0, 1, torch.device("cpu"), None)
             other = [Chat("", chats[0].messages[:1])]
-            spent = seconds(lambda chats=chats, alone=alone, other=other: refuse_shared(other, chats, alone))
-            rows.append({"variant": f"compare {type(chats).__name__}", "value": len(chats) / spent, "unit": "chats/s"})
+            spent = seconds(
+                lambda chats=chats, alone=alone, other=other: refuse_shared(other, chats, alone)
+            )
+            rows.append(
+                {
+                    "variant": f"compare {type(chats).__name__}",
+                    "value": len(chats) / spent,
+                    "unit": "chats/s",
+                }
+            )
         file = opened["chat_file"]
         rows.append(tokenising(file, renderer, ("system", "user", "assistant", "tool")))
         rows += [left_to_others(file, renderer), waiting(file, renderer)]
     record(
         Path(__file__).with_suffix(".json"),
         figure="SFT: chats become tokens",
-        value=next(row["value"] for row in rows if row["variant"].startswith("FileChats, assistant")),
+        value=next(
+            row["value"] for row in rows if row["variant"].startswith("FileChats, assistant")
+        ),
         unit="tokens/s",
         goal=STEP_TOKENS_PER_S,
         better="higher",

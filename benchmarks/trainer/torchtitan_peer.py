@@ -24,7 +24,9 @@ HERE = Path(__file__).resolve().parent
 NUM_WORDS, WORDS_A_TEXT, NUM_TEXTS = 8192, 4096, 512
 STEPS = 8
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_STEP = re.compile(r"step:\s*(?P<step>\d+)\s.*?memory:\s*(?P<memory>[\d.]+)GiB.*?tps:\s*(?P<speed>[\d,]+)")
+_STEP = re.compile(
+    r"step:\s*(?P<step>\d+)\s.*?memory:\s*(?P<memory>[\d.]+)GiB.*?tps:\s*(?P<speed>[\d,]+)"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Job:
     balanced: bool = False
 
 
-def measure(job: Job, devices: int, layers: int | None, logs: Path, deadline_s: float = 420.0) -> dict[str, Any]:
+def measure(
+    job: Job, devices: int, layers: int | None, logs: Path, deadline_s: float = 420.0
+) -> dict[str, Any]:
     """Its last logged step. Raises RuntimeError with the end of its log where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
@@ -56,7 +60,14 @@ def measure(job: Job, devices: int, layers: int | None, logs: Path, deadline_s: 
             "ORRERY_PEER_FLAVOR": job.flavor,
             "ORRERY_PEER_LAYERS": str(layers or ""),
             "PYTHONPATH": os.pathsep.join(
-                [str(HERE), *(os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(":") if one)]
+                [
+                    str(HERE),
+                    *(
+                        os.path.abspath(one)
+                        for one in os.environ.get("PYTHONPATH", "").split(":")
+                        if one
+                    ),
+                ]
             ),
             "LOG_RANK": "0",
         }
@@ -64,14 +75,22 @@ def measure(job: Job, devices: int, layers: int | None, logs: Path, deadline_s: 
         with log.open("w") as file:
             try:
                 code = subprocess.run(
-                    line, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=assets, timeout=deadline_s
+                    line,
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    cwd=assets,
+                    timeout=deadline_s,
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = 124
         text = _COLORS.sub("", log.read_text(errors="replace"))
     steps = [found.groupdict() for found in _STEP.finditer(text)]
     if code or not steps:
-        raise RuntimeError(f"torchtitan ended with code {code} and {len(steps)} steps logged:\n" + "\n".join(text.splitlines()[-40:]))
+        raise RuntimeError(
+            f"torchtitan ended with code {code} and {len(steps)} steps logged:\n"
+            + "\n".join(text.splitlines()[-40:])
+        )
     speeds = [(int(one["step"]), float(one["speed"].replace(",", ""))) for one in steps]
     last = max(speeds)
     result = {
@@ -85,18 +104,48 @@ def measure(job: Job, devices: int, layers: int | None, logs: Path, deadline_s: 
         "command": " ".join(["python", *line[1:]]),
         "versions": versions(),
     }
-    print(f"torchtitan {job.flavor} {job.seq_len}: {last[1]:,.0f} tokens/s/GPU, {result['peak_reserved_gib']:.1f} GiB", flush=True)
+    print(
+        f"torchtitan {job.flavor} {job.seq_len}: {last[1]:,.0f} tokens/s/GPU, {result['peak_reserved_gib']:.1f} GiB",
+        flush=True,
+    )
     return result
 
 
 def command(job: Job, devices: int, layers: int | None, assets: Path) -> list[str]:
     """The command line of the peer's figures in this project's goals, with its data from `assets`."""
     flavor = job.flavor if layers is None else f"{job.flavor}-{layers}L"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}", "--local-ranks-filter=0"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={devices}",
+        "--local-ranks-filter=0",
+    ]
     words += ["-m", "torchtitan.train", "--model.name", "qwen3", "--model.flavor", flavor]
-    words += ["--training.seq_len", str(job.seq_len), "--training.local_batch_size", str(job.batch), "--training.steps", str(STEPS)]
-    words += ["--activation_checkpoint.mode", job.checkpointing, "--compile.enable", "--metrics.log_freq", "2"]
-    words += ["--training.dataset", "c4_test", "--training.dataset_path", str(assets / "text"), "--model.hf_assets_path", str(assets)]
+    words += [
+        "--training.seq_len",
+        str(job.seq_len),
+        "--training.local_batch_size",
+        str(job.batch),
+        "--training.steps",
+        str(STEPS),
+    ]
+    words += [
+        "--activation_checkpoint.mode",
+        job.checkpointing,
+        "--compile.enable",
+        "--metrics.log_freq",
+        "2",
+    ]
+    words += [
+        "--training.dataset",
+        "c4_test",
+        "--training.dataset_path",
+        str(assets / "text"),
+        "--model.hf_assets_path",
+        str(assets),
+    ]
     words += ["--job.dump_folder", str(assets / "out")]
     experts = min(job.expert_parallel, devices)
     if experts > 1:
@@ -117,7 +166,9 @@ def write_assets(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"})
+    )
     rng = random.Random(1)
     (folder / "text").mkdir()
     with (folder / "text" / "words.jsonl").open("w") as file:
@@ -136,7 +187,9 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("flavor")
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
@@ -147,7 +200,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--out", type=Path, default=Path.cwd())
     one = parser.parse_args()
-    job = Job(one.flavor, one.seq_len, one.batch, one.checkpointing, one.expert_parallel, one.balanced)
+    job = Job(
+        one.flavor, one.seq_len, one.batch, one.checkpointing, one.expert_parallel, one.balanced
+    )
     print(json.dumps(measure(job, one.devices, one.layers, one.out), indent=2))
 
 

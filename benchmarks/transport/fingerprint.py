@@ -32,7 +32,9 @@ VARIANTS = {
 }
 
 
-def bucket(shape: tuple[int, int], parts: int, dim: int, size: int, device: torch.device) -> tuple[torch.Tensor, list[Where], torch.Tensor]:
+def bucket(
+    shape: tuple[int, int], parts: int, dim: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, list[Where], torch.Tensor]:
     """About `size` bytes of slices of bfloat16 tensors, aligned as on the wire; where each is; the tensor, copied over and over."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).bfloat16()
@@ -51,7 +53,9 @@ def bucket(shape: tuple[int, int], parts: int, dim: int, size: int, device: torc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, help="of a bucket; 1024 on a GPU, 64 on a CPU")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path(__file__).parent)
     options = parser.parse_args()
@@ -60,13 +64,17 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name, (shape, parts, dim) in VARIANTS.items():
-        buffer, where, whole = bucket(shape, parts, dim, (options.mib or (1024 if is_gpu else 64)) << 20, device)
+        buffer, where, whole = bucket(
+            shape, parts, dim, (options.mib or (1024 if is_gpu else 64)) << 20, device
+        )
         fingerprints = SliceFingerprints(where, device)
         shares = fingerprints.of(buffer).tolist()
         expected = array_fingerprint(whole.view(torch.int16).numpy())
         for first in range(0, len(where), parts):
             if sum(shares[first : first + parts]) & MASK != expected:
-                raise SystemExit(f"{name}: the shares of tensor {first // parts} do not add up to the referee's fingerprint")
+                raise SystemExit(
+                    f"{name}: the shares of tensor {first // parts} do not add up to the referee's fingerprint"
+                )
         times = []
         for _ in range(REPEATS):
             if is_gpu:
@@ -78,15 +86,29 @@ def main() -> None:
             times.append(time.perf_counter() - begin)
         seconds = statistics.median(times)
         gb_per_s = buffer.numel() / seconds / 1e9
-        row = {"variant": name, "value": gb_per_s, "bytes": buffer.numel(), "slices": len(where), "seconds": seconds}
+        row = {
+            "variant": name,
+            "value": gb_per_s,
+            "bytes": buffer.numel(),
+            "slices": len(where),
+            "seconds": seconds,
+        }
         if is_gpu:
             bound_s = buffer.numel() / BYTES_A_S
-            row |= {"value": bound_s / seconds, "gb_per_s": gb_per_s, "bound_s": bound_s, "goal": None if rows else GOAL}
+            row |= {
+                "value": bound_s / seconds,
+                "gb_per_s": gb_per_s,
+                "bound_s": bound_s,
+                "goal": None if rows else GOAL,
+            }
         rows.append(row)
-        print(f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms for {buffer.numel() / 2**20:.0f} MiB")
+        print(
+            f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms for {buffer.numel() / 2**20:.0f} MiB"
+        )
     record(
         options.out / f"fingerprint_{'gpu' if is_gpu else 'cpu'}.json",
-        figure="fingerprints of whole experts, " + ("share of the bytes' bound" if is_gpu else "one thread"),
+        figure="fingerprints of whole experts, "
+        + ("share of the bytes' bound" if is_gpu else "one thread"),
         value=rows[0]["value"],
         unit="share" if is_gpu else "GB/s",
         goal=GOAL if is_gpu else None,

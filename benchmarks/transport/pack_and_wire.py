@@ -60,13 +60,21 @@ class Rollouts:
                 "advantage": self.logprob,
                 "routed_experts": self.opaque[start : start + self.tokens],
             },
-            {"temperature": np.ones(1, np.float32), "reward": np.full(1, index, np.float32), "group_id": np.array([index])},
+            {
+                "temperature": np.ones(1, np.float32),
+                "reward": np.full(1, index, np.float32),
+                "group_id": np.array([index]),
+            },
         )
 
 
 def usage() -> dict[str, float]:
     """Peak resident bytes of this program (`ru_maxrss` would count the parent it was started from) and its CPU seconds."""
-    [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    [peak] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
     return {"peak_rss_bytes": int(peak.split()[1]) * 1024, "cpu_s": time.process_time()}
 
 
@@ -82,7 +90,10 @@ def used_since(before: dict[str, float]) -> dict[str, float]:
 def ends_of(columns: Columns) -> int:
     """A sum over the opaque rows at both ends of every document: right only if all documents are whole and in their place."""
     routed = columns.token["routed_experts"]
-    return int(routed[columns.offsets[:-1]].sum(dtype=np.int64) + routed[columns.offsets[1:] - 1].sum(dtype=np.int64))
+    return int(
+        routed[columns.offsets[:-1]].sum(dtype=np.int64)
+        + routed[columns.offsets[1:] - 1].sum(dtype=np.int64)
+    )
 
 
 def receive(kind: str, run_dir: str, url: str) -> None:
@@ -95,9 +106,18 @@ def receive(kind: str, run_dir: str, url: str) -> None:
     for columns in received:
         num_tokens += columns.num_tokens
         num_samples += columns.num_samples
-        num_bytes += sum(column.nbytes for column in (*columns.token.values(), *columns.sample.values(), columns.offsets))
+        num_bytes += sum(
+            column.nbytes
+            for column in (*columns.token.values(), *columns.sample.values(), columns.offsets)
+        )
         checksum += ends_of(columns)
-    seen = {"bytes": num_bytes, "tokens": num_tokens, "samples": num_samples, "checksum": checksum, "used": used_since(before)}
+    seen = {
+        "bytes": num_bytes,
+        "tokens": num_tokens,
+        "samples": num_samples,
+        "checksum": checksum,
+        "used": used_since(before),
+    }
     receiver.close()
     print(json.dumps(seen))
 
@@ -114,13 +134,21 @@ async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, An
         plan = pack(np.full(len(rollouts), rollouts.tokens), 1, ROLLOUT_TOKENS, quadratic=1e-5)
         pack_s = time.perf_counter() - start
         [lazy] = micro_batches(rollouts, plan)
-        await sender.send(Batch(1, [LazyMicroBatches(len(lazy), lazy.__getitem__)], {"num_samples": len(rollouts)}))
+        await sender.send(
+            Batch(
+                1, [LazyMicroBatches(len(lazy), lazy.__getitem__)], {"num_samples": len(rollouts)}
+            )
+        )
         await sender.drained(600)
         wall_s = time.perf_counter() - start
         seen = json.loads((await receiver.communicate())[0])
         sender.close()
-    assert seen["samples"] == len(rollouts) and seen["tokens"] == len(rollouts) * rollouts.tokens, seen
-    assert seen["checksum"] == sum(ends_of(rollouts[index]) for index in range(len(rollouts))), "what arrived is not what was sent"
+    assert seen["samples"] == len(rollouts) and seen["tokens"] == len(rollouts) * rollouts.tokens, (
+        seen
+    )
+    assert seen["checksum"] == sum(ends_of(rollouts[index]) for index in range(len(rollouts))), (
+        "what arrived is not what was sent"
+    )
     return {
         "kind": kind,
         "documents_a_micro_batch": num_documents,
@@ -137,15 +165,26 @@ async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--receive", nargs=3, metavar=("KIND", "RUN_DIR", "URL"), help=argparse.SUPPRESS)
-    parser.add_argument("--num-rollouts", type=int, default=256, help="fewer for a quick look; only the full size is recorded")
+    parser.add_argument(
+        "--receive", nargs=3, metavar=("KIND", "RUN_DIR", "URL"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--num-rollouts",
+        type=int,
+        default=256,
+        help="fewer for a quick look; only the full size is recorded",
+    )
     args = parser.parse_args()
     if args.receive:
         receive(*args.receive)
         return
     load_before = os.getloadavg()[0]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited by the receiver
-    variants = [("zmq", args.num_rollouts, 1), ("zmq", args.num_rollouts, 16), ("files", max(1, args.num_rollouts // 16), 1)]
+    variants = [
+        ("zmq", args.num_rollouts, 1),
+        ("zmq", args.num_rollouts, 16),
+        ("files", max(1, args.num_rollouts // 16), 1),
+    ]
     rows = [asyncio.run(send(kind, num, documents)) for kind, num, documents in variants]
     for row in rows:
         print(

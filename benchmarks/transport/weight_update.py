@@ -43,9 +43,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--manifest", default="reverse_text_direct")
     parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--devices", default="/", help="of the trainer ranks, and of the engine, as in 0,1/2,3; none on a CPU")
+    parser.add_argument(
+        "--devices",
+        default="/",
+        help="of the trainer ranks, and of the engine, as in 0,1/2,3; none on a CPU",
+    )
     parser.add_argument("--wires", nargs="+", default=["files", "nccl", "nixl"])
-    parser.add_argument("--updates", type=int, default=6, help="the first forms the group and is not counted")
+    parser.add_argument(
+        "--updates", type=int, default=6, help="the first forms the group and is not counted"
+    )
     parser.add_argument("--requests", type=int, default=8, help="in flight")
     return parser.parse_args()
 
@@ -69,7 +75,12 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
 
     manifest = load(run_dir / "manifest.json")
     device = device_for(manifest.hardware.accelerator, rank)
-    world = form(manifest.trainer.mesh, rank, device, dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False))
+    world = form(
+        manifest.trainer.mesh,
+        rank,
+        device,
+        dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False),
+    )
     policy = build_policy(manifest.model, manifest.trainer, world)
     initialize_on_device(policy.network, 0.02, 0)
     dtype = getattr(torch, manifest.inference.dtype)
@@ -118,7 +129,9 @@ def inference(run_dir: Path) -> None:
     with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as me:
         engine_environment(me.manifest, me.host)
         adapter = blank_adapter(run_dir, me.manifest, "rl", 0)
-        options = server_arguments(me.manifest, run_dir / "weights" / "init", 0, me.host, 0, adapter)
+        options = server_arguments(
+            me.manifest, run_dir / "weights" / "init", 0, me.host, 0, adapter
+        )
         from orrery.inference.server import serve
 
         serve(me, [*options, "--load-format", "dummy"])
@@ -138,9 +151,21 @@ class Trainers:
         self.ranks = []
         for rank in range(size):
             environment = os.environ | ({"CUDA_VISIBLE_DEVICES": shown[rank]} if shown else {})
-            command = [sys.executable, __file__, "trainer", *map(str, (run_dir, kind, rank, size, port, folder))]
+            command = [
+                sys.executable,
+                __file__,
+                "trainer",
+                *map(str, (run_dir, kind, rank, size, port, folder)),
+            ]
             self.ranks.append(
-                subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=ROOT,
+                )
             )
         self._answers()
 
@@ -156,7 +181,9 @@ class Trainers:
             assert rank.stdout is not None
             while not (line := rank.stdout.readline()).startswith(ANSWER):
                 if not line:
-                    raise SystemExit(f"trainer {index} ended with exit code {rank.wait()}; its words are above")
+                    raise SystemExit(
+                        f"trainer {index} ended with exit code {rank.wait()}; its words are above"
+                    )
             answers.append(json.loads(line.removeprefix(ANSWER)))
         return answers
 
@@ -176,10 +203,18 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
         folder = Path(made)
-        trainers = await asyncio.to_thread(Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder)
+        trainers = await asyncio.to_thread(
+            Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder
+        )
         rows, number, stop = [], 0, False
-        taken, begun, num_spanning = -1, -1, 0  # versions; requests whose tokens are of more than one
-        async with EngineClient(url, name="engine 0", model=ADAPTER if kind == "adapters" else None) as engine:
+        taken, begun, num_spanning = (
+            -1,
+            -1,
+            0,
+        )  # versions; requests whose tokens are of more than one
+        async with EngineClient(
+            url, name="engine 0", model=ADAPTER if kind == "adapters" else None
+        ) as engine:
 
             async def keep_generating(lane: int) -> int:
                 nonlocal number, num_spanning
@@ -188,11 +223,19 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                     number += 1
                     before = taken
                     found = await engine.generate(
-                        [3, 4, 5, 6], max_tokens=48, temperature=1.0, cache_salt=str(lane), request_id=f"{kind}.{number}", ignore_eos=True
+                        [3, 4, 5, 6],
+                        max_tokens=48,
+                        temperature=1.0,
+                        cache_salt=str(lane),
+                        request_id=f"{kind}.{number}",
+                        ignore_eos=True,
                     )
                     assert len(found.token_ids) == 48, "a request was cut short"
                     versions = found.versions.tolist()
-                    if versions != sorted(versions) or not before <= versions[0] <= versions[-1] <= begun:
+                    if (
+                        versions != sorted(versions)
+                        or not before <= versions[0] <= versions[-1] <= begun
+                    ):
                         raise SystemExit(
                             f"error: tokens say versions {versions} between {before}, which was taken, and {begun}, which was begun"
                         )
@@ -205,15 +248,21 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 publish_s = max(await asyncio.to_thread(trainers.tell, "publish"))
                 published = WeightWatch(folder).latest()
                 assert published is not None and published.version == version
-                file_bytes = sum(file.stat().st_size for file in published.folder.glob("*.safetensors"))
+                file_bytes = sum(
+                    file.stat().st_size for file in published.folder.glob("*.safetensors")
+                )
                 claimed = claim(published, ["engine 0"])
                 assert claimed is not None
                 begun = version
                 report = await update_engine(engine, claimed)
                 taken = version
                 release(claimed)
-                if not flight:  # from the first version on: what the engine had before may be of another wire
-                    flight = [asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)]
+                if (
+                    not flight
+                ):  # from the first version on: what the engine had before may be of another wire
+                    flight = [
+                        asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)
+                    ]
                 answers = await asyncio.to_thread(trainers.tell, "step")
                 sent = {part: value for part, value in answers[0][1].items() if part.endswith("_s")}
                 settle_s = max(answer[0] for answer in answers)
@@ -247,12 +296,21 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     manifest = json.loads((ROOT / "manifests" / f"{args.manifest}.json").read_text())
     engine_devices = [each for each in args.devices.partition("/")[2].split(",") if each]
     mesh = {"dp_replicate": 1, "dp_shard": args.trainers, "cp": 1}
-    manifest["trainer"]["mesh"] |= mesh | ({"ep": args.trainers} if manifest["model"]["moe"] else {})
+    manifest["trainer"]["mesh"] |= mesh | (
+        {"ep": args.trainers} if manifest["model"]["moe"] else {}
+    )
     manifest["trainer"]["memory"] |= {"optimizer_offload": False}
-    manifest["inference"] |= ALONE | {"kv_cache_bytes": 2**32}  # one whole rollout, and more than what is in flight here
+    manifest["inference"] |= ALONE | {
+        "kv_cache_bytes": 2**32
+    }  # one whole rollout, and more than what is in flight here
     if adapters:
         manifest["transport"]["weights"] = "adapters"
-        manifest["trainer"]["lora"] = {"rank": 16, "alpha": 32.0, "targets": ["attention"], "seed": 1}
+        manifest["trainer"]["lora"] = {
+            "rank": 16,
+            "alpha": 32.0,
+            "targets": ["attention"],
+            "seed": 1,
+        }
     if engine_devices:
         is_mixture = manifest["model"]["moe"] is not None
         manifest["inference"] |= {
@@ -265,41 +323,81 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     (run_dir / "weights" / "init").mkdir(parents=True)
     (run_dir / "manifest.json").write_text(json.dumps(manifest))
     model, inference_dtype = load(run_dir / "manifest.json").model, manifest["inference"]["dtype"]
-    (run_dir / "weights" / "init" / "config.json").write_text(json.dumps({**hf_config(model), "dtype": inference_dtype}))
+    (run_dir / "weights" / "init" / "config.json").write_text(
+        json.dumps({**hf_config(model), "dtype": inference_dtype})
+    )
     return run_dir
 
 
 def goal_of(args: argparse.Namespace) -> float | None:
     """The goal is for one shape on as many GPUs as it is meant for, and for no other."""
-    trainers, engines = ({each for each in side.split(",") if each} for side in args.devices.split("/"))
-    is_meant = args.manifest.startswith("qwen3_30b_a3b_") and args.trainers == len(trainers) == len(engines) == 4
+    trainers, engines = (
+        {each for each in side.split(",") if each} for side in args.devices.split("/")
+    )
+    is_meant = (
+        args.manifest.startswith("qwen3_30b_a3b_")
+        and args.trainers == len(trainers) == len(engines) == 4
+    )
     return GOAL if is_meant and not trainers & engines else None
 
 
 def beside(row: dict, goal: float | None, on_gpus: bool) -> list[dict]:
     """What else is measured of the wire that `row` is of: what the trainer waits, and what fingerprints take of a pause."""
-    found = [{"variant": f"{row['variant']}: trainer waits", "value": row["blocked_s"], "unit": "s", "goal": goal, "better": "lower"}]
+    found = [
+        {
+            "variant": f"{row['variant']}: trainer waits",
+            "value": row["blocked_s"],
+            "unit": "s",
+            "goal": goal,
+            "better": "lower",
+        }
+    ]
     counted = row["updates"][1:]
-    if all("fingerprint_s" in update["engine"] for update in counted):  # none where an engine reads files
+    if all(
+        "fingerprint_s" in update["engine"] for update in counted
+    ):  # none where an engine reads files
         share = median(update["engine"]["fingerprint_s"] / update["paused_s"] for update in counted)
         goal = FINGERPRINTS_GOAL if on_gpus else None
-        found.append({"variant": f"{row['variant']}: fingerprints", "value": share, "unit": "share", "goal": goal, "better": "lower"})
+        found.append(
+            {
+                "variant": f"{row['variant']}: fingerprints",
+                "value": share,
+                "unit": "share",
+                "goal": goal,
+                "better": "lower",
+            }
+        )
     return found
 
 
 def measure_all(wires: list[str], args: argparse.Namespace) -> list[dict]:
     """These wires, one after another into one engine."""
     with ExitStack() as stack:
-        run_dir = prepare(Path(stack.enter_context(tempfile.TemporaryDirectory())), args, adapters=wires == ["adapters"])
+        run_dir = prepare(
+            Path(stack.enter_context(tempfile.TemporaryDirectory())),
+            args,
+            adapters=wires == ["adapters"],
+        )
         shown = args.devices.partition("/")[2]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
-        server = subprocess.Popen([sys.executable, __file__, "inference", str(run_dir)], env=environment, cwd=ROOT, start_new_session=True)
+        environment = (
+            os.environ
+            | {"OMP_NUM_THREADS": "1"}
+            | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
+        )
+        server = subprocess.Popen(
+            [sys.executable, __file__, "inference", str(run_dir)],
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
         stack.callback(server.wait, 30)
         stack.callback(server.terminate)
         endpoint = run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
         while not endpoint.exists():
             if server.poll() is not None:
-                raise SystemExit(f"the engine ended with exit code {server.returncode}; its words are above")
+                raise SystemExit(
+                    f"the engine ended with exit code {server.returncode}; its words are above"
+                )
             time.sleep(0.2)
         url = json.loads(endpoint.read_text())["url"]
         return [asyncio.run(measure(run_dir, url, kind, args)) for kind in wires]
@@ -317,13 +415,20 @@ def main() -> None:
     from record import record
 
     rows = []
-    for wires in ([kind for kind in args.wires if kind != "adapters"], [kind for kind in args.wires if kind == "adapters"]):
+    for wires in (
+        [kind for kind in args.wires if kind != "adapters"],
+        [kind for kind in args.wires if kind == "adapters"],
+    ):
         rows += measure_all(wires, args) if wires else []
     best = min(rows, key=lambda row: row["value"])
     shape = "" if args.manifest == "reverse_text_direct" else f"_{args.manifest}"
-    trainers, engines = ([each for each in side.split(",") if each] for side in args.devices.split("/"))
+    trainers, engines = (
+        [each for each in side.split(",") if each] for side in args.devices.split("/")
+    )
     if engines:
-        shape += f"_{args.trainers}_to_{len(engines)}" + ("_shared" if {*trainers} & {*engines} else "")
+        shape += f"_{args.trainers}_to_{len(engines)}" + (
+            "_shared" if {*trainers} & {*engines} else ""
+        )
     goal = goal_of(args)
     record(
         Path(__file__).with_name(f"weight_update{shape}.json"),

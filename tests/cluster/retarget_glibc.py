@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-DYNSYM, VERNEED, VERSYM = 11, 0x6FFFFFFE, 0x6FFFFFFF  # section types: ELF gABI and Linux Standard Base, "Symbol Versioning"
+DYNSYM, VERNEED, VERSYM = (
+    11,
+    0x6FFFFFFE,
+    0x6FFFFFFF,
+)  # section types: ELF gABI and Linux Standard Base, "Symbol Versioning"
 C23_PREFIX = "__isoc23_"
 NEW, OLD = "GLIBC_2.38", "GLIBC_2.2.5"
 
@@ -51,7 +55,9 @@ def retarget(data: bytearray) -> list[str]:
         name = _string(data, strings, name_offset)
         if not name.startswith(C23_PREFIX):
             raise ValueError(f"{name} of {NEW} has no older twin")
-        struct.pack_into("<I", data, at, name_offset + len(C23_PREFIX))  # the old name is the tail of the new one
+        struct.pack_into(
+            "<I", data, at, name_offset + len(C23_PREFIX)
+        )  # the old name is the tail of the new one
         changed.append(name)
     return changed
 
@@ -69,7 +75,10 @@ def sysv_hash(name: str) -> int:
 def _sections(data: bytearray) -> list[Section]:
     (table,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count = struct.unpack_from("<HH", data, 0x3A)
-    return [Section(*struct.unpack_from("<IIQQQQIIQQ", data, table + entry_size * number)) for number in range(count)]
+    return [
+        Section(*struct.unpack_from("<IIQQQQIIQQ", data, table + entry_size * number))
+        for number in range(count)
+    ]
 
 
 def _string(data: bytearray, strings: Section, offset: int) -> str:
@@ -89,9 +98,13 @@ def _point_versions_at_old(data: bytearray, needs: Section, strings: Section) ->
             _, flags, index, name_offset, following = struct.unpack_from("<IHHII", data, at)
             if _string(data, strings, name_offset) == NEW:
                 if old < 0:
-                    raise ValueError(f"{OLD} is not among the strings, so there is nothing to point to")
+                    raise ValueError(
+                        f"{OLD} is not among the strings, so there is nothing to point to"
+                    )
                 indices.add(index)
-                struct.pack_into("<IHHI", data, at, sysv_hash(OLD), flags, index, old + 1 - strings.offset)
+                struct.pack_into(
+                    "<IHHI", data, at, sysv_hash(OLD), flags, index, old + 1 - strings.offset
+                )
             at += following
         library_at += step
     return indices

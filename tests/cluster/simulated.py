@@ -35,7 +35,10 @@ class Terminal:
     def __init__(self, cluster: "Cluster", argv: tuple[str, ...], env: Mapping[str, str]):
         self.cluster = cluster
         number = len(list(cluster.terminals.glob("*.log")))
-        self.log, self.pid_file = cluster.terminals / f"{number}.log", cluster.terminals / f"{number}.pid"
+        self.log, self.pid_file = (
+            cluster.terminals / f"{number}.log",
+            cluster.terminals / f"{number}.pid",
+        )
         self.log.touch()
         self.pid_file.touch()
         shutil.chown(self.pid_file, cluster.login)
@@ -67,13 +70,22 @@ class Terminal:
     def wait(self, within_s: float) -> int:
         """The exit code."""
         self.cluster.wait_until(
-            f"{self.process.args[4:]} ends", lambda: self.process.poll() is not None, within_s, lambda: self.output[-3000:]
+            f"{self.process.args[4:]} ends",
+            lambda: self.process.poll() is not None,
+            within_s,
+            lambda: self.output[-3000:],
         )
         return self.process.returncode
 
     def _signal(self, name: str) -> None:
-        self.cluster.wait_until("the command has begun", lambda: self.pid_file.read_text().strip() or self.process.poll() is not None, 20)
-        self.cluster.on("head", "kill", f"-{name}", "--", f"-{self.pid_file.read_text().strip()}", check=False)
+        self.cluster.wait_until(
+            "the command has begun",
+            lambda: self.pid_file.read_text().strip() or self.process.poll() is not None,
+            20,
+        )
+        self.cluster.on(
+            "head", "kill", f"-{name}", "--", f"-{self.pid_file.read_text().strip()}", check=False
+        )
 
 
 class Cluster:
@@ -82,7 +94,9 @@ class Cluster:
     def __init__(self) -> None:
         self.root = Path(os.environ.get("ORRERY_CLUSTER_ROOT", "/srv/orrery-cluster"))
         self.login = os.environ.get("ORRERY_CLUSTER_USER", "orrery")
-        self.images = Path(os.environ.get("ORRERY_CLUSTER_IMAGES", "/var/cache/orrery-test-cluster/images"))
+        self.images = Path(
+            os.environ.get("ORRERY_CLUSTER_IMAGES", "/var/cache/orrery-test-cluster/images")
+        )
         self.home = self.root / "users" / self.login
         self.checkout = self.home / "orrery"
         self.small_disk = self.root / "small"
@@ -95,7 +109,11 @@ class Cluster:
         return ["bash", str(SCRIPT), *argv]
 
     def run(
-        self, *argv: str, check: bool = True, env: Mapping[str, str] | None = None, timeout_s: float = 60
+        self,
+        *argv: str,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
     ) -> subprocess.CompletedProcess:
         """The user's command on the head, to its end."""
         return _done(self.command("user", *_with(env or {}), *argv), check, timeout_s)
@@ -105,7 +123,9 @@ class Cluster:
         self.started.append(Terminal(self, argv, env or {}))
         return self.started[-1]
 
-    def on(self, node: str, *argv: str, check: bool = True, timeout_s: float = 60) -> subprocess.CompletedProcess:
+    def on(
+        self, node: str, *argv: str, check: bool = True, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess:
         """Root's command on a node."""
         return _done(self.command("exec", node, *argv), check, timeout_s)
 
@@ -132,7 +152,9 @@ class Cluster:
 
     def state(self, job: str) -> str:
         """Slurm's present state of a job, ended ones too."""
-        return self.run("squeue", "--states=all", "--noheader", "--format=%T", f"--jobs={job}").stdout.split()[0]
+        return self.run(
+            "squeue", "--states=all", "--noheader", "--format=%T", f"--jobs={job}"
+        ).stdout.split()[0]
 
     def restarts(self, job: str) -> int:
         shown = self.run("scontrol", "show", "job", "--oneliner", job).stdout
@@ -140,24 +162,42 @@ class Cluster:
 
     def accounting(self, job: str, *options: str) -> list[Row]:
         """What sacct says (1 to 2 s late); `-D` shows the starts before a requeue too."""
-        text = self.run("sacct", "--noheader", "--parsable2", "--format=JobID,State,NodeList,ExitCode", *options, "-j", job).stdout
+        text = self.run(
+            "sacct",
+            "--noheader",
+            "--parsable2",
+            "--format=JobID,State,NodeList,ExitCode",
+            *options,
+            "-j",
+            job,
+        ).stdout
         return [Row(*line.split("|")) for line in text.splitlines()]
 
     def node_states(self) -> dict[str, str]:
-        rows = self.run("sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%N %T").stdout.splitlines()
+        rows = self.run(
+            "sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%N %T"
+        ).stdout.splitlines()
         return dict(row.split() for row in rows)
 
     def any_image(self) -> Path:
         """The smallest image that is built; a test that only needs some image takes it."""
         return min(self.images.glob("*.sif"), key=lambda path: path.stat().st_size)
 
-    def wait_until(self, what: str, condition: Callable[[], Any], within_s: float, explain: Callable[[], str] | None = None) -> Any:
+    def wait_until(
+        self,
+        what: str,
+        condition: Callable[[], Any],
+        within_s: float,
+        explain: Callable[[], str] | None = None,
+    ) -> Any:
         """What `condition` returns once that is true."""
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             if time.monotonic() > deadline:
                 queue = self.run("squeue", "--states=all", check=False).stdout
-                raise AssertionError(f"{within_s:.0f} s passed and not yet so: {what}\n{explain() if explain else ''}\n{queue}")
+                raise AssertionError(
+                    f"{within_s:.0f} s passed and not yet so: {what}\n{explain() if explain else ''}\n{queue}"
+                )
             time.sleep(0.2)
         return value
 
@@ -173,8 +213,14 @@ class Cluster:
             if self.on(node, "pidof", "slurmd", check=False).returncode:
                 self.boot(node)
             if "drain" in states[node]:
-                self.on("head", "scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-        self.wait_until("every node is idle", lambda: not self.queue() and set(self.node_states().values()) == {"idle"}, 60)
+                self.on(
+                    "head", "scontrol", "update", f"NodeName={node}", "State=RESUME", check=False
+                )
+        self.wait_until(
+            "every node is idle",
+            lambda: not self.queue() and set(self.node_states().values()) == {"idle"},
+            60,
+        )
 
 
 def _with(env: Mapping[str, str]) -> list[str]:
@@ -182,7 +228,11 @@ def _with(env: Mapping[str, str]) -> list[str]:
 
 
 def _done(argv: list[str], check: bool, timeout_s: float) -> subprocess.CompletedProcess:
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+    )
     if check and done.returncode:
-        raise AssertionError(f"{' '.join(argv[2:])}: exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise AssertionError(
+            f"{' '.join(argv[2:])}: exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return done

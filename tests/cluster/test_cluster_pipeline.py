@@ -26,7 +26,9 @@ class Run:
 
     @property
     def path(self) -> Path:
-        return max(self.cluster.checkout.glob(f"runs/{self.name}-*"), key=lambda path: path.stat().st_mtime)
+        return max(
+            self.cluster.checkout.glob(f"runs/{self.name}-*"), key=lambda path: path.stat().st_mtime
+        )
 
     def start(self, *more: str, **env: str) -> Terminal:
         return self.cluster.start(*SLURM, *more, self.name, env=env)
@@ -39,10 +41,18 @@ class Run:
 
     def rows(self, process: str) -> list[dict]:
         path = self.path / "metrics" / f"{process}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if path.exists()
+            else []
+        )
 
     def steps(self) -> list[int]:
-        return [row["step"] for row in self.rows("trainer.0") if "loss" in row and row.get("stage") == "rl"]
+        return [
+            row["step"]
+            for row in self.rows("trainer.0")
+            if "loss" in row and row.get("stage") == "rl"
+        ]
 
     def checkpoints(self) -> list[int]:
         return [one.step for one in whole_checkpoints(self.path)]
@@ -54,7 +64,9 @@ class Run:
 
     def health(self, process: str) -> dict:
         try:
-            return json.loads((self.path / "stages" / "rl" / "health" / f"{process}.json").read_text())
+            return json.loads(
+                (self.path / "stages" / "rl" / "health" / f"{process}.json").read_text()
+            )
         except (OSError, ValueError):
             return {}
 
@@ -84,42 +96,76 @@ def fresh(cluster: Cluster):
 def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     """reverse_text: its RL job meets its time limit, writes a checkpoint, goes back into the queue and ends well."""
     run = fresh("reverse_text")
-    there = {node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES}  # of jobs that other tests killed
+    there = {
+        node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES
+    }  # of jobs that other tests killed
     terminal = run.start()
     cluster.wait_until(
-        "RL has trained a few steps", lambda: run.is_in("rl", terminal) and len(run.steps()) >= 12, 200, lambda: terminal.output[-2000:]
+        "RL has trained a few steps",
+        lambda: run.is_in("rl", terminal) and len(run.steps()) >= 12,
+        200,
+        lambda: terminal.output[-2000:],
     )
     job, before = run.job(), len(run.steps())
     status = run.user("orrery", "status", "reverse_text")
-    assert re.search(rf"job {job} \(rl\): running for .* on node\d", status) and "orchestrator.0" in status and "node" in status
+    assert (
+        re.search(rf"job {job} \(rl\): running for .* on node\d", status)
+        and "orchestrator.0" in status
+        and "node" in status
+    )
     logs = cluster.start("orrery", "logs", "reverse_text", "trainer", "-f")
-    cluster.wait_until("the log is followed", lambda: logs.output.count("step") > 2 and f"step {before + 1}:" in logs.output, 30)
+    cluster.wait_until(
+        "the log is followed",
+        lambda: logs.output.count("step") > 2 and f"step {before + 1}:" in logs.output,
+        30,
+    )
     logs.interrupt()
     cluster.end_time(job, 45)  # Slurm sends the warning at once: less than slurm.warning_s is left
     cluster.wait_until(
-        "the job is back in the queue", lambda: cluster.state(job) in ("PENDING", "CONFIGURING"), 90, lambda: terminal.output[-2000:]
+        "the job is back in the queue",
+        lambda: cluster.state(job) in ("PENDING", "CONFIGURING"),
+        90,
+        lambda: terminal.output[-2000:],
     )
-    cluster.on("head", "scontrol", "update", f"JobId={job}", "TimeLimit=30")  # a queued job keeps the limit that it was given
+    cluster.on(
+        "head", "scontrol", "update", f"JobId={job}", "TimeLimit=30"
+    )  # a queued job keeps the limit that it was given
     said = (run.path / "logs" / "launcher.0.log").read_text()
-    wound_down = re.search(r"rl: wound down; type `snakemake --profile slurm reverse_text` to go on from step (\d+)", said)
+    wound_down = re.search(
+        r"rl: wound down; type `snakemake --profile slurm reverse_text` to go on from step (\d+)",
+        said,
+    )
     assert wound_down and int(wound_down[1]) >= before and int(wound_down[1]) in run.checkpoints()
     assert "goes on by itself" in run.user("orrery", "status", "reverse_text")
     assert terminal.wait(300) == 0, terminal.output[-3000:]
     assert run.steps() == list(range(1, 101))  # none twice, none left out
     said = (run.path / "logs" / "launcher.0.log").read_text()
-    assert f"started again by Slurm (job {job}): wound down; it goes on from step {wound_down[1]}" in said
+    assert (
+        f"started again by Slurm (job {job}): wound down; it goes on from step {wound_down[1]}"
+        in said
+    )
     result = json.loads((run.path / "stages" / "evaluate" / "result.json").read_text())
     assert result["after"]["reward_mean"] >= 0.8 > result["before"]["reward_mean"]
     receipt = run.receipt()["stages"]["rl"]
     assert [attempt["state"] for attempt in receipt["attempts"]] == ["stopped", "done"]
-    assert all(attempt["slurm_job_id"] == job and attempt["nodes"][0].startswith("node") for attempt in receipt["attempts"])
+    assert all(
+        attempt["slurm_job_id"] == job and attempt["nodes"][0].startswith("node")
+        for attempt in receipt["attempts"]
+    )
     assert set(receipt["attempts"][-1]["images"]) == {"inference", "orchestrator", "trainer"}
     exported = cluster.run("orrery", "export", "reverse_text", timeout_s=120).stdout.strip()
     assert exported.endswith(f"{run.path.name}/weights/step_100")
-    rl, newest = ((run.path / "weights" / name / "model.safetensors").read_bytes() for name in ("rl", "step_100"))
+    rl, newest = (
+        (run.path / "weights" / name / "model.safetensors").read_bytes()
+        for name in ("rl", "step_100")
+    )
     assert newest == rl
     for node in NODES:
-        left = [name for name in cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() if name not in there[node]]
+        left = [
+            name
+            for name in cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split()
+            if name not in there[node]
+        ]
         assert not [name for name in left if "orrery" in name], f"{node}: {left}"
     mode = run.path.stat().st_mode
     assert not mode & 0o002, oct(mode)
@@ -132,7 +178,10 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     run = fresh("glm5_shape_smoke")
     terminal = run.start()
     cluster.wait_until(
-        "a checkpoint is there", lambda: run.is_in("rl", terminal) and run.checkpoints(), 180, lambda: terminal.output[-2000:]
+        "a checkpoint is there",
+        lambda: run.is_in("rl", terminal) and run.checkpoints(),
+        180,
+        lambda: terminal.output[-2000:],
     )
     nodes = {role["name"]: role["node"] for role in run.status()["roles"]}
     assert nodes == {
@@ -140,36 +189,69 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
         **{"trainer.0": "node3", "trainer.1": "node4"},
     }  # fmt: skip
     listening = [line.split()[3] for line in cluster.on("node3", "ss", "-Hltn").stdout.splitlines()]
-    ours = [address for address in listening if not address.endswith(":6818")]  # slurmd's and srun's own are the site's
-    assert not [address for address in ours if address.startswith(("0.0.0.0:", "*:", "[::]:")) and _is_ours(cluster, "node3", address)]
+    ours = [
+        address for address in listening if not address.endswith(":6818")
+    ]  # slurmd's and srun's own are the site's
+    assert not [
+        address
+        for address in ours
+        if address.startswith(("0.0.0.0:", "*:", "[::]:")) and _is_ours(cluster, "node3", address)
+    ]
     cluster.on("node2", "kill", "-9", str(run.health("inference.1")["pid"]))
     cluster.wait_until(
         "the engine serves again",
-        lambda: run.is_in("rl", terminal) and [row for row in run.rows("orchestrator.0") if row.get("event") == "engine_healthy"],
+        lambda: (
+            run.is_in("rl", terminal)
+            and [row for row in run.rows("orchestrator.0") if row.get("event") == "engine_healthy"]
+        ),
         150,
         lambda: terminal.output[-2000:],
     )
-    assert [(role["node"], role["restarts"]) for role in run.status()["roles"] if role["name"] == "inference.1"] == [("node2", 1)]
+    assert [
+        (role["node"], role["restarts"])
+        for role in run.status()["roles"]
+        if role["name"] == "inference.1"
+    ] == [("node2", 1)]
     cluster.on("node4", "kill", "-9", str(run.health("trainer.1")["pid"]))
     assert terminal.wait(60) == 1
-    assert re.search(r"error: rl: trainer\.1 on node4 .*SIGKILL", terminal.output), terminal.output[-3000:]
+    assert re.search(r"error: rl: trainer\.1 on node4 .*SIGKILL", terminal.output), terminal.output[
+        -3000:
+    ]
     assert "type `snakemake --profile slurm glm5_shape_smoke` to go on from step" in terminal.output
-    cluster.wait_until("no job is left", lambda: not cluster.queue(), 30)  # Slurm may still be giving its nodes back
+    cluster.wait_until(
+        "no job is left", lambda: not cluster.queue(), 30
+    )  # Slurm may still be giving its nodes back
 
     terminal = run.start()
     cluster.wait_until(
         "RL runs again",
-        lambda: run.is_in("rl", terminal) and all(run.health(f"inference.{i}").get("doing") == "serving" for i in (0, 1)),
+        lambda: (
+            run.is_in("rl", terminal)
+            and all(run.health(f"inference.{i}").get("doing") == "serving" for i in (0, 1))
+        ),
         120,
     )
     job, attempt = run.job(), run.status()["attempt"]
     cluster.crash("node4")
-    cluster.wait_until("Slurm has put the job back", lambda: cluster.state(job) == "PENDING", 90, lambda: terminal.output[-2000:])
-    cluster.wait_until("the job runs again", lambda: run.status().get("attempt", 0) > attempt, 120, lambda: terminal.output[-2000:])
+    cluster.wait_until(
+        "Slurm has put the job back",
+        lambda: cluster.state(job) == "PENDING",
+        90,
+        lambda: terminal.output[-2000:],
+    )
+    cluster.wait_until(
+        "the job runs again",
+        lambda: run.status().get("attempt", 0) > attempt,
+        120,
+        lambda: terminal.output[-2000:],
+    )
     assert {role["node"] for role in run.status()["roles"]} == {"node1", "node2", "node3", "node5"}
     assert terminal.wait(240) == 0, terminal.output[-3000:]
     said = (run.path / "logs" / "launcher.0.log").read_text()
-    assert re.search(rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; it goes on from step \d+", said), said
+    assert re.search(
+        rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; it goes on from step \d+",
+        said,
+    ), said
     assert run.receipt()["stages"]["rl"]["restarts"] >= 2
     assert sorted(set(run.steps())) == list(range(1, max(run.steps()) + 1))
     assert not list((run.path / "weights" / "wire").glob("*"))
@@ -186,10 +268,15 @@ def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, f
     blocker = cluster.submit(f"--nodes={len(NODES)}", "--exclusive", "--wrap=sleep 300")
     cluster.wait_until("the nodes are taken", lambda: cluster.state(blocker) == "RUNNING", 30)
     terminal = run.start()
-    cluster.wait_until("the job waits", lambda: "PENDING" in cluster.queue().values(), 60, lambda: terminal.output[-2000:])
-    assert "waits for Resources" in run.user("orrery", "status", "reverse_text_smoke") or "waits for Priority" in run.user(
-        "orrery", "status", "reverse_text_smoke"
+    cluster.wait_until(
+        "the job waits",
+        lambda: "PENDING" in cluster.queue().values(),
+        60,
+        lambda: terminal.output[-2000:],
     )
+    assert "waits for Resources" in run.user(
+        "orrery", "status", "reverse_text_smoke"
+    ) or "waits for Priority" in run.user("orrery", "status", "reverse_text_smoke")
     terminal.interrupt()
     assert terminal.wait(30) != 0 and "cancelled Slurm job" in terminal.output
     cluster.wait_until("only the blocker is left", lambda: list(cluster.queue()) == [blocker], 20)
@@ -201,68 +288,117 @@ def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, f
     cluster.run("scancel", blocker)
 
     terminal = run.start()
-    cluster.wait_until("sft runs", lambda: run.is_in("sft", terminal), 90, lambda: terminal.output[-2000:])
+    cluster.wait_until(
+        "sft runs", lambda: run.is_in("sft", terminal), 90, lambda: terminal.output[-2000:]
+    )
     terminal.interrupt()
     assert terminal.wait(30) != 0
     cluster.wait_until("no job is left", lambda: not cluster.queue(), 30)
     cluster.wait_until("the launcher says so", lambda: run.status().get("state") == "stopped", 20)
     for node in NODES:
-        assert "orrery" not in cluster.on(node, "ps", "-eo", "args").stdout.replace("/srv/orrery-cluster", "").replace("orrery-node", "")
+        assert "orrery" not in cluster.on(node, "ps", "-eo", "args").stdout.replace(
+            "/srv/orrery-cluster", ""
+        ).replace("orrery-node", "")
 
 
-def test_a_job_outlives_its_snakemake_stops_with_a_checkpoint_and_gives_way_to_a_better_one(cluster: Cluster, fresh):
+def test_a_job_outlives_its_snakemake_stops_with_a_checkpoint_and_gives_way_to_a_better_one(
+    cluster: Cluster, fresh
+):
     run = fresh("reverse_text_smoke")
     terminal = run.start()
-    cluster.wait_until("RL trains", lambda: run.is_in("rl", terminal) and run.steps(), 120, lambda: terminal.output[-2000:])
+    cluster.wait_until(
+        "RL trains",
+        lambda: run.is_in("rl", terminal) and run.steps(),
+        120,
+        lambda: terminal.output[-2000:],
+    )
     job = run.job()
     terminal.kill()
     terminal = run.start()
-    cluster.wait_until("the job is found", lambda: f"is Slurm job {job} already, running" in terminal.output, 30, lambda: terminal.output)
+    cluster.wait_until(
+        "the job is found",
+        lambda: f"is Slurm job {job} already, running" in terminal.output,
+        30,
+        lambda: terminal.output,
+    )
     assert list(cluster.queue()) == [job]
     assert "asked job" in run.user("orrery", "stop", run.name, "--checkpoint")
-    assert terminal.wait(60) == 1 and "error: rl: wound down; type `snakemake --profile slurm" in terminal.output, terminal.output[-2000:]
-    assert not cluster.queue() and run.status()["state"] == "stopped" and max(run.checkpoints()) >= len(run.steps()) > 0
-    assert "--checkpoint is for" in run.user("orrery", "stop", run.name, "--checkpoint") or "no launcher runs it" in run.user(
-        "orrery", "stop", run.name
+    assert (
+        terminal.wait(60) == 1
+        and "error: rl: wound down; type `snakemake --profile slurm" in terminal.output
+    ), terminal.output[-2000:]
+    assert (
+        not cluster.queue()
+        and run.status()["state"] == "stopped"
+        and max(run.checkpoints()) >= len(run.steps()) > 0
     )
+    assert "--checkpoint is for" in run.user(
+        "orrery", "stop", run.name, "--checkpoint"
+    ) or "no launcher runs it" in run.user("orrery", "stop", run.name)
 
     spot = cluster.home / "spot.toml"
-    spot.write_text((cluster.checkout / "site.toml").read_text().replace('partition = "gpu"', 'partition = "spot"'))
+    spot.write_text(
+        (cluster.checkout / "site.toml")
+        .read_text()
+        .replace('partition = "gpu"', 'partition = "spot"')
+    )
     before = max(run.checkpoints())
     terminal = run.start(ORRERY_SITE=str(spot))
     cluster.wait_until(
-        "RL trains again", lambda: run.is_in("rl", terminal) and len(run.steps()) > before, 90, lambda: terminal.output[-2000:]
+        "RL trains again",
+        lambda: run.is_in("rl", terminal) and len(run.steps()) > before,
+        90,
+        lambda: terminal.output[-2000:],
     )
     job = run.job()
     better = cluster.submit(f"--nodes={len(NODES)}", "--exclusive", "--wrap=sleep 5")
-    cluster.wait_until("the run gave way", lambda: cluster.state(job) == "PENDING", 60, lambda: terminal.output[-2000:])
+    cluster.wait_until(
+        "the run gave way",
+        lambda: cluster.state(job) == "PENDING",
+        60,
+        lambda: terminal.output[-2000:],
+    )
     assert max(run.checkpoints()) > before
     cluster.wait_until("the better job has run", lambda: cluster.state(better) == "COMPLETED", 60)
-    cluster.wait_until("the run goes on", lambda: run.status()["state"] == "running" and cluster.state(job) == "RUNNING", 90)
+    cluster.wait_until(
+        "the run goes on",
+        lambda: run.status()["state"] == "running" and cluster.state(job) == "RUNNING",
+        90,
+    )
     terminal.interrupt()
     assert terminal.wait(30) != 0
 
 
-def test_a_bad_site_file_and_a_missing_image_are_one_sentence_before_anything_is_submitted(cluster: Cluster, fresh):
+def test_a_bad_site_file_and_a_missing_image_are_one_sentence_before_anything_is_submitted(
+    cluster: Cluster, fresh
+):
     run = fresh("reverse_text_smoke")
     site = (cluster.checkout / "site.toml").read_text()
     bad = cluster.home / "bad.toml"
     bad.write_text(site.replace("partition", "partitoin"))
     refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
-    assert refused.returncode and "slurm.partitoin: there is no such key; did you mean 'partition'?" in refused.stderr
+    assert (
+        refused.returncode
+        and "slurm.partitoin: there is no such key; did you mean 'partition'?" in refused.stderr
+    )
     assert "Traceback" not in refused.stderr
     bad.write_text(re.sub(r'images = ".*"', 'images = "nowhere"', site))
     refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
     assert refused.returncode and re.search(
-        r"error: .*reverse_text_smoke.* init: .*nowhere.*snakemake -s pipelines/images\.smk", refused.stderr
+        r"error: .*reverse_text_smoke.* init: .*nowhere.*snakemake -s pipelines/images\.smk",
+        refused.stderr,
     ), refused.stderr
     bad.write_text(site.replace('account = "lab"', 'account = "nobody"'))
     refused = cluster.run(*SLURM, run.name, check=False, env={"ORRERY_SITE": str(bad)})
-    assert refused.returncode and "sbatch: " in refused.stderr and "account" in refused.stderr.lower()
+    assert (
+        refused.returncode and "sbatch: " in refused.stderr and "account" in refused.stderr.lower()
+    )
     assert not cluster.queue()
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(cluster: Cluster, fresh):
+def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(
+    cluster: Cluster, fresh
+):
     run = fresh("reverse_text_smoke")
     folder = cluster.run("orrery", "plan", run.name, "init").stdout.split()[2].rstrip(":")
     on_disk = cluster.small_disk / folder
@@ -271,7 +407,9 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(clus
     cluster.run("ln", "-s", str(on_disk), f"runs/{folder}")
     terminal = run.start()
     assert terminal.wait(200) == 1
-    assert re.search(r"error: .*(no space left|disk is full|cannot be written)", terminal.output, re.IGNORECASE), terminal.output[-3000:]
+    assert re.search(
+        r"error: .*(no space left|disk is full|cannot be written)", terminal.output, re.IGNORECASE
+    ), terminal.output[-3000:]
     assert "Traceback" not in terminal.output
     whole = [marker.parent for marker in on_disk.glob("checkpoints/**/COMPLETE")]
     assert whole
@@ -280,7 +418,9 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(clus
         image = next(cluster.images.glob("trainer-cpu-*.sif"))
         code = next((on_disk / "code").iterdir())
         bind = ("--bind", f"{code}:/orrery/code", "--bind", str(on_disk))
-        cluster.run("apptainer", "-s", "exec", *bind, str(image), "python3", "-c", checked, str(folder))
+        cluster.run(
+            "apptainer", "-s", "exec", *bind, str(image), "python3", "-c", checked, str(folder)
+        )
     assert not cluster.queue()
 
 
@@ -294,6 +434,9 @@ def test_what_is_typed_on_the_page_about_clusters_works(cluster: Cluster):
     shown = cluster.run(*SLURM, "-n", "glm5_run", timeout_s=60)
     assert "28 nodes" in shown.stdout + shown.stderr and time.monotonic() - began < 15
     refused = cluster.run(*SLURM, "glm5_run", check=False, timeout_s=60)
-    assert refused.returncode and "model.family 'glm5': this network is not built yet" in refused.stderr
+    assert (
+        refused.returncode
+        and "model.family 'glm5': this network is not built yet" in refused.stderr
+    )
     assert "trainer.0-95" in cluster.run("orrery", "plan", "glm5_run", "rl").stdout
     assert not cluster.queue()

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="module")
 def publisher(request):
     """The wire `files` of one file's tests."""
-    publisher = WeightPublisher(Path(f"/dev/shm/orrery-test-{os.getpid()}-{Path(request.node.path).stem}"))
+    publisher = WeightPublisher(
+        Path(f"/dev/shm/orrery-test-{os.getpid()}-{Path(request.node.path).stem}")
+    )
     yield publisher
     publisher.close()

@@ -24,7 +24,10 @@ def correct_and_count(manifest: Any) -> None:
     correct(manifest)
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    schedule, counts = Scheduler.schedule, scheduled(Path(sys.argv[sys.argv.index("--run-dir") + 1]))
+    schedule, counts = (
+        Scheduler.schedule,
+        scheduled(Path(sys.argv[sys.argv.index("--run-dir") + 1])),
+    )
 
     def schedule_and_count(self: Any, *args: Any, **options: Any) -> Any:
         step = schedule(self, *args, **options)

@@ -15,14 +15,28 @@ from typing import Any
 TEXT: dict[str, Any] = {"type": "string"}
 COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 PORT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 65535}
-LABEL: dict[str, Any] = {"type": "string", "maxLength": 63, "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
-DNS_LABEL: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 63, "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+LABEL: dict[str, Any] = {
+    "type": "string",
+    "maxLength": 63,
+    "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
+}
+DNS_LABEL: dict[str, Any] = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": 63,
+    "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+}
 LABELS: dict[str, Any] = {"type": "object", "additionalProperties": LABEL}
 
 
 def record(required: str = "", **fields: Any) -> dict[str, Any]:
     """An object with these fields and no other."""
-    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
 
 
 def rows(of: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -39,11 +53,20 @@ VARIABLE = record(
     "name",
     name={"type": "string", "pattern": r"^[A-Za-z_][A-Za-z0-9_]*$"},
     value=TEXT,
-    valueFrom=record(fieldRef=record("fieldPath", fieldPath=one_of("status.podIP", "metadata.name"))),
+    valueFrom=record(
+        fieldRef=record("fieldPath", fieldPath=one_of("status.podIP", "metadata.name"))
+    ),
 )
 QUANTITY: dict[str, Any] = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGT]i?)?$"}
-AMOUNTS = record(**{name: QUANTITY for name in ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")})
-PROBE = record("httpGet", httpGet=record("path port", path=TEXT, port=PORT), periodSeconds=COUNT, failureThreshold=COUNT)
+AMOUNTS = record(
+    **{name: QUANTITY for name in ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")}
+)
+PROBE = record(
+    "httpGet",
+    httpGet=record("path port", path=TEXT, port=PORT),
+    periodSeconds=COUNT,
+    failureThreshold=COUNT,
+)
 CONTAINER = record(
     "name image",
     name=DNS_LABEL,
@@ -53,7 +76,9 @@ CONTAINER = record(
     env=rows(VARIABLE),
     ports=rows(record("containerPort", name={**DNS_LABEL, "maxLength": 15}, containerPort=PORT)),
     resources=record(limits=AMOUNTS, requests=AMOUNTS),
-    volumeMounts=rows(record("name mountPath", name=DNS_LABEL, mountPath=TEXT, readOnly={"type": "boolean"})),
+    volumeMounts=rows(
+        record("name mountPath", name=DNS_LABEL, mountPath=TEXT, readOnly={"type": "boolean"})
+    ),
     startupProbe=PROBE,
     readinessProbe=PROBE,
     restartPolicy=one_of("Always"),  # of an init container that stays
@@ -68,7 +93,12 @@ VOLUME = record(
 POD = record(
     "spec",
     metadata=record(labels={"type": "object", "additionalProperties": LABEL}),
-    spec=record("containers", containers=rows(CONTAINER, minItems=1), initContainers=rows(CONTAINER), volumes=rows(VOLUME)),
+    spec=record(
+        "containers",
+        containers=rows(CONTAINER, minItems=1),
+        initContainers=rows(CONTAINER),
+        volumes=rows(VOLUME),
+    ),
 )
 METADATA = record("name", name=DNS_LABEL, labels=LABELS)
 DEPLOYMENT = record(
@@ -89,7 +119,12 @@ DEPLOYMENT = record(
 
 COMPONENT = record(
     "name podTemplate",
-    name={"type": "string", "minLength": 1, "maxLength": 63, "pattern": r"^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$"},
+    name={
+        "type": "string",
+        "minLength": 1,
+        "maxLength": 63,
+        "pattern": r"^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$",
+    },
     type=one_of("frontend", "worker", "prefill", "decode", "planner", "epp"),
     replicas=COUNT,
     podTemplate=POD,
@@ -99,7 +134,9 @@ GRAPH = record(
     apiVersion=one_of("nvidia.com/v1beta1"),
     kind=one_of("DynamoGraphDeployment"),
     metadata=METADATA,
-    spec=record(backendFramework=one_of("sglang", "vllm", "trtllm"), components=rows(COMPONENT, maxItems=25)),
+    spec=record(
+        backendFramework=one_of("sglang", "vllm", "trtllm"), components=rows(COMPONENT, maxItems=25)
+    ),
 )
 ROUTER_MODES = ("round-robin", "random", "kv", "direct", "least-loaded", "device-aware-weighted")
 
@@ -121,7 +158,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {  # by type of plugin
     "max-score-picker": record(),
     "queue-scorer": record(),
     "prefix-cache-scorer": record(),
-    "approx-prefix-cache-producer": record(maxPrefixTokensToMatch=COUNT, lruCapacityPerServer=COUNT),
+    "approx-prefix-cache-producer": record(
+        maxPrefixTokensToMatch=COUNT, lruCapacityPerServer=COUNT
+    ),
     "always-disagg-pd-decider": record(),
     "prefill-filter": record(),
     "decode-filter": record(),
@@ -130,7 +169,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {  # by type of plugin
 }
 PLUGIN = {
     "oneOf": [
-        record("type" + (" parameters" if each["required"] else ""), name=TEXT, type=one_of(kind), parameters=each)
+        record(
+            "type" + (" parameters" if each["required"] else ""),
+            name=TEXT,
+            type=one_of(kind),
+            parameters=each,
+        )
         for kind, each in PARAMETERS.items()
     ]
 }
@@ -140,7 +184,12 @@ PICKER = record(
     kind=one_of("EndpointPickerConfig"),
     plugins=rows(PLUGIN),
     schedulingProfiles=rows(
-        record("name plugins", name=TEXT, plugins=rows(record("pluginRef", pluginRef=TEXT, weight={"type": "number"}))), minItems=1
+        record(
+            "name plugins",
+            name=TEXT,
+            plugins=rows(record("pluginRef", pluginRef=TEXT, weight={"type": "number"})),
+        ),
+        minItems=1,
     ),
     requestHandler=record(parsers=rows(record("pluginRef", pluginRef=TEXT))),
 )
@@ -149,7 +198,9 @@ VALUES = record(
     router=record(
         "modelServers",
         epp=record(replicas=COUNT, pluginsConfigFile=TEXT, pluginsConfig=PICKER),
-        inferencePool=record(create={"type": "boolean"}, failureMode=one_of("FailOpen", "FailClose")),
+        inferencePool=record(
+            create={"type": "boolean"}, failureMode=one_of("FailOpen", "FailClose")
+        ),
         modelServers=record(
             "matchLabels",
             type=one_of("vllm", "sglang", "triton-tensorrt-llm", "trtllm-serve", "triton"),
@@ -159,5 +210,11 @@ VALUES = record(
         ),
     ),
 )
-PROXY_FLAGS = ("--port", "--model-server-port", "--kv-connector", "--mooncake-bootstrap-port", "--secure-serving")
+PROXY_FLAGS = (
+    "--port",
+    "--model-server-port",
+    "--kv-connector",
+    "--mooncake-bootstrap-port",
+    "--secure-serving",
+)
 PROXY_CONNECTORS = ("nixlv2", "shared-storage", "sglang", "mooncake", "offloading")

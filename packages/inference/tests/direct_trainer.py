@@ -26,14 +26,19 @@ BUCKET_BYTES = 1 << 14  # so that there are many rounds
 
 
 @contextmanager
-def direct_trainer(folder: Path, kind: str = "nccl") -> Iterator[Callable[[int, torch.nn.Module], Published]]:
+def direct_trainer(
+    folder: Path, kind: str = "nccl"
+) -> Iterator[Callable[[int, torch.nn.Module], Published]]:
     """Gives what publishes a version: the weights of a module. At the end it waits for whoever has claimed one."""
     folder.mkdir(mode=0o700)
     source = Source(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
 
     def publish(version: int, module: torch.nn.Module) -> Published:
         def held() -> list[Held]:
-            return [Held(hf.name, hf.shape, torch.float32, box, local) for hf, box, local in named_hf_slices(module)]
+            return [
+                Held(hf.name, hf.shape, torch.float32, box, local)
+                for hf, box, local in named_hf_slices(module)
+            ]
 
         published = source.publish(version, held, list(module.parameters()))
         assert published is not None
@@ -60,7 +65,9 @@ def damaged_on_its_way(tensor: str) -> Iterator[None]:
             message = rounds[number][target]
             for name, _, offset in message.slices:
                 if name == tensor and not turned:
-                    self.buckets[side][message.source_offset + offset] ^= 1  # the machine is little-endian
+                    self.buckets[side][message.source_offset + offset] ^= (
+                        1  # the machine is little-endian
+                    )
                     turned.append(number)
             return send(side, number, target, *where)
 
@@ -89,7 +96,9 @@ def end_half_way(claimed: Published, engine: str) -> None:
     give_up(claimed.folder)
 
 
-def our_logprobs(module: torch.nn.Module, prompt: Sequence[int], generation: Generation, temperature: float) -> np.ndarray:
+def our_logprobs(
+    module: torch.nn.Module, prompt: Sequence[int], generation: Generation, temperature: float
+) -> np.ndarray:
     """log p of the generated tokens under our own model."""
     ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
     hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))

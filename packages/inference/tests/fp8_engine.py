@@ -26,13 +26,18 @@ def whole(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantised_arguments(manifest: Any, *where: Any) -> list[str]:
     """As a GPU's engine is told; a manifest for a CPU does not ask for it."""
     fp8 = manifest.inference.model_copy(update={"quantization": "fp8"})
-    return [*server_arguments(manifest, *where), *(part for pair in assemble._spread(fp8).items() for part in pair)]
+    return [
+        *server_arguments(manifest, *where),
+        *(part for pair in assemble._spread(fp8).items() for part in pair),
+    ]
 
 
 def correct_and_multiply_plainly(manifest: Any) -> None:
     correct(manifest)
     from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        Fp8BlockScaledMMLinearKernel,
+    )
     from vllm.model_executor.layers.quantization.online import fp8
     from vllm.platforms import PlatformEnum
 
@@ -43,7 +48,9 @@ def correct_and_multiply_plainly(manifest: Any) -> None:
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
             return True, None
 
-        def apply_block_scaled_mm(self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor) -> torch.Tensor:
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
             return A @ whole(B, Bs).T.to(A.dtype)
 
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Plain]

@@ -78,10 +78,17 @@ def make_run(
         "max_num_sequences": 32,
         "max_batched_tokens": 1024,
         "enforce_eager": True,
-        "router": {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1},
+        "router": {
+            "kind": "vllm_router",
+            "policy": "cache_aware",
+            "balance_abs_threshold": 2,
+            "balance_rel_threshold": 1.1,
+        },
         **(inference or {}),
     }
-    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = manifest["inference"]["max_model_len_tokens"]
+    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = manifest["inference"][
+        "max_model_len_tokens"
+    ]
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     checked = load(folder / "manifest.json")
@@ -109,19 +116,32 @@ def free_port() -> int:
 
 
 def start_role(
-    module: str, run_dir: Path, index: int, token: str = "", interface: str = "lo", stage: str = STAGE, incarnation: int = 0
+    module: str,
+    run_dir: Path,
+    index: int,
+    token: str = "",
+    interface: str = "lo",
+    stage: str = STAGE,
+    incarnation: int = 0,
 ) -> "subprocess.Popen[bytes]":
     """A role process in a process group of its own, writing to `logs/`."""
     # A test that is itself one end of a wire has named an interface for gloo in its own process.
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")} | {
-        "PYTHONPATH": os.pathsep.join(map(str, [*sorted(REPOSITORY.glob("packages/*/src")), Path(__file__).parent])),
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")
+    } | {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [*sorted(REPOSITORY.glob("packages/*/src")), Path(__file__).parent])
+        ),
         "OMP_NUM_THREADS": "1",
         **({"ORRERY_TOKEN_FILE": "-"} if token else {}),
         "ORRERY_INTERFACE": interface,
     }
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    with (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log, handed_over(token) as stdin:
+    with (
+        (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log,
+        handed_over(token) as stdin,
+    ):
         return subprocess.Popen(
             [
                 sys.executable,
@@ -148,13 +168,18 @@ def start_role(
         )
 
 
-def await_published(run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]", stage: str = STAGE) -> str:
+def await_published(
+    run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]", stage: str = STAGE
+) -> str:
     """The address that the role published; fails with the end of its log if it ends before."""
     path = run_dir / "stages" / stage / "endpoints" / f"{role}.{index}.json"
     end = time.monotonic() + START_S
     while not path.exists():
         if process.poll() is not None or time.monotonic() > end:
-            logs = "\n".join(log.read_text(errors="replace")[-3000:] for log in (run_dir / "logs").glob(f"*.{index}.log"))
+            logs = "\n".join(
+                log.read_text(errors="replace")[-3000:]
+                for log in (run_dir / "logs").glob(f"*.{index}.log")
+            )
             raise AssertionError(f"{role} {index} did not start (exit {process.poll()}):\n{logs}")
         time.sleep(0.05)
     return str(json.loads(path.read_text())["url"])
@@ -187,12 +212,16 @@ async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
     """
     end = time.monotonic() + 60
     for attempt in itertools.count():
-        tasks = [asyncio.ensure_future(request(f"{i}-{attempt}")) for i, request in enumerate(requests)]
+        tasks = [
+            asyncio.ensure_future(request(f"{i}-{attempt}")) for i, request in enumerate(requests)
+        ]
         loads = []
         while not any(task.done() for task in tasks):
             with suppress(EngineGone):  # slow to answer, on a busy machine
                 loads = list((await fleet.metrics()).values())
-                if sum(load.running for load in loads) >= len(tasks) and not any(task.done() for task in tasks):
+                if sum(load.running for load in loads) >= len(tasks) and not any(
+                    task.done() for task in tasks
+                ):
                     return tasks
             assert time.monotonic() < end, f"requests neither run nor end: {loads}"
             await asyncio.sleep(0.005)
@@ -220,13 +249,20 @@ def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 def listening(process: "subprocess.Popen[bytes]") -> set[str]:
     """The addresses at which a server and its children take connections."""
-    every = (connection for member in family(process) for connection in member.net_connections("inet"))
+    every = (
+        connection for member in family(process) for connection in member.net_connections("inet")
+    )
     return {connection.laddr.ip for connection in every if connection.status == psutil.CONN_LISTEN}
 
 
 def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
     """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as soon as they are made."""
-    paths = {Path(each.path) for member in members for each in member.memory_maps() if each.path.startswith("/dev/shm/")}
+    paths = {
+        Path(each.path)
+        for member in members
+        for each in member.memory_maps()
+        if each.path.startswith("/dev/shm/")
+    }
     return {path for path in paths if path.exists()}
 
 

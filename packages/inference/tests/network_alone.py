@@ -23,11 +23,17 @@ def alone_in_a_network(why: str) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as before:
         if libc.unshare(CLONE_NEWNET) != 0:
-            pytest.skip(f"NOT TESTED: {why}, so this runs in a network namespace, which needs root ({os.strerror(ctypes.get_errno())})")
+            pytest.skip(
+                f"NOT TESTED: {why}, so this runs in a network namespace, which needs root ({os.strerror(ctypes.get_errno())})"
+            )
         try:
             with socket.socket() as any_socket:
-                fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))  # a new namespace's loopback is down
+                fcntl.ioctl(
+                    any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP)
+                )  # a new namespace's loopback is down
             yield
         finally:
             if libc.setns(before.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "cannot go back to the network namespace of before")
+                raise OSError(
+                    ctypes.get_errno(), "cannot go back to the network namespace of before"
+                )

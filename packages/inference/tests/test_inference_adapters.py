@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, engine, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    MIXTURE,
+    await_published,
+    engine,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.identity import load
 from orrery.models import lora
@@ -29,7 +38,8 @@ GLM = MIXTURE | {
     "num_layers": 3,
     "rotary_fraction": 0.5,
     "attention_bias": True,
-    "moe": MIXTURE["moe"] | {"num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.5},
+    "moe": MIXTURE["moe"]
+    | {"num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.5},
 }
 
 
@@ -37,7 +47,12 @@ GLM = MIXTURE | {
 def run_dir(tmp_path_factory):
     run_dir = make_run(tmp_path_factory.mktemp("adapters") / "run", GLM)
     content = json.loads((run_dir / "manifest.json").read_text())
-    content["trainer"]["lora"] = {"rank": RANK, "alpha": 6.0, "targets": ["attention", "feed_forward"], "seed": 1}
+    content["trainer"]["lora"] = {
+        "rank": RANK,
+        "alpha": 6.0,
+        "targets": ["attention", "feed_forward"],
+        "seed": 1,
+    }
     content["transport"]["weights"] = "adapters"
     (run_dir / "manifest.json").write_text(json.dumps(content))
     return run_dir
@@ -77,7 +92,9 @@ def difference(module, generation, prompt=PROMPT):
     ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
     hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
     rows = torch.log_softmax((hidden @ module.lm_head_weight.T).float(), -1)[len(prompt) - 1 : -1]
-    return np.abs(rows.gather(1, ids[len(prompt) :, None]).squeeze(1).numpy() - generation.logprobs).max()
+    return np.abs(
+        rows.gather(1, ids[len(prompt) :, None]).squeeze(1).numpy() - generation.logprobs
+    ).max()
 
 
 @torch.no_grad()
@@ -91,7 +108,9 @@ def merged(module):
 
 
 async def sample(fleet, name, max_tokens=24, salt="x", prompt=PROMPT):
-    return await fleet.generate(prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name)
+    return await fleet.generate(
+        prompt, max_tokens=max_tokens, temperature=1.0, cache_salt=salt, request_id=name
+    )
 
 
 def test_before_any_update_the_adapter_changes_nothing(served, run_dir):
@@ -100,7 +119,9 @@ def test_before_any_update_the_adapter_changes_nothing(served, run_dir):
     assert difference(make_module(load(run_dir / "manifest.json"), seed=7), generation) <= TOLERANCE
 
 
-def test_a_version_is_the_merged_model_and_every_factor_is_attested_from_the_buffers(served, run_dir, publisher):
+def test_a_version_is_the_merged_model_and_every_factor_is_attested_from_the_buffers(
+    served, run_dir, publisher
+):
     module = adapted(run_dir, 1)
     published = publisher.publish(1, named(module))
 
@@ -112,22 +133,33 @@ def test_a_version_is_the_merged_model_and_every_factor_is_attested_from_the_buf
     assert report.attested == {"resident": 42}, "A and B of seven projections in three layers"
     assert {name: each.fingerprint for name, each in held[0].items()} == published.fingerprints
     assert (generation.versions == 1).all()
-    assert difference(make_module(load(run_dir / "manifest.json"), seed=7), generation) > 0.1, "the adapter matters"
+    assert difference(make_module(load(run_dir / "manifest.json"), seed=7), generation) > 0.1, (
+        "the adapter matters"
+    )
     assert difference(module, generation) <= TOLERANCE
     assert difference(merged(module), generation) <= TOLERANCE
     weights = with_fleet(lambda fleet: sample(fleet, "weights"), served[0])
-    assert difference(make_module(load(run_dir / "manifest.json"), seed=7), weights) <= TOLERANCE, "the weights stay beside it"
+    assert difference(make_module(load(run_dir / "manifest.json"), seed=7), weights) <= TOLERANCE, (
+        "the weights stay beside it"
+    )
 
 
-def test_requests_in_flight_go_on_with_the_new_factors_and_their_tokens_say_so(served, run_dir, publisher):
+def test_requests_in_flight_go_on_with_the_new_factors_and_their_tokens_say_so(
+    served, run_dir, publisher
+):
     before, after = publisher.publish(2, named(adapted(run_dir, 2))), adapted(run_dir, 3)
     published = publisher.publish(3, named(after))
 
     async def scenario(fleet):
         await fleet.update(before)
         start = (await fleet.metrics())[0].generation_tokens_total
-        flying = [asyncio.create_task(sample(fleet, f"flying-{i}", max_tokens=400, salt="2")) for i in range(4)]
-        while (at := (await fleet.metrics())[0]).generation_tokens_total < start + 40 or at.running < 4:
+        flying = [
+            asyncio.create_task(sample(fleet, f"flying-{i}", max_tokens=400, salt="2"))
+            for i in range(4)
+        ]
+        while (
+            at := (await fleet.metrics())[0]
+        ).generation_tokens_total < start + 40 or at.running < 4:
             assert not any(task.done() for task in flying)
             await asyncio.sleep(0.01)
         await fleet.update(published)
@@ -153,7 +185,10 @@ def test_a_cached_prefix_of_another_version_is_not_used(served, run_dir, publish
         answers = []
         for version, module in modules.items():
             await fleet.update(publisher.publish(version, named(module)))
-            answers += [await sample(fleet, f"cached-{version}-{again}", 4, str(version), prompt) for again in range(2)]
+            answers += [
+                await sample(fleet, f"cached-{version}-{again}", 4, str(version), prompt)
+                for again in range(2)
+            ]
         return answers
 
     answers = with_fleet(scenario, *served, model=ADAPTER)
@@ -162,11 +197,15 @@ def test_a_cached_prefix_of_another_version_is_not_used(served, run_dir, publish
         assert difference(modules[version], answer, prompt) <= TOLERANCE
 
 
-def test_what_is_wrong_with_a_version_is_said_by_the_tensors_name_and_the_next_one_goes_through(served, run_dir, publisher):
+def test_what_is_wrong_with_a_version_is_said_by_the_tensors_name_and_the_next_one_goes_through(
+    served, run_dir, publisher
+):
     module = adapted(run_dir, 6)
     factors = dict(named(module))
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
-    strange = publisher.publish(6, iter([*factors.items(), (name.replace("layers.0", "layers.9"), factors[name])]))
+    strange = publisher.publish(
+        6, iter([*factors.items(), (name.replace("layers.0", "layers.9"), factors[name])])
+    )
 
     async def fails(fleet, published, error, match):
         with pytest.raises(error, match=match):
@@ -174,13 +213,32 @@ def test_what_is_wrong_with_a_version_is_said_by_the_tensors_name_and_the_next_o
         return (await fleet.fingerprints())[0]
 
     async def scenario(fleet):
-        assert await fails(fleet, strange, UpdateFailed, r"layers\.9\.mlp\.up_proj\.lora_B.* has no place") == {}
-        incomplete = publisher.publish(7, ((each, factor) for each, factor in factors.items() if each != name))
-        assert await fails(fleet, incomplete, UpdateFailed, r"layers\.0\.mlp\.up_proj\.lora_B.* is missing") == {}
+        assert (
+            await fails(
+                fleet, strange, UpdateFailed, r"layers\.9\.mlp\.up_proj\.lora_B.* has no place"
+            )
+            == {}
+        )
+        incomplete = publisher.publish(
+            7, ((each, factor) for each, factor in factors.items() if each != name)
+        )
+        assert (
+            await fails(
+                fleet, incomplete, UpdateFailed, r"layers\.0\.mlp\.up_proj\.lora_B.* is missing"
+            )
+            == {}
+        )
         corrupted = publisher.publish(8, iter(factors.items()))
         flip_one_bit(Path(corrupted.path), name)
-        held = await fails(fleet, corrupted, WeightsDiffer, r"layers\.0\.mlp\.up_proj\.lora_B.*resident.* differs from published version 8")
-        assert {each for each in held if held[each].fingerprint != corrupted.fingerprints[each]} == {name}
+        held = await fails(
+            fleet,
+            corrupted,
+            WeightsDiffer,
+            r"layers\.0\.mlp\.up_proj\.lora_B.*resident.* differs from published version 8",
+        )
+        assert {
+            each for each in held if held[each].fingerprint != corrupted.fingerprints[each]
+        } == {name}
         await fleet.update(publisher.publish(9, iter(factors.items())))
         return await sample(fleet, "right")
 

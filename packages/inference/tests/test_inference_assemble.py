@@ -17,7 +17,14 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from orrery.inference import kv_store
-from orrery.inference.assemble import MAX_GRAPH_TOKENS, PLUGIN, engine_environment, graph_sizes, server_arguments, weights_dir
+from orrery.inference.assemble import (
+    MAX_GRAPH_TOKENS,
+    PLUGIN,
+    engine_environment,
+    graph_sizes,
+    server_arguments,
+    weights_dir,
+)
 from orrery.inference.kv_offload import offload, store_environment
 from orrery.inference.kv_transfer import lease_s, refuse_missing_rdma, refuse_open_interfaces
 from orrery.inference.router import router_arguments
@@ -43,7 +50,11 @@ def make_manifest():
 
 def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manifest, tmp_path):
     manifest = make_manifest(
-        max_model_len_tokens=96, kv_block_tokens=32, kv_cache_bytes=12345678, max_num_sequences=17, max_batched_tokens=640
+        max_model_len_tokens=96,
+        kv_block_tokens=32,
+        kv_cache_bytes=12345678,
+        max_num_sequences=17,
+        max_batched_tokens=640,
     )
     said = flags(server_arguments(manifest, tmp_path, index=3, host="10.1.2.3", port=4567))
     assert said["--model"] == str(tmp_path)
@@ -56,12 +67,18 @@ def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manif
     assert said["--seed"] == str(manifest.seed + 3)
     assert (said["--host"], said["--port"]) == ("10.1.2.3", "4567")
     assert "--enforce-eager" in said
-    assert "--enforce-eager" not in flags(server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, "127.0.0.1", 1))
+    assert "--enforce-eager" not in flags(
+        server_arguments(make_manifest(enforce_eager=False), tmp_path, 0, "127.0.0.1", 1)
+    )
 
 
 def test_the_devices_of_an_engine_share_its_segment_of_a_store(make_manifest, tmp_path):
     store = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
-    for shape, share in (({}, 1 << 27), ({"tensor_parallel": 2}, 1 << 26), ({"tensor_parallel": 2, "data_parallel": 2}, 1 << 25)):
+    for shape, share in (
+        ({}, 1 << 27),
+        ({"tensor_parallel": 2}, 1 << 26),
+        ({"tensor_parallel": 2, "data_parallel": 2}, 1 << 25),
+    ):
         said = store_environment(make_manifest(kv_offload=store, **shape), tmp_path, "127.0.0.1:1")
         config = json.loads(Path(said["MOONCAKE_CONFIG_PATH"]).read_text())
         assert (config["global_segment_size"], config["local_buffer_size"]) == (share, share)
@@ -69,11 +86,27 @@ def test_the_devices_of_an_engine_share_its_segment_of_a_store(make_manifest, tm
 
 def test_a_run_in_fp8_and_one_of_wide_engines_reach_the_command_line(tmp_path):
     fp8, wide = (
-        flags(server_arguments(load(REPOSITORY / f"manifests/qwen3_30b_a3b_16k_{name}.json"), tmp_path, 0, "127.0.0.1", 1))
+        flags(
+            server_arguments(
+                load(REPOSITORY / f"manifests/qwen3_30b_a3b_16k_{name}.json"),
+                tmp_path,
+                0,
+                "127.0.0.1",
+                1,
+            )
+        )
         for name in ("fp8", "wide")
     )
-    assert fp8["--quantization"] == "fp8_per_block" and fp8["--tensor-parallel-size"] == "1" and "--data-parallel-size" not in fp8
-    assert wide["--data-parallel-size"] == "4" and wide["--tensor-parallel-size"] == "1" and "--quantization" not in wide
+    assert (
+        fp8["--quantization"] == "fp8_per_block"
+        and fp8["--tensor-parallel-size"] == "1"
+        and "--data-parallel-size" not in fp8
+    )
+    assert (
+        wide["--data-parallel-size"] == "4"
+        and wide["--tensor-parallel-size"] == "1"
+        and "--quantization" not in wide
+    )
     assert "--enable-expert-parallel" in wide and "--enable-expert-parallel" not in fp8
 
 
@@ -81,24 +114,35 @@ def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):
     manifest = load(REPOSITORY / "manifests/qwen3_30b_a3b_16k.json")
 
     def engine(**changes):
-        return manifest.model_copy(update={"inference": manifest.inference.model_copy(update=changes)})
+        return manifest.model_copy(
+            update={"inference": manifest.inference.model_copy(update=changes)}
+        )
 
     def sizes_of(**changes):
         return graph_sizes(engine(**changes).inference)
 
     sizes = sizes_of(max_num_sequences=512, max_batched_tokens=8192)
     assert sizes[0] == 1 and sizes[-1] == MAX_GRAPH_TOKENS and len(set(sizes)) == len(sizes)
-    wasted = [(larger - 1 - size) / larger for size, larger in itertools.pairwise(sizes) if size >= 256]  # where a step just misses one
+    wasted = [
+        (larger - 1 - size) / larger for size, larger in itertools.pairwise(sizes) if size >= 256
+    ]  # where a step just misses one
     assert all(0 < share <= 1 / 8 for share in wasted)
     assert sizes_of(max_num_sequences=300, max_batched_tokens=1000)[-1] == 1000  # full steps
-    assert 300 in sizes_of(max_num_sequences=300, max_batched_tokens=1000)  # and those that sample for all and begin nothing
+    assert 300 in sizes_of(
+        max_num_sequences=300, max_batched_tokens=1000
+    )  # and those that sample for all and begin nothing
     assert sizes_of(data_parallel=4, max_num_sequences=128, max_batched_tokens=8192)[-1] == 512
 
     words = server_arguments(manifest, tmp_path, 0, "127.0.0.1", 1)
-    begin, said = words.index("--cudagraph-capture-sizes") + 1, [str(size) for size in graph_sizes(manifest.inference)]
+    begin, said = (
+        words.index("--cudagraph-capture-sizes") + 1,
+        [str(size) for size in graph_sizes(manifest.inference)],
+    )
     assert words[begin : begin + len(said)] == said
     assert (words[begin + len(said) :] or ["--"])[0].startswith("--")
-    assert "--cudagraph-capture-sizes" not in server_arguments(engine(enforce_eager=True), tmp_path, 0, "127.0.0.1", 1)
+    assert "--cudagraph-capture-sizes" not in server_arguments(
+        engine(enforce_eager=True), tmp_path, 0, "127.0.0.1", 1
+    )
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
@@ -115,7 +159,9 @@ def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
     assert weights_dir(tmp_path, manifest) == tmp_path / "weights/sft"
 
 
-@pytest.mark.parametrize(("named", "vllm"), [(None, "WARNING"), ("debug", "DEBUG"), ("info", "INFO")])
+@pytest.mark.parametrize(
+    ("named", "vllm"), [(None, "WARNING"), ("debug", "DEBUG"), ("info", "INFO")]
+)
 def test_vllm_logs_from_the_level_on_that_the_run_names(make_manifest, monkeypatch, named, vllm):
     monkeypatch.setattr(os, "environ", {} if named is None else {"ORRERY_LOG_LEVEL": named})
     engine_environment(make_manifest(), "127.0.0.1")
@@ -135,20 +181,47 @@ def test_the_environment_keeps_what_placement_has_set(make_manifest, monkeypatch
 
 
 def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts_it(make_manifest):
-    router = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 3, "balance_rel_threshold": 1.25}
-    arguments = router_arguments(make_manifest(router=router), ["http://a", "http://b"], "10.1.2.3", 10, 11)
+    router = {
+        "kind": "vllm_router",
+        "policy": "cache_aware",
+        "balance_abs_threshold": 3,
+        "balance_rel_threshold": 1.25,
+    }
+    arguments = router_arguments(
+        make_manifest(router=router), ["http://a", "http://b"], "10.1.2.3", 10, 11
+    )
     said = flags(arguments)
     assert arguments[arguments.index("--worker-urls") + 1 :][:2] == ["http://a", "http://b"]
-    assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == ("cache_aware", "3", "1.25")
+    assert (said["--policy"], said["--balance-abs-threshold"], said["--balance-rel-threshold"]) == (
+        "cache_aware",
+        "3",
+        "1.25",
+    )
     assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
-    without = {"kind": "vllm_router", "policy": "power_of_two", "balance_abs_threshold": None, "balance_rel_threshold": None}
-    said = flags(router_arguments(make_manifest(router=without), ["http://a", "http://b"], "10.1.2.3", 10, 11))
-    assert said["--policy"] == "power_of_two" and not {"--balance-abs-threshold", "--balance-rel-threshold"} & said.keys()
+    without = {
+        "kind": "vllm_router",
+        "policy": "power_of_two",
+        "balance_abs_threshold": None,
+        "balance_rel_threshold": None,
+    }
+    said = flags(
+        router_arguments(
+            make_manifest(router=without), ["http://a", "http://b"], "10.1.2.3", 10, 11
+        )
+    )
+    assert (
+        said["--policy"] == "power_of_two"
+        and not {"--balance-abs-threshold", "--balance-rel-threshold"} & said.keys()
+    )
     with pytest.raises(OrreryError, match="has no router"):
-        router_arguments(make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11)
+        router_arguments(
+            make_manifest(router={"kind": "none"}, num_replicas=1), [], "127.0.0.1", 10, 11
+        )
 
 
-def test_a_request_that_is_held_by_an_update_ends_at_its_client_before_it_does_at_the_router(make_manifest, monkeypatch):
+def test_a_request_that_is_held_by_an_update_ends_at_its_client_before_it_does_at_the_router(
+    make_manifest, monkeypatch
+):
     manifest = make_manifest()
     for scale in ("1", "2.5"):
         monkeypatch.setenv("ORRERY_DEADLINE_SCALE", scale)
@@ -173,7 +246,9 @@ INTERNET, LINK = SimpleNamespace(family=socket.AF_INET), SimpleNamespace(family=
         ({"eth1": [INTERNET]}, "1", None),
     ],
 )
-def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the_site_says_so(monkeypatch, others, allowed, refused):
+def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the_site_says_so(
+    monkeypatch, others, allowed, refused
+):
     monkeypatch.setenv("ORRERY_INTERFACE", "ib0")
     monkeypatch.delenv("ORRERY_MOONCAKE_ON_ALL_INTERFACES", raising=False)
     if allowed is not None:
@@ -198,7 +273,8 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
         make_ready()
         refuse_missing_rdma("here", "tcp")
         with pytest.raises(
-            OrreryError, match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; set here\.protocol to 'tcp'"
+            OrreryError,
+            match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; set here\.protocol to 'tcp'",
         ):
             refuse_missing_rdma("here", "rdma")
     (folder / "mlx5_0").mkdir()
@@ -206,7 +282,9 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["kv_transfer", "kv_offload"])
-def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypatch, tmp_path, field):
+def test_engines_that_ask_for_rdma_do_not_start_without(
+    make_manifest, monkeypatch, tmp_path, field
+):
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {})
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path / "none")
@@ -218,11 +296,15 @@ def test_engines_that_ask_for_rdma_do_not_start_without(make_manifest, monkeypat
         else:
             (tmp_path / "manifest.json").touch()
             manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 24})
-            offload(SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0))
+            offload(
+                SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0)
+            )
 
 
 @pytest.mark.parametrize("missing", sorted(kv_store.LIBRARIES))
-def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(monkeypatch, tmp_path, missing):
+def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(
+    monkeypatch, tmp_path, missing
+):
     program = tmp_path / "mooncake" / "mooncake_master"
     program.parent.mkdir()
     program.touch()
@@ -230,7 +312,10 @@ def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(monk
     monkeypatch.setattr(kv_store, "_loads", lambda library: True)
     assert kv_store.master_program() == program
     monkeypatch.setattr(kv_store, "_loads", lambda library: library != missing)
-    with pytest.raises(OrreryError, match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; in an image, "):
+    with pytest.raises(
+        OrreryError,
+        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; in an image, ",
+    ):
         kv_store.master_program()
 
 
@@ -243,10 +328,14 @@ def test_images_hold_what_mooncake_leaves_to_the_system(hardware):
 def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))
     manifest = make_manifest()
-    with_nixl = manifest.model_copy(update={"transport": manifest.transport.model_copy(update={"weights": "nixl"})})
+    with_nixl = manifest.model_copy(
+        update={"transport": manifest.transport.model_copy(update={"weights": "nixl"})}
+    )
     monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
     engine_environment(manifest, "127.0.0.1")
-    with pytest.raises(OrreryError, match=r"^transport\.weights 'nixl': NIXL is not installed here; "):
+    with pytest.raises(
+        OrreryError, match=r"^transport\.weights 'nixl': NIXL is not installed here; "
+    ):
         engine_environment(with_nixl, "127.0.0.1")
 
 
@@ -256,15 +345,21 @@ def test_looking_for_mooncakes_libraries_loads_none_of_them_into_this_process():
         "from orrery.inference.kv_store import LIBRARIES, _loads\n"
         "print([_loads(each) for each in LIBRARIES], *(each for each in LIBRARIES if each in open('/proc/self/maps').read()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     if "False" in done.stdout:
-        pytest.skip(f"NOT TESTED: Mooncake's libraries {', '.join(kv_store.LIBRARIES)} are not all on this machine; type `make setup`")
+        pytest.skip(
+            f"NOT TESTED: Mooncake's libraries {', '.join(kv_store.LIBRARIES)} are not all on this machine; type `make setup`"
+        )
     assert done.stdout.split("]")[1].split() == []
 
 
 def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     project = tomllib.loads((REPOSITORY / "packages/inference/pyproject.toml").read_text())
-    module, _, function = project["project"]["entry-points"]["vllm.general_plugins"][PLUGIN].partition(":")
+    module, _, function = project["project"]["entry-points"]["vllm.general_plugins"][
+        PLUGIN
+    ].partition(":")
     assert callable(getattr(__import__(module, fromlist=[function]), function))
 
 
@@ -298,8 +393,13 @@ from orrery.inference.token import RequireToken
 client = TestClient(RequireToken(PlainTextResponse("in")))
 print(*(client.post("/pause", headers={"Authorization": given}).status_code for given in ("", "Bearer ", "Bearer None")))
 """
-    environment = os.environ | {"ORRERY_LAUNCHER_PID": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    engine = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {
+        "ORRERY_LAUNCHER_PID": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    engine = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert engine.stdout.split() == ["401"] * 3, engine.stderr
 
 

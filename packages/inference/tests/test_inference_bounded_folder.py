@@ -41,7 +41,9 @@ def test_a_file_counts_in_whole_pages(tmp_path):
     assert names(tmp_path) == ["b", "c"]
 
 
-def test_files_of_an_earlier_process_are_found_the_oldest_first_to_go_and_no_more_of_them_than_the_bound(tmp_path):
+def test_files_of_an_earlier_process_are_found_the_oldest_first_to_go_and_no_more_of_them_than_the_bound(
+    tmp_path,
+):
     for age, name in enumerate("cabd"):
         path = tmp_path / f"{name}{name}" / name
         path.parent.mkdir()
@@ -56,7 +58,10 @@ def test_files_of_an_earlier_process_are_found_the_oldest_first_to_go_and_no_mor
 def test_a_write_that_fails_leaves_no_trace_in_the_account(tmp_path):
     files = BoundedFolder(tmp_path, 3 * PAGE)
     write(files, tmp_path / "a")
-    with pytest.raises(OSError, match="no space"), files.writing([str(tmp_path / name) for name in "bc"], PAGE):
+    with (
+        pytest.raises(OSError, match="no space"),
+        files.writing([str(tmp_path / name) for name in "bc"], PAGE),
+    ):
         (tmp_path / "b").write_bytes(bytes(PAGE))
         raise OSError("no space")
     write(files, tmp_path / "d")
@@ -88,5 +93,7 @@ def test_many_writers_hold_the_bound_together(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    assert max(most) <= 64 + 8  # a listing is not of one moment: every writer may have replaced a file meanwhile
+    assert (
+        max(most) <= 64 + 8
+    )  # a listing is not of one moment: every writer may have replaced a file meanwhile
     assert len(names(tmp_path)) == 64 and names(tmp_path)[-1].endswith(".199")

@@ -24,11 +24,17 @@ def corrected(monkeypatch):
 
 def listening(port: int) -> set[str]:
     every = psutil.Process(os.getpid()).net_connections("inet")
-    return {each.laddr.ip for each in every if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    return {
+        each.laddr.ip
+        for each in every
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    }
 
 
 def through_vllm():
-    store = stores.create_tcp_store(LOOPBACK, 0, is_master=True, world_size=-1, wait_for_workers=False)
+    store = stores.create_tcp_store(
+        LOOPBACK, 0, is_master=True, world_size=-1, wait_for_workers=False
+    )
     return store, store.port
 
 
@@ -49,5 +55,10 @@ def test_a_store_listens_at_its_own_address_and_is_found_there(open_store):
 
 
 def test_a_store_at_a_port_that_is_taken_says_so_as_torch_does():
-    with socket.create_server((LOOPBACK, 0)) as taken, pytest.raises(DistNetworkError, match="EADDRINUSE"):
-        stores.create_tcp_store(LOOPBACK, taken.getsockname()[1], is_master=True, wait_for_workers=False)
+    with (
+        socket.create_server((LOOPBACK, 0)) as taken,
+        pytest.raises(DistNetworkError, match="EADDRINUSE"),
+    ):
+        stores.create_tcp_store(
+            LOOPBACK, taken.getsockname()[1], is_master=True, wait_for_workers=False
+        )

@@ -10,7 +10,14 @@ import jsonschema
 import pytest
 import yaml
 from command_lines import flags
-from deployment_schemas import DEPLOYMENT, GRAPH, PROXY_CONNECTORS, PROXY_FLAGS, ROUTER_MODES, VALUES
+from deployment_schemas import (
+    DEPLOYMENT,
+    GRAPH,
+    PROXY_CONNECTORS,
+    PROXY_FLAGS,
+    ROUTER_MODES,
+    VALUES,
+)
 from inference_servers import REPOSITORY
 
 from orrery.inference.assemble import server_arguments
@@ -37,12 +44,19 @@ def run(name="reverse_text_moe", weights="files", routed_experts=False, **infere
 
 def routed(policy, **inference):
     absolute, relative = (2, 1.1) if policy == "cache_aware" else (None, None)
-    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": absolute, "balance_rel_threshold": relative}
+    router = {
+        "kind": "vllm_router",
+        "policy": policy,
+        "balance_abs_threshold": absolute,
+        "balance_rel_threshold": relative,
+    }
     return run(router=router, **inference)
 
 
 def apart(transfer, **more):
-    return run(num_replicas=3, prefill_replicas=1, kv_transfer=transfer, router={"kind": "none"}, **more)
+    return run(
+        num_replicas=3, prefill_replicas=1, kv_transfer=transfer, router={"kind": "none"}, **more
+    )
 
 
 RUNS = {
@@ -76,13 +90,25 @@ def test_a_graph_is_one_that_dynamo_accepts(name):
     (graph,) = KINDS["dynamo"](RUNS[name], PLACE)["graph.yaml"]
     jsonschema.validate(graph, GRAPH)
     frontend, *workers = graph["spec"]["components"]
-    environment = {each["name"]: each["value"] for each in frontend["podTemplate"]["spec"]["containers"][0]["env"]}
+    environment = {
+        each["name"]: each["value"]
+        for each in frontend["podTemplate"]["spec"]["containers"][0]["env"]
+    }
     assert environment["DYN_ROUTER_MODE"] in ROUTER_MODES
-    assert len({each["name"].lower() for each in (frontend, *workers)}) == 1 + RUNS[name].inference.num_replicas
-    assert {each["podTemplate"]["spec"]["containers"][0]["name"] for each in (frontend, *workers)} == {"main"}
+    assert (
+        len({each["name"].lower() for each in (frontend, *workers)})
+        == 1 + RUNS[name].inference.num_replicas
+    )
+    assert {
+        each["podTemplate"]["spec"]["containers"][0]["name"] for each in (frontend, *workers)
+    } == {"main"}
     sticky = name in ("consistent_hash", "sticky_least_loaded", "nixl", "mooncake")
     assert ("DYN_ROUTER_SESSION_AFFINITY_TTL_SECS" in environment) == sticky
-    parts = ["prefill", "decode", "decode"] if RUNS[name].inference.prefill_replicas else ["worker"] * len(workers)
+    parts = (
+        ["prefill", "decode", "decode"]
+        if RUNS[name].inference.prefill_replicas
+        else ["worker"] * len(workers)
+    )
     assert [each["type"] for each in workers] == parts
 
 
@@ -92,23 +118,41 @@ def test_engines_and_picker_are_such_as_llm_d_accepts(name):
     for deployment in documents["engines.yaml"]:
         jsonschema.validate(deployment, DEPLOYMENT)
         template = deployment["spec"]["template"]
-        assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert (
+            deployment["spec"]["selector"]["matchLabels"].items()
+            <= template["metadata"]["labels"].items()
+        )
         mounted = {mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
         for proxy in template["spec"].get("initContainers", ()):
             given = dict(word.split("=") for word in proxy["args"])
             assert set(given) <= set(PROXY_FLAGS) and given["--kv-connector"] in PROXY_CONNECTORS
-    assert len({each["metadata"]["name"] for each in documents["engines.yaml"]}) == RUNS[name].inference.num_replicas
+    assert (
+        len({each["metadata"]["name"] for each in documents["engines.yaml"]})
+        == RUNS[name].inference.num_replicas
+    )
     (values,) = documents["router.values.yaml"]
     jsonschema.validate(values, VALUES)
     picker, servers = values["router"]["epp"]["pluginsConfig"], values["router"]["modelServers"]
     named = [each.get("name", each["type"]) for each in picker["plugins"]]
-    used = [ref["pluginRef"] for profile in picker["schedulingProfiles"] for ref in profile["plugins"]]
-    assert len(set(named)) == len(named) and {*used, *(each["pluginRef"] for each in picker["requestHandler"]["parsers"])} <= set(named)
+    used = [
+        ref["pluginRef"] for profile in picker["schedulingProfiles"] for ref in profile["plugins"]
+    ]
+    assert len(set(named)) == len(named) and {
+        *used,
+        *(each["pluginRef"] for each in picker["requestHandler"]["parsers"]),
+    } <= set(named)
     for deployment in documents["engines.yaml"]:
-        assert servers["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        assert (
+            servers["matchLabels"].items()
+            <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        )
         pod = deployment["spec"]["template"]["spec"]
-        ports = [port["containerPort"] for each in [*pod["containers"], *pod.get("initContainers", ())] for port in each["ports"]]
+        ports = [
+            port["containerPort"]
+            for each in [*pod["containers"], *pod.get("initContainers", ())]
+            for port in each["ports"]
+        ]
         assert servers["targetPorts"][0]["number"] in ports and len(set(ports)) == len(ports)
 
 
@@ -119,7 +163,11 @@ def test_a_schema_that_accepts_everything_would_show_nothing():
         (graph, GRAPH, ("spec", "components", 1, "podTemplate", "spec", "containers", 0, "arg")),
         (graph, GRAPH, ("spec", "services")),
         (documents["engines.yaml"][0], DEPLOYMENT, ("spec", "template", "spec", "container")),
-        (documents["router.values.yaml"][0], VALUES, ("router", "epp", "pluginsConfig", "plugins", 0, "parameters", "weight")),
+        (
+            documents["router.values.yaml"][0],
+            VALUES,
+            ("router", "epp", "pluginsConfig", "plugins", 0, "parameters", "weight"),
+        ),
     ):
         broken = json.loads(json.dumps(document))
         at = broken
@@ -142,14 +190,21 @@ def test_engines_have_the_flags_of_the_launchers_command(name):
             theirs = flags(container["args"])
             if kind == "dynamo":
                 ours = {flag: value for flag, value in ours.items() if flag not in SERVER_FLAGS}
-                theirs = {flag: value for flag, value in theirs.items() if flag not in ("--kv-events-config", "--disaggregation-mode")}
+                theirs = {
+                    flag: value
+                    for flag, value in theirs.items()
+                    if flag not in ("--kv-events-config", "--disaggregation-mode")
+                }
             if manifest.inference.prefill_replicas:
                 for each in (ours, theirs):
                     config = json.loads(each["--kv-transfer-config"])
                     config.pop("engine_id", None)
                     each["--kv-transfer-config"] = config
             if manifest.inference.kv_offload.kind == "tiers":
-                assert json.loads(theirs.pop("--kv-transfer-config"))["kv_connector"] == "OffloadingConnector"
+                assert (
+                    json.loads(theirs.pop("--kv-transfer-config"))["kv_connector"]
+                    == "OffloadingConnector"
+                )
             assert {flag: value for flag, value in theirs.items() if flag not in addresses} == {
                 flag: value for flag, value in ours.items() if flag not in addresses
             }
@@ -169,7 +224,10 @@ def test_vllms_own_parsers_take_every_engines_arguments():
     for manifest in RUNS.values():
         for container in containers(KINDS["llm_d"](manifest, PLACE)):
             parsed = server.parse_args(container["args"])
-            assert (parsed.model, parsed.tensor_parallel_size) == ("/policy", manifest.inference.tensor_parallel)
+            assert (parsed.model, parsed.tensor_parallel_size) == (
+                "/policy",
+                manifest.inference.tensor_parallel,
+            )
             assert engine.parse_args(without_server_flags(container["args"])).seed == parsed.seed
 
 
@@ -179,8 +237,18 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         ("llm_d", RUNS["nixl"], Place("engine:1", "policy"), "name its image with --proxy-image"),
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "set it to at most 24"),
         ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "nobody does here"),
-        ("llm_d", apart({"kind": "nixl"}, kv_offload=TIERS), PLACE, "engines that hand caches over keep none elsewhere yet"),
-        ("dynamo", load(REPOSITORY / "manifests/glm5_run.json"), PLACE, "this network is not built yet"),
+        (
+            "llm_d",
+            apart({"kind": "nixl"}, kv_offload=TIERS),
+            PLACE,
+            "engines that hand caches over keep none elsewhere yet",
+        ),
+        (
+            "dynamo",
+            load(REPOSITORY / "manifests/glm5_run.json"),
+            PLACE,
+            "this network is not built yet",
+        ),
     ],
     ids=["no proxy", "too many", "store", "tiers with prefill apart", "no network"],
 )
@@ -189,9 +257,19 @@ def test_what_a_cluster_cannot_serve_is_one_sentence(kind, manifest, place, sent
         KINDS[kind](manifest, place)
 
 
-@pytest.mark.parametrize(("kind", "files"), [("dynamo", ["graph.yaml"]), ("llm_d", ["engines.yaml", "router.values.yaml"])])
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [("dynamo", ["graph.yaml"]), ("llm_d", ["engines.yaml", "router.values.yaml"])],
+)
 def test_the_command_writes_yaml_and_prints_where(kind, files, tmp_path):
-    command = [sys.executable, "-m", "orrery.launcher.cli", "deployment", str(REPOSITORY / "manifests/reverse_text_moe.json"), kind]
+    command = [
+        sys.executable,
+        "-m",
+        "orrery.launcher.cli",
+        "deployment",
+        str(REPOSITORY / "manifests/reverse_text_moe.json"),
+        kind,
+    ]
     command += ["--image", "engine:1", "--claim", "policy", "--to", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,15 @@ from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.observe import scratch_disk
 from orrery.transport.canary import Canary
-from orrery.transport.engine import START_VERSION, EngineClient, EngineGone, GenerationFailed, TakenAlong, UpdateFailed, WeightsDiffer
+from orrery.transport.engine import (
+    START_VERSION,
+    EngineClient,
+    EngineGone,
+    GenerationFailed,
+    TakenAlong,
+    UpdateFailed,
+    WeightsDiffer,
+)
 from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
 
@@ -86,22 +94,36 @@ def drive(url, scenario):
     return with_fleet(scenario, [url])
 
 
-async def sample(fleet, request_id, prompt=PROMPT, max_tokens=24, temperature=0.7, cache_salt="x", **options):
+async def sample(
+    fleet, request_id, prompt=PROMPT, max_tokens=24, temperature=0.7, cache_salt="x", **options
+):
     return await fleet.generate(
-        prompt, max_tokens=max_tokens, temperature=temperature, cache_salt=cache_salt, request_id=request_id, **options
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        cache_salt=cache_salt,
+        request_id=request_id,
+        **options,
     )
 
 
-def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_carry_the_start_version(server, policies):
+def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_carry_the_start_version(
+    server, policies
+):
     generation = drive(server[1], lambda fleet: sample(fleet, "first"))
     assert generation.token_ids.dtype == np.int32 and generation.logprobs.dtype == np.float32
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 24
     assert generation.finish_reason == "length"
     assert (generation.versions == START_VERSION).all()
-    assert np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+    assert (
+        np.abs(our_logprobs(policies.start(), PROMPT, generation, 0.7) - generation.logprobs).max()
+        <= TOLERANCE
+    )
 
 
-def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_computes_another_policy_is_named(server, policies):
+def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_computes_another_policy_is_named(
+    server, policies
+):
     canary = Canary(tuple(range(3, 43)), 1e-3)
 
     def known(module):
@@ -112,10 +134,17 @@ def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_com
 
     async def scenario(fleet):
         published, module = policies.publish()
-        await sample(fleet, "caches it", prompt=list(canary.token_ids), cache_salt=f"canary-{published.version}")
+        await sample(
+            fleet,
+            "caches it",
+            prompt=list(canary.token_ids),
+            cache_salt=f"canary-{published.version}",
+        )
         report = await fleet.update(structs.replace(published, canary=known(module)))
         assert report.canary_difference <= TOLERANCE and not fleet.is_proving
-        published, _ = policies.publish()  # arrives and is attested, and what the trainer computes is something else
+        published, _ = (
+            policies.publish()
+        )  # arrives and is attested, and what the trainer computes is something else
         says = rf"engine 0: with version {published.version} its log-probs of the canary are [\d.]+ from"
         with pytest.raises(WeightsDiffer, match=says):
             await fleet.update(structs.replace(published, canary=known(policies.start())))
@@ -129,19 +158,33 @@ def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_com
 def kind(request):
     if request.param == "nixl":
         # Beside torch for CUDA 13 it wants another package.
-        pytest.importorskip("nixl", reason="NOT TESTED: weights over NIXL, which is not installed here", exc_type=ImportError)
+        pytest.importorskip(
+            "nixl",
+            reason="NOT TESTED: weights over NIXL, which is not installed here",
+            exc_type=ImportError,
+        )
     return request.param
 
 
-def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(server, policies, tmp_path, kind):
+def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_attested(
+    server, policies, tmp_path, kind
+):
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=300)
 
     async def scenario(fleet):
         published = await asyncio.to_thread(publish, version, module)
-        [flight] = await in_flight(fleet, lambda part: sample(fleet, f"in-flight-{kind}-{part}", max_tokens=300))
+        [flight] = await in_flight(
+            fleet, lambda part: sample(fleet, f"in-flight-{kind}-{part}", max_tokens=300)
+        )
         report = await fleet.update(published)
-        return published, report, await fleet.fingerprints(), await flight, await sample(fleet, f"after-{kind}")
+        return (
+            published,
+            report,
+            await fleet.fingerprints(),
+            await flight,
+            await sample(fleet, f"after-{kind}"),
+        )
 
     with direct_trainer(tmp_path / "wire", kind) as publish:
         published, report, held_by, flight, after = drive(server[1], scenario)
@@ -154,7 +197,9 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
-def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_sampled_before_a_whole_take(server, policies, tmp_path, kind):
+def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_sampled_before_a_whole_take(
+    server, policies, tmp_path, kind
+):
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=302)
 
@@ -162,15 +207,30 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_samp
 
     async def scenario(fleet):
         published = await asyncio.to_thread(publish, version, module)
-        [flight] = await in_flight(fleet, lambda part: sample(fleet, f"over-damage-{kind}-{part}", max_tokens=450, ignore_eos=True))
-        for tensor, how in (("model.layers.1.mlp.down_proj.weight", "as_consumed"), ("model.norm.weight", "resident")):
+        [flight] = await in_flight(
+            fleet,
+            lambda part: sample(
+                fleet, f"over-damage-{kind}-{part}", max_tokens=450, ignore_eos=True
+            ),
+        )
+        for tensor, how in (
+            ("model.layers.1.mlp.down_proj.weight", "as_consumed"),
+            ("model.norm.weight", "resident"),
+        ):
             with (
                 damaged_on_its_way(tensor),
-                pytest.raises(WeightsDiffer, match=rf"engine 0: tensor '{tensor}' \(attested {how}\) differs from .* version {version};"),
+                pytest.raises(
+                    WeightsDiffer,
+                    match=rf"engine 0: tensor '{tensor}' \(attested {how}\) differs from .* version {version};",
+                ),
             ):
                 await fleet.update(published)
             [held] = (await fleet.fingerprints()).values()
-            assert [name for name, each in held.items() if each.fingerprint != published.fingerprints[name]] == [tensor]
+            assert [
+                name
+                for name, each in held.items()
+                if each.fingerprint != published.fingerprints[name]
+            ] == [tensor]
             num_sampled.append((await fleet.metrics())[0].generation_tokens_total)
         assert num_sampled[0] == num_sampled[1] and not flight.done()
         await fleet.update(published)
@@ -178,11 +238,17 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_samp
 
     with direct_trainer(tmp_path / "wire", kind) as publish:
         flight, after = drive(server[1], scenario)
-    assert flight.finish_reason == "length" and (np.diff(flight.versions) >= 0).all() and flight.versions[-1] == version
+    assert (
+        flight.finish_reason == "length"
+        and (np.diff(flight.versions) >= 0).all()
+        and flight.versions[-1] == version
+    )
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
-def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_without_it(server, policies, tmp_path):
+def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_without_it(
+    server, policies, tmp_path
+):
     """The other is here in this process, and ends with the first slices in its hands; both engines are half-way then."""
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=301)
@@ -193,17 +259,28 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
         claimed = claim(published, ["engine 0", "engine 1"])
         await engine.pause()
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
-        taken, _ = await asyncio.gather(engine.update_weights(claimed), ending, return_exceptions=True)
+        taken, _ = await asyncio.gather(
+            engine.update_weights(claimed), ending, return_exceptions=True
+        )
         nothing = await engine.fingerprints()
         again = claim_again(claimed, ["engine 0"])
         report = await update_engine(engine, again)
         release(again)
-        return taken, nothing, report, await engine.fingerprints(), published, await sample(fleet, "after-a-loss")
+        return (
+            taken,
+            nothing,
+            report,
+            await engine.fingerprints(),
+            published,
+            await sample(fleet, "after-a-loss"),
+        )
 
     with direct_trainer(tmp_path / "wire") as publish:
         taken, nothing, report, held_by, published, after = drive(server[1], scenario)
     assert isinstance(taken, TakenAlong) and nothing == {}
-    assert {name: each.fingerprint for name, each in held_by.items()} == published.fingerprints and report.version == version
+    assert {
+        name: each.fingerprint for name, each in held_by.items()
+    } == published.fingerprints and report.version == version
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
@@ -221,16 +298,28 @@ def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tenso
     assert held["model.embed_tokens.weight"].how == held["model.norm.weight"].how == "resident"
     assert held["model.layers.0.self_attn.q_proj.weight"].how == "as_consumed"
     assert (generation.versions == published.version).all()
-    assert np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+    assert (
+        np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max()
+        <= TOLERANCE
+    )
 
 
-def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_version(server, policies):
+def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_version(
+    server, policies
+):
     before = policies.newest or START_VERSION
     published, _ = policies.publish()
 
     async def scenario(fleet):
         def request(part):
-            return sample(fleet, f"flight-{part}", [*PROMPT, int(part[0])], max_tokens=450, temperature=1.0, ignore_eos=True)
+            return sample(
+                fleet,
+                f"flight-{part}",
+                [*PROMPT, int(part[0])],
+                max_tokens=450,
+                temperature=1.0,
+                ignore_eos=True,
+            )
 
         running = await in_flight(fleet, *[request] * 6)
         await fleet.update(published)
@@ -247,7 +336,10 @@ def test_the_prefix_cache_is_shared_within_a_salt_and_never_across_salts(server)
 
     async def scenario(fleet):
         salts = ["v1", "v1", "v2"]
-        return [await sample(fleet, f"salt-{i}", prompt, max_tokens=2, cache_salt=salt) for i, salt in enumerate(salts)]
+        return [
+            await sample(fleet, f"salt-{i}", prompt, max_tokens=2, cache_salt=salt)
+            for i, salt in enumerate(salts)
+        ]
 
     cold, warm, other = drive(server[1], scenario)
     assert cold.cached_tokens == 0 and other.cached_tokens == 0
@@ -255,12 +347,20 @@ def test_the_prefix_cache_is_shared_within_a_salt_and_never_across_salts(server)
 
 
 def test_seeded_requests_whose_prompts_are_prefilled_in_parts_sample_as_they_would_alone(server):
-    prompts = [[(7 * i + 3 * k) % 48 for k in range(300 + i)] for i in range(8)]  # together more than a step's tokens
+    prompts = [
+        [(7 * i + 3 * k) % 48 for k in range(300 + i)] for i in range(8)
+    ]  # together more than a step's tokens
 
     async def scenario(fleet):
-        alone = [await sample(fleet, f"alone-{i}", prompt, 8, seed=i, cache_salt=f"alone-{i}") for i, prompt in enumerate(prompts)]
+        alone = [
+            await sample(fleet, f"alone-{i}", prompt, 8, seed=i, cache_salt=f"alone-{i}")
+            for i, prompt in enumerate(prompts)
+        ]
         return alone, await asyncio.gather(
-            *(sample(fleet, f"crowd-{i}", prompt, 8, seed=i, cache_salt=f"crowd-{i}") for i, prompt in enumerate(prompts))
+            *(
+                sample(fleet, f"crowd-{i}", prompt, 8, seed=i, cache_salt=f"crowd-{i}")
+                for i, prompt in enumerate(prompts)
+            )
         )
 
     for one, other in zip(*drive(server[1], scenario), strict=True):
@@ -271,7 +371,11 @@ def test_a_stop_token_ends_a_request_and_is_part_of_it(server):
     async def scenario(fleet):
         free = await sample(fleet, "free", max_tokens=8, temperature=0.0)
         stop = int(free.token_ids[3])
-        return free, stop, await sample(fleet, "stopped", max_tokens=8, temperature=0.0, stop_token_ids=[stop])
+        return (
+            free,
+            stop,
+            await sample(fleet, "stopped", max_tokens=8, temperature=0.0, stop_token_ids=[stop]),
+        )
 
     free, stop, stopped = drive(server[1], scenario)
     first = free.token_ids.tolist().index(stop)
@@ -310,14 +414,19 @@ def test_one_flipped_byte_in_a_published_file_is_caught_and_its_tensor_named(ser
     flip_byte(published, "model.layers.1.mlp.down_proj.weight")
 
     async def scenario(fleet):
-        with pytest.raises(UpdateFailed, match=r"engine 0: tensor 'model\.layers\.1\.mlp\.down_proj\.weight' .* differs"):
+        with pytest.raises(
+            UpdateFailed,
+            match=r"engine 0: tensor 'model\.layers\.1\.mlp\.down_proj\.weight' .* differs",
+        ):
             await fleet.update(published)
         return await fleet.health()
 
     assert drive(server[1], scenario) == [True]
 
 
-def test_a_truncated_file_fails_the_update_by_name_and_a_whole_one_heals_the_engine(server, policies):
+def test_a_truncated_file_fails_the_update_by_name_and_a_whole_one_heals_the_engine(
+    server, policies
+):
     damaged, _ = policies.publish()
     (file,) = Path(damaged.path).glob("*.safetensors")
     os.truncate(file, file.stat().st_size - 5)
@@ -333,7 +442,10 @@ def test_a_truncated_file_fails_the_update_by_name_and_a_whole_one_heals_the_eng
 
     generation = drive(server[1], scenario)
     assert (generation.versions == published.version).all()
-    assert np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max() <= TOLERANCE
+    assert (
+        np.abs(our_logprobs(module, PROMPT, generation, 0.7) - generation.logprobs).max()
+        <= TOLERANCE
+    )
 
 
 def test_a_version_that_lacks_a_tensor_fails_the_update_by_name(server, policies):
@@ -347,7 +459,9 @@ def test_a_version_that_lacks_a_tensor_fails_the_update_by_name(server, policies
     async def scenario(fleet):
         with pytest.raises(UpdateFailed, match=rf"tensor '{missing}' is missing"):
             await fleet.update(incomplete)
-        await fleet.update(published)  # what it holds of the other may be no numbers, and is sampled from below
+        await fleet.update(
+            published
+        )  # what it holds of the other may be no numbers, and is sampled from below
 
     drive(server[1], scenario)
 
@@ -368,17 +482,25 @@ def test_servers_listen_on_loopback_only(server):
 # The tests below end servers; the shared one goes first, then one is started whose parts are killed.
 
 
-def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(server, run_dir):
+def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(
+    server, run_dir
+):
     process, url = server
     members = family(process)
     assert len(members) == 2  # the server and its engine core: no worker process
     # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie by then: a traceback in the log.
-    held = {connection.laddr.port for connection in members[1].net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+    held = {
+        connection.laddr.port
+        for connection in members[1].net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
     assert urlsplit(url).port not in held
     assert list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir, 0)}*"))
 
     async def scenario(fleet):
-        [running] = await in_flight(fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True))
+        [running] = await in_flight(
+            fleet, lambda part: sample(fleet, f"cut-off-{part}", max_tokens=490, ignore_eos=True)
+        )
         mapped = in_shared_memory(members)
         took_s = await asyncio.to_thread(stop, process)
         await asyncio.gather(running, return_exceptions=True)
@@ -388,11 +510,17 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     assert took_s < 3
     assert not [member for member in members if alive(member)]
     assert not list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir)}*"))
-    assert not [path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("orrery-") and named_by(path, members)]
+    assert not [
+        path.name
+        for path in Path("/dev/shm").iterdir()
+        if not path.name.startswith("orrery-") and named_by(path, members)
+    ]
     assert not [path.name for path in mapped if path.exists()]
 
 
-def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(run_dir, tmp_path):
+def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(
+    run_dir, tmp_path
+):
     first = start_role("orrery.inference", run_dir, 1)
     interface, address = another_interface()
     second = start_role("orrery.inference", run_dir, 2, interface=interface)
@@ -404,7 +532,10 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
         core = family(first)[1]
         core.kill()
         assert first.wait(5) == 1
-        assert "error: inference 1: the engine core died" in (run_dir / "logs/orrery.inference.1.log").read_text()
+        assert (
+            "error: inference 1: the engine core died"
+            in (run_dir / "logs/orrery.inference.1.log").read_text()
+        )
 
         orphans = family(second)[1:]
         os.kill(second.pid, signal.SIGKILL)
@@ -418,14 +549,24 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        scratch_disk.remove(scratch_disk.of_start(run_dir), Path(tempfile.gettempdir()))  # of the killed one, which nobody starts again
+        scratch_disk.remove(
+            scratch_disk.of_start(run_dir), Path(tempfile.gettempdir())
+        )  # of the killed one, which nobody starts again
 
 
 def another_interface() -> tuple[str, str]:
     """Name and IPv4 address of an interface beside loopback; loopback itself on a machine without one."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    every = {name: one.address for name, each in psutil.net_if_addrs().items() for one in each if one.family == socket.AF_INET}
-    return next(((name, address) for name, address in every.items() if name in up and name != "lo"), ("lo", "127.0.0.1"))
+    every = {
+        name: one.address
+        for name, each in psutil.net_if_addrs().items()
+        for one in each
+        if one.family == socket.AF_INET
+    }
+    return next(
+        ((name, address) for name, address in every.items() if name in up and name != "lo"),
+        ("lo", "127.0.0.1"),
+    )
 
 
 def alive(process: psutil.Process) -> bool:

@@ -7,7 +7,15 @@ import pytest
 import torch
 from direct_trainer import direct_trainer, our_logprobs
 from fp8_engine import BLOCK, whole
-from inference_servers import DENSE, await_published, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    DENSE,
+    await_published,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
@@ -43,13 +51,19 @@ def rounded(module):
             rows, columns = (size // BLOCK for size in weight.shape)
             blocks = weight.view(rows, BLOCK, columns, BLOCK)
             scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
-            numbers = (blocks * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn).view(weight.shape)
+            numbers = (
+                (blocks * (1.0 / scales)[:, None, :, None])
+                .to(torch.float8_e4m3fn)
+                .view(weight.shape)
+            )
             weight.copy_(whole(numbers, scales))
     return module
 
 
 async def sample(fleet, request_id):
-    return await fleet.generate(PROMPT, max_tokens=24, temperature=0.7, cache_salt=request_id, request_id=request_id, seed=5)
+    return await fleet.generate(
+        PROMPT, max_tokens=24, temperature=0.7, cache_salt=request_id, request_id=request_id, seed=5
+    )
 
 
 def error(module, generation):
@@ -63,7 +77,9 @@ def test_an_update_is_rounded_as_the_first_weights_are(server, run_dir, publishe
 
     async def scenario(fleet, publish):
         found = [(None, await sample(fleet, f"{kind}-start"))]
-        for version, module in enumerate((make_module(manifest, seed=100), make_module(manifest, seed=7)), first_version):
+        for version, module in enumerate(
+            (make_module(manifest, seed=100), make_module(manifest, seed=7)), first_version
+        ):
             published = await asyncio.to_thread(publish, version, module)
             report = await fleet.update(published)
             held = (await fleet.fingerprints())[0]
@@ -73,7 +89,12 @@ def test_an_update_is_rounded_as_the_first_weights_are(server, run_dir, publishe
         return found
 
     if kind == "files":
-        found = with_fleet(lambda fleet: scenario(fleet, lambda *what: publisher.publish(what[0], named_hf_tensors(what[1]))), [server])
+        found = with_fleet(
+            lambda fleet: scenario(
+                fleet, lambda *what: publisher.publish(what[0], named_hf_tensors(what[1]))
+            ),
+            [server],
+        )
     else:
         with direct_trainer(tmp_path / "wire") as publish:
             found = with_fleet(lambda fleet: scenario(fleet, publish), [server])

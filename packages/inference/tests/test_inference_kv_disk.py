@@ -16,12 +16,18 @@ WITHIN_S = 20.0
 
 def spec():
     """What a tier reads of an engine's offloading: one group, one rank."""
-    parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True)
+    parallel = SimpleNamespace(
+        tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
+    )
     config = SimpleNamespace(
         model=SimpleNamespace(name="m", dtype="float32"), cache=SimpleNamespace(tokens_per_hash=32), parallel=parallel,
         groups=[SimpleNamespace(tokens_per_block=32, layer_names=["0"])], canonical_layout=False, replicated_layout=False,
     )  # fmt: skip
-    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
+    return SimpleNamespace(
+        config=config,
+        blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
 
 
 class Tiers:
@@ -30,7 +36,10 @@ class Tiers:
     def __init__(self, folder, max_blocks):
         from vllm.v1.kv_offload.base import ScheduleEndContext
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-        from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+        from vllm.v1.kv_offload.tiering.manager import (
+            CPUPrimaryTierOffloadingManager,
+            TieringOffloadingManager,
+        )
 
         from orrery.inference import kv_disk  # noqa: F401  # names the tier
 
@@ -117,7 +126,9 @@ def test_the_disk_holds_its_bound_and_the_blocks_that_were_used_last(tiers):
     made.compute("again", keys_of(3))
     made.compute("c", keys_of(9, 10, 11, 12))
     assert len(made.files()) == 8
-    assert made.found(keys_of(*range(1, 13))) == [number in (1, 2, 3, 8, 9, 10, 11, 12) for number in range(1, 13)]
+    assert made.found(keys_of(*range(1, 13))) == [
+        number in (1, 2, 3, 8, 9, 10, 11, 12) for number in range(1, 13)
+    ]
 
 
 def test_what_a_killed_engine_left_is_found_again_within_the_bound(tiers):
@@ -130,12 +141,17 @@ def test_what_a_killed_engine_left_is_found_again_within_the_bound(tiers):
     assert after.found(keys_of(*range(1, 9))) == [True] * 4 + [False] * 4
 
 
-def test_a_block_whose_file_went_between_its_lookup_and_its_load_is_missing_and_holds_nobody_up(tiers):
+def test_a_block_whose_file_went_between_its_lookup_and_its_load_is_missing_and_holds_nobody_up(
+    tiers,
+):
     made = tiers(max_blocks=8)
     made.compute("a", keys_of(1, 2))
     [first] = [path for path in made.files() if path.name.startswith("0101")]
     context = made.request("b")
-    assert made.look(keys_of(1)[0], context, before_load=lambda: first.unlink(missing_ok=True)) is False
+    assert (
+        made.look(keys_of(1)[0], context, before_load=lambda: first.unlink(missing_ok=True))
+        is False
+    )
     assert made.look(keys_of(2)[0], context) is True
     place = made.manager.prepare_load(keys_of(2), context)
     [place] = place.chunk_ids

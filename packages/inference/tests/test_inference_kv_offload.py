@@ -30,13 +30,23 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
 PROMPT = np.random.default_rng(4).integers(3, 48, 330).astype(np.int32)
 BLOCKS = 10 * 32  # tokens of the prompt in whole blocks
 DEVICE_BLOCKS = 64
-TIERS = {"kv_cache_bytes": DEVICE_BLOCKS << 15, "kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 26}}
+TIERS = {
+    "kv_cache_bytes": DEVICE_BLOCKS << 15,
+    "kv_offload": {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 26},
+}
 STORE = {"kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}}
 
 
 async def ask(engine, name, salt, **options):
     return await engine.generate(
-        PROMPT, max_tokens=8, temperature=1.0, cache_salt=salt, request_id=name, ignore_eos=True, seed=5, **options
+        PROMPT,
+        max_tokens=8,
+        temperature=1.0,
+        cache_salt=salt,
+        request_id=name,
+        ignore_eos=True,
+        seed=5,
+        **options,
     )
 
 
@@ -81,8 +91,15 @@ async def look_behind(url):
         return fresh, found, newer, await ask(engine, "evicted", "3", routes_from=0)
 
 
-def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(tmp_path):
-    run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}}, routed_experts=True)
+def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(
+    tmp_path,
+):
+    run_dir = make_run(
+        tmp_path / "run",
+        MIXTURE,
+        inference=TIERS | {"router": {"kind": "none"}},
+        routed_experts=True,
+    )
     folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
     processes = []
 
@@ -100,7 +117,9 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
 
     def host_tiers():
         """By the process that has it: names in shared memory, and the bytes that stand under them."""
-        paths = shared_memory.SHARED_MEMORY.glob(f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}*")
+        paths = shared_memory.SHARED_MEMORY.glob(
+            f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}*"
+        )
         return [(path.name, path.stat().st_size) for path in paths]
 
     try:
@@ -118,9 +137,16 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
             if process.poll() is None:
                 stop(process)
         shutil.rmtree(folder.parent.parent, ignore_errors=True)
-    assert first != second_one and first_bytes == second_bytes == 0, "a tier that all have opened needs no name"
+    assert first != second_one and first_bytes == second_bytes == 0, (
+        "a tier that all have opened needs no name"
+    )
     # A cache whose routes are not known is not used.
-    assert (fresh.cached_tokens, newer.cached_tokens, newest.cached_tokens, without_routes.cached_tokens) == (0, 0, 0, 0)
+    assert (
+        fresh.cached_tokens,
+        newer.cached_tokens,
+        newest.cached_tokens,
+        without_routes.cached_tokens,
+    ) == (0, 0, 0, 0)
     assert found.cached_tokens == evicted.cached_tokens == restarted.cached_tokens == BLOCKS
     assert len(routes_of(fresh)) == len(PROMPT) + 8 - 1
     for other in (found, newer, evicted, newest, restarted, without_routes):
@@ -175,10 +201,17 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
     async def fill(url):
         """Three times what the disk holds; then blocks that are in neither device nor host memory any more, and those of the beginning."""
         async with EngineClient(url) as engine:
-            fresh = [await ask(engine, f"fresh-{salt}", f"{salt}", routes_from=0) for salt in range(20)]
+            fresh = [
+                await ask(engine, f"fresh-{salt}", f"{salt}", routes_from=0) for salt in range(20)
+            ]
             await asyncio.sleep(1.0)  # blocks leave beside the work
-            again, oldest = await until_found(engine, "15", "again", routes_from=0), await ask(engine, "oldest", "0", routes_from=0)
-            await asyncio.sleep(1.0)  # those of the last two too: an engine that is killed while it makes room leaves less
+            again, oldest = (
+                await until_found(engine, "15", "again", routes_from=0),
+                await ask(engine, "oldest", "0", routes_from=0),
+            )
+            await asyncio.sleep(
+                1.0
+            )  # those of the last two too: an engine that is killed while it makes room leaves less
             return fresh, again, oldest
 
     async def restarted(url):
@@ -202,16 +235,24 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
         shutil.rmtree(folder.parent.parent, ignore_errors=True)
     bound = 64 * ON_DISK + 4096  # and vLLM's own config.json
     assert 0.7 * bound < at_rest <= bound
-    assert most[0] <= bound + 10 * ON_DISK  # a look is not of one moment: meanwhile the blocks of a prompt take the places of others
+    assert (
+        most[0] <= bound + 10 * ON_DISK
+    )  # a look is not of one moment: meanwhile the blocks of a prompt take the places of others
     blocks = {name.removesuffix(".bin") for name in left if name.endswith(".bin")}
     assert len(blocks) >= 60 and blocks <= left.keys(), "a block on disk has its routes there"
-    assert (again.cached_tokens, oldest.cached_tokens, after_crash.cached_tokens) == (BLOCKS, 0, BLOCKS)
+    assert (again.cached_tokens, oldest.cached_tokens, after_crash.cached_tokens) == (
+        BLOCKS,
+        0,
+        BLOCKS,
+    )
     for one, other in ((fresh[15], again), (fresh[0], oldest), (fresh[15], after_crash)):
         same(one, other)
 
 
 def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engine(tmp_path):
-    inference = SMALL_TIERS | {"max_batched_tokens": 64}  # a prompt takes six steps, and the cache holds two of them
+    inference = SMALL_TIERS | {
+        "max_batched_tokens": 64
+    }  # a prompt takes six steps, and the cache holds two of them
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=inference, routed_experts=True)
 
     async def abort_all(url):
@@ -220,13 +261,22 @@ def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engi
             for round in range(4):
                 names = [f"{round}-{i}" for i in range(8)]
                 asked = [asyncio.create_task(ask(client, name, name)) for name in names]
-                while (load := await client.metrics()).waiting < 2 and not all(task.done() for task in asked):
+                while (load := await client.metrics()).waiting < 2 and not all(
+                    task.done() for task in asked
+                ):
                     await asyncio.sleep(0.01)
-                seen |= {*(["waiting"] if load.waiting else []), *(["running"] if load.running else [])}
+                seen |= {
+                    *(["waiting"] if load.waiting else []),
+                    *(["running"] if load.running else []),
+                }
                 await asyncio.sleep(0.02 * round)
                 await client.abort(names)
                 await asyncio.gather(*asked, return_exceptions=True)
-            return seen, await ask(client, "after", "a", routes_from=0), await until_found(client, "a", "again", routes_from=0)
+            return (
+                seen,
+                await ask(client, "after", "a", routes_from=0),
+                await until_found(client, "a", "again", routes_from=0),
+            )
 
     with engine(run_dir) as (_, url):
         seen, after, again = asyncio.run(abort_all(url))
@@ -235,7 +285,9 @@ def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engi
     same(after, again)
 
 
-def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves_those_of_others(tmp_path):
+def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves_those_of_others(
+    tmp_path,
+):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}})
     folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
     other = folder.with_name("1")
@@ -266,13 +318,25 @@ def test_folders_of_a_run_go_with_its_last_engines(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(tmp_path):
+def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(
+    tmp_path,
+):
     on_device = {"kv_cache_bytes": DEVICE_BLOCKS << 14}  # a worker has half of the heads
-    wide = TIERS | on_device | {"kv_offload": TIERS["kv_offload"] | {"disk_bytes": 0}, "tensor_parallel": 2, "router": {"kind": "none"}}
+    wide = (
+        TIERS
+        | on_device
+        | {
+            "kv_offload": TIERS["kv_offload"] | {"disk_bytes": 0},
+            "tensor_parallel": 2,
+            "router": {"kind": "none"},
+        }
+    )
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=wide, routed_experts=True)
     process = start_role("wide_engine", run_dir, 0)
     try:
-        fresh, found, newer, evicted = asyncio.run(look_behind(await_published(run_dir, "inference", 0, process)))
+        fresh, found, newer, evicted = asyncio.run(
+            look_behind(await_published(run_dir, "inference", 0, process))
+        )
     finally:
         stop(process)
     assert (fresh.cached_tokens, newer.cached_tokens) == (0, 0)
@@ -290,9 +354,18 @@ async def share(urls, take_routes_away):
         await forget(one)
         again = await until_found(one, "3", "again", routes_from=0)
         await ask(one, "shared", "5", routes_from=0)
-        shared = await until_found(one, "5", "shared", routes_from=0)  # its routes are in this engine's memory, its cache in the store
+        shared = await until_found(
+            one, "5", "shared", routes_from=0
+        )  # its routes are in this engine's memory, its cache in the store
         await asyncio.to_thread(take_routes_away)
-        return fresh, found, newer, again, shared, await ask(other, "without-routes", "5", routes_from=0)
+        return (
+            fresh,
+            found,
+            newer,
+            again,
+            shared,
+            await ask(other, "without-routes", "5", routes_from=0),
+        )
 
 
 TAKE_ROUTES_AWAY = """
@@ -311,8 +384,14 @@ def test_two_engines_share_a_mooncake_store_with_routes_in_a_network_of_their_ow
         master_program()
     except OrreryError as error:
         pytest.skip(f"NOT TESTED: {error}")
-    run_dir = make_run(tmp_path / "run", MIXTURE, num_replicas=2, inference=STORE, routed_experts=True)
-    roles = {("kv_store", 0): "orrery.inference.kv_store", ("inference", 0): "orrery.inference", ("inference", 1): "orrery.inference"}
+    run_dir = make_run(
+        tmp_path / "run", MIXTURE, num_replicas=2, inference=STORE, routed_experts=True
+    )
+    roles = {
+        ("kv_store", 0): "orrery.inference.kv_store",
+        ("inference", 0): "orrery.inference",
+        ("inference", 1): "orrery.inference",
+    }
 
     def take_routes_away():
         store = json.loads((run_dir / "stages/rl/endpoints/kv_store.0.json").read_text())
@@ -321,14 +400,24 @@ def test_two_engines_share_a_mooncake_store_with_routes_in_a_network_of_their_ow
     with alone_in_a_network("Mooncake listens on every interface"):
         processes = {key: start_role(module, run_dir, key[1]) for key, module in roles.items()}
         try:
-            urls = {key: await_published(run_dir, *key, process) for key, process in processes.items()}
-            masters_sockets = [each for member in family(processes["kv_store", 0]) for each in member.net_connections("inet")]
-            answers = asyncio.run(share([urls["inference", 0], urls["inference", 1]], take_routes_away))
+            urls = {
+                key: await_published(run_dir, *key, process) for key, process in processes.items()
+            }
+            masters_sockets = [
+                each
+                for member in family(processes["kv_store", 0])
+                for each in member.net_connections("inet")
+            ]
+            answers = asyncio.run(
+                share([urls["inference", 0], urls["inference", 1]], take_routes_away)
+            )
         finally:
             for process in processes.values():
                 stop(process)
     fresh, found, newer, again, shared, without_routes = answers
-    assert {each.laddr.ip for each in masters_sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    assert {each.laddr.ip for each in masters_sockets if each.status == psutil.CONN_LISTEN} == {
+        "127.0.0.1"
+    }
     assert (fresh.cached_tokens, newer.cached_tokens, without_routes.cached_tokens) == (0, 0, 0)
     assert found.cached_tokens == again.cached_tokens == shared.cached_tokens == BLOCKS
     assert len(routes_of(fresh)) == len(PROMPT) + 8 - 1

@@ -4,7 +4,10 @@ import logging
 
 import pytest
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from orrery.inference import loading
 from orrery.inference.loading import WORD, Loading, runs
@@ -23,11 +26,15 @@ def experts(number, rows, columns):
             whole = f"experts.{expert}.{name}"
             tensors[whole] = Tensor(whole, (rows, columns), "bfloat16")
             offset = (2 * expert + place) * rows * columns
-            needs.destinations[whole] = [Destination(whole, ((0, rows), (0, columns)), "moe", "w13", offset, (columns, 1))]
+            needs.destinations[whole] = [
+                Destination(whole, ((0, rows), (0, columns)), "moe", "w13", offset, (columns, 1))
+            ]
         whole = f"experts.{expert}.down"
         tensors[whole] = Tensor(whole, (columns, rows), "bfloat16")
         offset = expert * columns * rows
-        needs.destinations[whole] = [Destination(whole, ((0, columns), (0, rows)), "moe", "w2", offset, (rows, 1))]
+        needs.destinations[whole] = [
+            Destination(whole, ((0, columns), (0, rows)), "moe", "w2", offset, (rows, 1))
+        ]
     return needs, tensors
 
 
@@ -38,7 +45,9 @@ def packed(tensors, boxes=None):
         for box in (boxes or {}).get(name, [tuple((0, size) for size in tensor.shape)]):
             slices.append(Slice(name, box, offset))
             offset += -(-2 * torch.Size(shape_of(box)).numel() // 16) * 16
-    return slices, torch.randint(0, 256, (offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return slices, torch.randint(
+        0, 256, (offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def plainly(slices, needs, bucket, into):
@@ -46,7 +55,9 @@ def plainly(slices, needs, bucket, into):
     for name, box, begin in slices:
         [to] = needs.destinations[name]
         of = in_bucket(bucket, begin, shape_of(box), torch.bfloat16)
-        offset = to.offset + sum(start * stride for (start, _), stride in zip(box, to.strides, strict=True))
+        offset = to.offset + sum(
+            start * stride for (start, _), stride in zip(box, to.strides, strict=True)
+        )
         into[to.parameter].as_strided(shape_of(box), to.strides, offset).copy_(of)
 
 
@@ -55,19 +66,28 @@ def plainly(slices, needs, bucket, into):
     [(6, 4, 16, 2, True), (5, 3, 7, 6, False), (1, 4, 16, 2, False)],
     ids=["words", "gate and up apart", "one expert"],
 )
-def test_experts_at_even_distances_are_one_copy_a_parameter(monkeypatch, number, rows, columns, copies, in_words):
+def test_experts_at_even_distances_are_one_copy_a_parameter(
+    monkeypatch, number, rows, columns, copies, in_words
+):
     needs, tensors = experts(number, rows, columns)
     slices, bucket = packed(tensors)
     found = runs(slices, needs, tensors)
-    assert len(found) == copies  # gate and up lie side by side in a bucket where their sizes are multiples of its alignment
+    assert (
+        len(found) == copies
+    )  # gate and up lie side by side in a bucket where their sizes are multiples of its alignment
     assert all((run.in_words.dtype == WORD) == in_words for run in found)
     check(monkeypatch, needs, tensors, slices, bucket, found)
 
 
 def test_parts_of_tensors_and_gaps_between_experts_go_where_they_belong(monkeypatch):
     needs, tensors = experts(7, 4, 8)
-    boxes = {"experts.1.gate": [((0, 1), (0, 8)), ((1, 4), (0, 8))], "experts.5.down": [((0, 8), (0, 2)), ((0, 8), (2, 4))]}
-    order = dict(sorted(tensors.items(), key=lambda item: item[0] == "experts.2.up"))  # one comes last
+    boxes = {
+        "experts.1.gate": [((0, 1), (0, 8)), ((1, 4), (0, 8))],
+        "experts.5.down": [((0, 8), (0, 2)), ((0, 8), (2, 4))],
+    }
+    order = dict(
+        sorted(tensors.items(), key=lambda item: item[0] == "experts.2.up")
+    )  # one comes last
     slices, bucket = packed(order, boxes)
     check(monkeypatch, needs, tensors, slices, bucket, runs(slices, needs, tensors))
 
@@ -80,10 +100,14 @@ def check(monkeypatch, needs, tensors, slices, bucket, found):
     plainly(slices, needs, bucket, expected)
     layer = torch.nn.Module()
     for name, size in sizes.items():
-        layer.register_parameter(name, torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False))
+        layer.register_parameter(
+            name, torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False)
+        )
     processed = []
     monkeypatch.setattr(loading, "materialize_layer", lambda layer, info: None)
-    monkeypatch.setattr(loading.layerwise, "_layerwise_process", lambda layer, info: processed.append(layer))
+    monkeypatch.setattr(
+        loading.layerwise, "_layerwise_process", lambda layer, info: processed.append(layer)
+    )
     one = Loading(torch.nn.ModuleDict({"moe": layer}), needs)
     one.load(found, bucket)
     one.check()
@@ -101,21 +125,31 @@ def module(kind, weight=None):
 
 
 def test_a_head_is_stale_where_it_does_not_share_the_embeddings_weight():
-    embedding, head = (module(kind, torch.zeros(4, 2)) for kind in (VocabParallelEmbedding, ParallelLMHead))
+    embedding, head = (
+        module(kind, torch.zeros(4, 2)) for kind in (VocabParallelEmbedding, ParallelLMHead)
+    )
     model = torch.nn.ModuleList([embedding, head])
     assert has_stale_head(model)
     head.weight = embedding.weight
     assert not has_stale_head(model)
 
 
-@pytest.mark.parametrize(("is_tied", "said"), [(True, ["Linear"]), (False, ["Linear", "ParallelLMHead"])])
+@pytest.mark.parametrize(
+    ("is_tied", "said"), [(True, ["Linear"]), (False, ["Linear", "ParallelLMHead"])]
+)
 def test_vllm_warns_of_layers_that_should_have_been_loaded_alone(is_tied, said, caplog):
     kinds = (torch.nn.Linear, torch.nn.ReLU, ParallelLMHead)
-    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.ReLU(), module(ParallelLMHead, torch.zeros(4, 2))])
+    model = torch.nn.ModuleList(
+        [torch.nn.Linear(1, 1), torch.nn.ReLU(), module(ParallelLMHead, torch.zeros(4, 2))]
+    )
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     with say_nothing_of_unloaded(model, is_tied):
         for kind in kinds:
             log.warning("%s: Failed to load weights", kind.__name__)
         log.warning("another matter")
     log.warning("%s: Failed to load weights", "ReLU")
-    assert caplog.messages == [*(f"{name}: Failed to load weights" for name in said), "another matter", "ReLU: Failed to load weights"]
+    assert caplog.messages == [
+        *(f"{name}: Failed to load weights" for name in said),
+        "another matter",
+        "ReLU: Failed to load weights",
+    ]

@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.engine, pytest.mark.slow]
 TOKEN_BYTES = 2 * DENSE["num_layers"] * DENSE["num_kv_heads"] * DENSE["head_dim"] * 4
 CACHE_TOKENS = 8192
 PROMPT_TOKENS = 32
-LENGTHS = np.random.default_rng(1).integers(64, 448, 240).tolist()  # of answers; a rollout holds 160 tokens on average, so 51 fit
+LENGTHS = (
+    np.random.default_rng(1).integers(64, 448, 240).tolist()
+)  # of answers; a rollout holds 160 tokens on average, so 51 fit
 OVERLOAD = 112
 BEST_FIXED = 40  # of 16, 24, 32, 40, 48 and 112, by `tokens_for_work`
 WARM_UP = 60  # rollouts that have ended
@@ -99,29 +101,44 @@ async def play(me, fleet, name, admission, counts):
     )
 
 
-def test_admission_that_follows_the_engine_preempts_less_than_an_overload_and_makes_nearly_what_the_best_fixed_limit_does(tmp_path):
-    inference = {"kv_cache_bytes": CACHE_TOKENS * TOKEN_BYTES, "max_num_sequences": OVERLOAD, "router": {"kind": "none"}}
+def test_admission_that_follows_the_engine_preempts_less_than_an_overload_and_makes_nearly_what_the_best_fixed_limit_does(
+    tmp_path,
+):
+    inference = {
+        "kv_cache_bytes": CACHE_TOKENS * TOKEN_BYTES,
+        "max_num_sequences": OVERLOAD,
+        "router": {"kind": "none"},
+    }
     run_dir = make_run(tmp_path / "run", DENSE, inference=inference)
-    overload, best = (FixedAdmission(kind="fixed", max_in_flight=limit) for limit in (OVERLOAD, BEST_FIXED))
+    overload, best = (
+        FixedAdmission(kind="fixed", max_in_flight=limit) for limit in (OVERLOAD, BEST_FIXED)
+    )
     adaptive = AdaptiveAdmission(kind="adaptive", min_in_flight=FLOOR, max_in_flight=OVERLOAD)
     me = RoleProcess("orchestrator", run_dir, STAGE, 0, 1, 0)
     context = me.manifest.inference.max_model_len_tokens
 
     async def all_three(fleet):
         counts = scheduled(run_dir)
-        return [await play(me, fleet, str(i), Admission(each, context), counts) for i, each in enumerate((overload, best, adaptive))]
+        return [
+            await play(me, fleet, str(i), Admission(each, context), counts)
+            for i, each in enumerate((overload, best, adaptive))
+        ]
 
     with closing(me.metrics):
         process = start_role("counted_engine", run_dir, 0)
         try:
-            overloaded, fitting, followed = with_fleet(all_three, [await_published(run_dir, "inference", 0, process)])
+            overloaded, fitting, followed = with_fleet(
+                all_three, [await_published(run_dir, "inference", 0, process)]
+            )
         finally:
             stop(process)
     for each in (overloaded, fitting, followed):
         assert each.lengths == LENGTHS
         assert each.reasons == {"length"}
     assert overloaded.preemptions > 0
-    assert 2 * followed.preemptions <= overloaded.preemptions  # a third in general; more on a machine that stalls for seconds
+    assert (
+        2 * followed.preemptions <= overloaded.preemptions
+    )  # a third in general; more on a machine that stalls for seconds
     # Half of all looks, not each: a busy machine may sleep through whole rollouts, after which one look sees young ones alone.
     assert FLOOR < np.median(followed.limits) < OVERLOAD / 2
     # 0.97 to 1.00; where other programs take both cores, whoever starts rollouts is late now and then: a tenth less, of either.

@@ -35,7 +35,10 @@ CORRECTED = {
         ("model_executor/models/registry.py", "_run_in_subprocess"),
     ],
     "vllm_answers.py": [
-        ("entrypoints/scale_out/token_in_token_out/serving.py", "ServingTokens.serve_tokens_full_generator"),
+        (
+            "entrypoints/scale_out/token_in_token_out/serving.py",
+            "ServingTokens.serve_tokens_full_generator",
+        ),
         ("entrypoints/scale_out/token_in_token_out/api_router.py", "JSONResponse"),
     ],
     "vllm_whole_answers.py": [
@@ -46,21 +49,45 @@ CORRECTED = {
         ("v1/engine/__init__.py", "EngineCoreOutput.new_logprobs"),
     ],
     "vllm_shared_memory.py": [
-        ("distributed/device_communicators/cpu_communicator.py", "_CPUSHMDistributed.make_group_name"),
+        (
+            "distributed/device_communicators/cpu_communicator.py",
+            "_CPUSHMDistributed.make_group_name",
+        ),
         ("v1/kv_offload/cpu/shared_offload_region.py", "SharedOffloadRegion.mmap_path"),
     ],
     "vllm_kv_transfer.py": [
         ("v1/core/sched/scheduler.py", "Scheduler.has_finished_requests"),
         ("distributed/nixl_utils.py", "_load_nixl_attr"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receive_kv_from_single_worker"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "PullReqMeta.pull_tasks_count"),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "MooncakeConnectorWorker.receive_kv_from_single_worker",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "PullReqMeta.pull_tasks_count",
+        ),
     ],
     "../kv_peers.py": [
-        ("distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py", "NixlBaseConnectorWorker._reqs_to_send"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.reqs_need_send"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.sender_loop"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "MooncakeConnectorWorker.receiver_loop"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py", "SendBlockMeta.expire_time"),
+        (
+            "distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py",
+            "NixlBaseConnectorWorker._reqs_to_send",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "MooncakeConnectorWorker.reqs_need_send",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "MooncakeConnectorWorker.sender_loop",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "MooncakeConnectorWorker.receiver_loop",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            "SendBlockMeta.expire_time",
+        ),
     ],
     "../kv_disk.py": [
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager.file_mapper"),
@@ -100,13 +127,28 @@ CORRECTED = {
         ("distributed/aux_output_connector/store.py", "BlockObjectStore.get_concatenated"),
         ("distributed/aux_output_connector/routed_experts.py", "RoutedExpertsBuffer.capture"),
         ("distributed/aux_output_connector/routed_experts.py", "RoutedExpertsBuffer._tail"),
-        ("distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py", "OffloadingConnectorScheduler.get_num_new_matched_tokens"),
+        (
+            "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
+            "OffloadingConnectorScheduler.get_num_new_matched_tokens",
+        ),
     ],
     "vllm_routes_shared.py": [
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.lookup"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.store"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py", "MooncakeStoreWorker.hash_block_size"),
-        ("distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py", "MooncakeLookupResult.hit_length"),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
+            "MooncakeStoreWorker.lookup",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
+            "MooncakeStoreWorker.store",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
+            "MooncakeStoreWorker.hash_block_size",
+        ),
+        (
+            "distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py",
+            "MooncakeLookupResult.hit_length",
+        ),
     ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
@@ -133,18 +175,26 @@ def imports(node: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
             yield from ((child.module, alias.name) for alias in child.names)
         elif isinstance(child, ast.Import):
-            yield from ((alias.name, "") for alias in child.names if alias.name.split(".")[0] == "vllm")
+            yield from (
+                (alias.name, "") for alias in child.names if alias.name.split(".")[0] == "vllm"
+            )
 
 
 def module_file(module: str) -> Path | None:
     path = TREE.joinpath(*module.split(".")[1:])
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    return next(
+        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None
+    )
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
     """Names that these statements bind, also inside conditions; `self.x = …` of a class's methods counts as the class's x."""
     for statement in body:
-        for node in ast.walk(statement) if isinstance(statement, ast.If | ast.Try | ast.Assign | ast.AnnAssign) else [statement]:
+        for node in (
+            ast.walk(statement)
+            if isinstance(statement, ast.If | ast.Try | ast.Assign | ast.AnnAssign)
+            else [statement]
+        ):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield node.name
             elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -154,7 +204,11 @@ def defined(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def attributes(class_: ast.ClassDef) -> set[str]:
-    kept = {node.attr for node in ast.walk(class_) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    kept = {
+        node.attr
+        for node in ast.walk(class_)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
     return kept | set(defined(class_.body))
 
 
@@ -164,7 +218,11 @@ def test_every_name_that_we_import_is_there():
         for module, name in imports(parsed(file)):
             seen += 1
             found = module_file(module)
-            if found is None or (name and name not in set(defined(parsed(found).body)) and module_file(f"{module}.{name}") is None):
+            if found is None or (
+                name
+                and name not in set(defined(parsed(found).body))
+                and module_file(f"{module}.{name}") is None
+            ):
                 missing.append(f"{file.name}: from {module} import {name}")
     assert not missing and seen > 20
 
@@ -175,17 +233,30 @@ def test_every_attribute_that_a_correction_replaces_is_there():
         for file, dotted in places:
             name, _, attribute = dotted.partition(".")
             body = parsed(TREE / file).body
-            class_ = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
-            there = attribute in attributes(class_) if class_ is not None else not attribute and name in set(defined(body))
+            class_ = next(
+                (node for node in body if isinstance(node, ast.ClassDef) and node.name == name),
+                None,
+            )
+            there = (
+                attribute in attributes(class_)
+                if class_ is not None
+                else not attribute and name in set(defined(body))
+            )
             if not there:
                 missing.append(f"{patch}: {file} has no {dotted}")
     assert not missing
 
 
-@pytest.mark.parametrize(("file", "name"), [("receiver.py", "Receiver"), ("adapters.py", "AdapterReceiver")])
+@pytest.mark.parametrize(
+    ("file", "name"), [("receiver.py", "Receiver"), ("adapters.py", "AdapterReceiver")]
+)
 def test_a_weight_backend_has_every_method_that_a_release_asks_for(file, name):
     def methods(path, class_name):
-        class_ = next(node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        class_ = next(
+            node
+            for node in parsed(path).body
+            if isinstance(node, ast.ClassDef) and node.name == class_name
+        )
         return [node for node in class_.body if isinstance(node, ast.FunctionDef)]
 
     asked = {
@@ -194,7 +265,11 @@ def test_a_weight_backend_has_every_method_that_a_release_asks_for(file, name):
         if any(ast.unparse(decorator) == "abstractmethod" for decorator in method.decorator_list)
     }
     assert "receive_weights" in asked
-    assert asked <= {method.name for one in ((file, name), ("receiver.py", "Backend")) for method in methods(INFERENCE / one[0], one[1])}
+    assert asked <= {
+        method.name
+        for one in ((file, name), ("receiver.py", "Backend"))
+        for method in methods(INFERENCE / one[0], one[1])
+    }
 
 
 def manifests():
@@ -202,9 +277,17 @@ def manifests():
     cpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
     gpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
     gpu["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
-    gpu["model"]["moe"]["expert_intermediate_size"] = 256  # whole blocks of FP8, as on the next line
+    gpu["model"]["moe"]["expert_intermediate_size"] = (
+        256  # whole blocks of FP8, as on the next line
+    )
     gpu["model"]["head_dim"] = 64
-    gpu["inference"] |= {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "quantization": "fp8"}
+    gpu["inference"] |= {
+        "dtype": "bfloat16",
+        "tensor_parallel": 2,
+        "data_parallel": 2,
+        "expert_parallel": True,
+        "quantization": "fp8",
+    }
     for each in (cpu, gpu):
         each["transport"] |= {"routed_experts": True, "weights": "adapters"}
         each["trainer"]["lora"] = {"rank": 8, "alpha": 8.0, "targets": ["attention"], "seed": 1}
@@ -213,31 +296,58 @@ def manifests():
 
 def test_an_engine_where_vllm_is_not_installed_says_so_in_one_sentence(monkeypatch):
     monkeypatch.setattr(releases, "find_spec", lambda name: None)
-    with pytest.raises(OrreryError, match=r"^inference: vLLM is not installed here; install locks/inference\.cuda\.txt"):
+    with pytest.raises(
+        OrreryError,
+        match=r"^inference: vLLM is not installed here; install locks/inference\.cuda\.txt",
+    ):
         releases.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
 
 
 def test_a_command_line_is_written_where_vllm_is_not_installed(monkeypatch):
     monkeypatch.setattr(releases, "find_spec", lambda name: None)
-    assert "--model" in server_arguments(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"), Path("w"), 0, "h", 1)
+    assert "--model" in server_arguments(
+        load(REPOSITORY / "manifests/reverse_text_moe_replay.json"), Path("w"), 0, "h", 1
+    )
 
 
 def test_every_flag_is_there():
     args = (TREE / "engine/arg_utils.py").read_text()
     frontend = parsed(TREE / "entrypoints/launchers/cli_args.py")
-    fields = {name for node in ast.walk(frontend) if isinstance(node, ast.ClassDef) for name in attributes(node)}
-    words = {word for manifest in manifests() for word in server_arguments(manifest, Path("w"), 0, "h", 1, Path("a"))}
+    fields = {
+        name
+        for node in ast.walk(frontend)
+        if isinstance(node, ast.ClassDef)
+        for name in attributes(node)
+    }
+    words = {
+        word
+        for manifest in manifests()
+        for word in server_arguments(manifest, Path("w"), 0, "h", 1, Path("a"))
+    }
     flags = {word for word in words if word.startswith("--")}
-    assert {"--quantization", "--data-parallel-size", "--enable-expert-parallel", "--enable-return-routed-experts"} <= flags
+    assert {
+        "--quantization",
+        "--data-parallel-size",
+        "--enable-expert-parallel",
+        "--enable-return-routed-experts",
+    } <= flags
     assert "--lora-target-modules" in flags
-    assert [flag for flag in flags if f'"{flag}"' not in args and flag[2:].replace("-", "_") not in fields] == []
+    assert [
+        flag
+        for flag in flags
+        if f'"{flag}"' not in args and flag[2:].replace("-", "_") not in fields
+    ] == []
 
 
 def test_every_address_and_metric_of_the_client_is_there():
     source = "\n".join(file.read_text() for file in sorted((TREE / "entrypoints").rglob("*.py")))
-    assert [path for path in PATHS if not re.search(rf'@router\.(?:post|get)\(\s*"{path}"', source)] == []
+    assert [
+        path for path in PATHS if not re.search(rf'@router\.(?:post|get)\(\s*"{path}"', source)
+    ] == []
     metrics = "\n".join(file.read_text() for file in (TREE / "v1/metrics").rglob("*.py"))
-    assert [name for name in client._METRICS if f'"{name.removesuffix("_total")}"' not in metrics] == []
+    assert [
+        name for name in client._METRICS if f'"{name.removesuffix("_total")}"' not in metrics
+    ] == []
 
 
 def test_what_the_quantization_flag_says_is_known():
@@ -245,5 +355,6 @@ def test_what_the_quantization_flag_says_is_known():
     assert '"fp8_per_block"' in text and "ignore: list[str]" in text
     assert (
         '"re:"' in (TREE / "model_executor/layers/quantization/utils/quant_utils.py").read_text()
-        or "re:" in (TREE / "model_executor/layers/quantization/compressed_tensors/utils.py").read_text()
+        or "re:"
+        in (TREE / "model_executor/layers/quantization/compressed_tensors/utils.py").read_text()
     )

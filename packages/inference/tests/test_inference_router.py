@@ -6,7 +6,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, family, in_flight, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    MIXTURE,
+    await_published,
+    family,
+    in_flight,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
@@ -29,10 +39,17 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stage(run_dir):
     """Processes by role and index, and their addresses."""
-    roles = {("inference", 0): "orrery.inference", ("inference", 1): "orrery.inference", ("router", 0): "orrery.inference.router"}
+    roles = {
+        ("inference", 0): "orrery.inference",
+        ("inference", 1): "orrery.inference",
+        ("router", 0): "orrery.inference.router",
+    }
     processes = {key: start_role(module, run_dir, key[1], TOKEN) for key, module in roles.items()}
     try:
-        yield processes, {key: await_published(run_dir, *key, process) for key, process in processes.items()}
+        yield (
+            processes,
+            {key: await_published(run_dir, *key, process) for key, process in processes.items()},
+        )
     finally:
         for process in processes.values():
             if process.poll() is None:
@@ -41,7 +58,9 @@ def stage(run_dir):
 
 def drive(stage, scenario, token=TOKEN):
     urls = stage[1]
-    return with_fleet(scenario, [urls["inference", 0], urls["inference", 1]], urls["router", 0], token)
+    return with_fleet(
+        scenario, [urls["inference", 0], urls["inference", 1]], urls["router", 0], token
+    )
 
 
 def our_logprobs(module, generation):
@@ -57,7 +76,14 @@ def test_the_router_spreads_requests_and_an_update_reaches_both_engines(stage, r
     async def burst(fleet, salt):
         return await asyncio.gather(
             *(
-                fleet.generate(PROMPT, max_tokens=30, temperature=1.0, cache_salt=salt, request_id=f"{salt}-{i}", ignore_eos=True)
+                fleet.generate(
+                    PROMPT,
+                    max_tokens=30,
+                    temperature=1.0,
+                    cache_salt=salt,
+                    request_id=f"{salt}-{i}",
+                    ignore_eos=True,
+                )
                 for i in range(24)
             )
         )
@@ -89,7 +115,9 @@ def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(s
             await fleet.pause()
         for client in (fleet.router, fleet.engines[0]):
             with pytest.raises(GenerationFailed, match="the run's token is missing or another's"):
-                await client.generate(PROMPT, max_tokens=2, temperature=1.0, cache_salt="a", request_id="stranger")
+                await client.generate(
+                    PROMPT, max_tokens=2, temperature=1.0, cache_salt="a", request_id="stranger"
+                )
 
     drive(stage, scenario, token)
 
@@ -100,7 +128,14 @@ def test_requests_through_the_router_can_be_aborted(stage):
 
         def request(part):
             names.append(f"routed-{part}")
-            return fleet.generate(PROMPT, max_tokens=480, temperature=1.0, cache_salt="a", request_id=names[-1], ignore_eos=True)
+            return fleet.generate(
+                PROMPT,
+                max_tokens=480,
+                temperature=1.0,
+                cache_salt="a",
+                request_id=names[-1],
+                ignore_eos=True,
+            )
 
         [running] = await in_flight(fleet, request)
         await fleet.abort(names[-1:])
@@ -120,4 +155,8 @@ def test_the_router_listens_on_loopback_only_and_ends_with_its_role(stage):
     ]
     assert listening and set(listening) == {"127.0.0.1"}
     assert stop(process) < 3
-    assert not [member for member in members if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        member
+        for member in members
+        if member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+    ]

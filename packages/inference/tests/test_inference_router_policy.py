@@ -61,7 +61,9 @@ class Counting(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def engines():
     # A hash ring's places come from addresses: the same every time, so that sessions are spread alike every time.
-    servers = [ThreadingHTTPServer((host, 20801), Counting) for host in ("127.77.0.1", "127.77.0.2")]
+    servers = [
+        ThreadingHTTPServer((host, 20801), Counting) for host in ("127.77.0.1", "127.77.0.2")
+    ]
     for server in servers:
         server.daemon_threads, server.seen, server.held_s = True, [], 0.0
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -82,7 +84,12 @@ def routers(engines):
             for flag in left_out:
                 at = arguments.index(flag)
                 del arguments[at : at + 2]
-            processes.append(subprocess.Popen([sys.executable, "-m", "vllm_router.launch_router", *arguments], stdout=subprocess.DEVNULL))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "vllm_router.launch_router", *arguments],
+                    stdout=subprocess.DEVNULL,
+                )
+            )
             urls[name] = f"http://127.0.0.1:{port}"
         end = time.monotonic() + START_S
         while not all(_is_healthy(url, {}) for url in urls.values()):
@@ -99,7 +106,12 @@ def arguments_for(policy, engines, port, metrics_port):
     """What a run with this policy starts its router with."""
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
     absolute, relative = (2, 1.1) if policy == "cache_aware" else (None, None)
-    router = {"kind": "vllm_router", "policy": policy, "balance_abs_threshold": absolute, "balance_rel_threshold": relative}
+    router = {
+        "kind": "vllm_router",
+        "policy": policy,
+        "balance_abs_threshold": absolute,
+        "balance_rel_threshold": relative,
+    }
     manifest["inference"] |= {"num_replicas": 2, "router": router}
     urls = ["http://{}:{}".format(*server.server_address) for server in engines]
     return router_arguments(check(manifest, "test"), urls, "127.0.0.1", port, metrics_port)
@@ -113,7 +125,14 @@ def send(url, engines, *waves, held_s=0.0):
             for wave in waves:
                 await asyncio.gather(
                     *(
-                        router.generate(prompt, max_tokens=1, temperature=1.0, cache_salt="a", request_id=f"{i}", session=session)
+                        router.generate(
+                            prompt,
+                            max_tokens=1,
+                            temperature=1.0,
+                            cache_salt="a",
+                            request_id=f"{i}",
+                            session=session,
+                        )
                         for i, (session, prompt) in enumerate(wave)
                     )
                 )
@@ -137,7 +156,10 @@ def homes(seen):
 @pytest.mark.parametrize("name", ["consistent_hash", "sticky_least_loaded"])
 def test_turns_of_a_session_stay_on_one_engine_by_its_header_alone(routers, engines, name):
     rng = random.Random(3)  # prompts have nothing in common: only the header can keep them together
-    turns = [[(f"group-7-{i}", [rng.randrange(40) for _ in range(50)]) for i in range(24)] for _ in range(3)]
+    turns = [
+        [(f"group-7-{i}", [rng.randrange(40) for _ in range(50)]) for i in range(24)]
+        for _ in range(3)
+    ]
     seen = send(routers[name], engines, *turns)
     assert [len(each) for each in homes(seen).values()] == [1] * 24
     assert min(map(len, seen)) >= 3 * 24 / 4
@@ -145,13 +167,22 @@ def test_turns_of_a_session_stay_on_one_engine_by_its_header_alone(routers, engi
     assert max(len(each) for each in homes(scattered).values()) == 2  # the header has no say there
 
 
-def test_a_small_pool_with_a_common_prefix_is_spread_by_our_thresholds_and_not_by_the_routers_own(routers, engines):
+def test_a_small_pool_with_a_common_prefix_is_spread_by_our_thresholds_and_not_by_the_routers_own(
+    routers, engines
+):
     pool = [(f"{i}", [7] * 80 + [i] * 20) for i in range(24)]
     assert min(map(len, send(routers["cache_aware"], engines, pool, held_s=HELD_S))) >= 8
-    assert sorted(map(len, send(routers["cache_aware as it comes"], engines, pool[:1], pool, held_s=HELD_S))) == [0, 25]
+    assert sorted(
+        map(len, send(routers["cache_aware as it comes"], engines, pool[:1], pool, held_s=HELD_S))
+    ) == [0, 25]
 
 
 def test_cache_aware_keeps_a_session_by_its_prefix(routers, engines):
     first = [(f"{i}", [(11 * i + k) % 40 for k in range(60)]) for i in range(8)]
     later = [(session, prompt + prompt[:20]) for session, prompt in first]
-    assert [len(each) for each in homes(send(routers["cache_aware"], engines, *([each] for each in first + later))).values()] == [1] * 8
+    assert [
+        len(each)
+        for each in homes(
+            send(routers["cache_aware"], engines, *([each] for each in first + later))
+        ).values()
+    ] == [1] * 8

@@ -5,7 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from inference_servers import MIXTURE, await_published, make_module, make_run, start_role, stop, with_fleet
+from inference_servers import (
+    MIXTURE,
+    await_published,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.manifest.identity import load
 from orrery.models.mixture import Router
@@ -55,9 +63,17 @@ async def sample(fleet, name, prompt=PROMPT, max_tokens=20, routes_from=0, salt=
 def choices(module, ids):
     """What our own network's routers choose, sorted, [tokens, layers, experts a token]."""
     found = []
-    hooks = [each.register_forward_hook(lambda _m, _i, out: found.append(out[1])) for each in module.modules() if isinstance(each, Router)]
+    hooks = [
+        each.register_forward_hook(lambda _m, _i, out: found.append(out[1]))
+        for each in module.modules()
+        if isinstance(each, Router)
+    ]
     with torch.no_grad():
-        module(torch.tensor(ids), torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+        module(
+            torch.tensor(ids),
+            torch.arange(len(ids)),
+            torch.tensor([0, len(ids)], dtype=torch.int32),
+        )
     for hook in hooks:
         hook.remove()
     return np.sort(torch.stack(found, 1).numpy(), axis=-1)
@@ -95,7 +111,10 @@ def test_turns_bring_the_rows_that_are_new_and_together_all_of_them(url, manifes
 
     ids, parts = drive(url, scenario)
     assert [part.num_rows for part in parts] == [119, 23, 23]
-    np.testing.assert_array_equal(routes_of(manifest[0], ids, *parts)[:-1], choices(make_module(manifest[0], seed=7), ids)[:-1])
+    np.testing.assert_array_equal(
+        routes_of(manifest[0], ids, *parts)[:-1],
+        choices(make_module(manifest[0], seed=7), ids)[:-1],
+    )
 
 
 def test_an_update_in_flight_parts_tokens_and_routes_at_the_same_place(url, manifest, publisher):
@@ -104,7 +123,10 @@ def test_an_update_in_flight_parts_tokens_and_routes_at_the_same_place(url, mani
 
     async def scenario(fleet):
         before = (await fleet.metrics())[0].generation_tokens_total
-        running = [asyncio.create_task(sample(fleet, f"flight-{i}", [*PROMPT, i], 300, salt="flight")) for i in range(4)]
+        running = [
+            asyncio.create_task(sample(fleet, f"flight-{i}", [*PROMPT, i], 300, salt="flight"))
+            for i in range(4)
+        ]
         while (await fleet.metrics())[0].generation_tokens_total < before + 120:  # of 1,200
             await asyncio.sleep(0.005)
         await fleet.update(published)
@@ -112,14 +134,21 @@ def test_an_update_in_flight_parts_tokens_and_routes_at_the_same_place(url, mani
 
     in_flight, after = drive(url, scenario)
     for i, generation in enumerate(in_flight):
-        assert set(generation.versions.tolist()) == {START_VERSION, 1} and (np.diff(generation.versions) >= 0).all()
+        assert (
+            set(generation.versions.tolist()) == {START_VERSION, 1}
+            and (np.diff(generation.versions) >= 0).all()
+        )
         ids = [*PROMPT, i, *generation.token_ids.tolist()]
         # The token that the old weights sampled last was the first input of the new ones.
         inputs_of_old = len(PROMPT) + 1 + int((generation.versions == START_VERSION).sum()) - 1
         routes, own = routes_of(manifest[0], ids, *generation.routes), choices(old, ids)
         np.testing.assert_array_equal(routes[:inputs_of_old], own[:inputs_of_old])
-        assert (routes[inputs_of_old:-1] != own[inputs_of_old:-1]).any()  # the new weights', over the old ones' cache
+        assert (
+            routes[inputs_of_old:-1] != own[inputs_of_old:-1]
+        ).any()  # the new weights', over the old ones' cache
         assert (routes[:-1] < 4).all() and (routes[-1] == 255).all()
     ids = [*PROMPT, *after.token_ids.tolist()]
     assert (after.versions == 1).all()
-    np.testing.assert_array_equal(routes_of(manifest[0], ids, *after.routes)[:-1], choices(new, ids)[:-1])
+    np.testing.assert_array_equal(
+        routes_of(manifest[0], ids, *after.routes)[:-1], choices(new, ids)[:-1]
+    )

@@ -22,7 +22,9 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
 
     @asynccontextmanager
     async def engine(_args):
-        yield SimpleNamespace(errored=errored, init_weight_transfer_engine=initialize, shutdown=lambda: None)
+        yield SimpleNamespace(
+            errored=errored, init_weight_transfer_engine=initialize, shutdown=lambda: None
+        )
 
     def bound(_args, reuse_port):
         listening = socket.socket()
@@ -32,7 +34,9 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
     async def build_and_serve(*_):
         return await serving()
 
-    entry = SimpleNamespace(setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve)
+    entry = SimpleNamespace(
+        setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve
+    )
     health = SimpleNamespace(doing=lambda _: None, turns=lambda _: None, failed=lambda _: None)
     me = SimpleNamespace(index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
@@ -73,12 +77,16 @@ def test_a_server_that_ends_though_nobody_asked_it_to_has_lost_its_engine(monkey
         serve(monkeypatch, tmp_path, for_ever, ended)
 
 
-def test_an_engine_whose_core_dies_before_it_serves_does_not_wait_for_its_answer(monkeypatch, tmp_path):
+def test_an_engine_whose_core_dies_before_it_serves_does_not_wait_for_its_answer(
+    monkeypatch, tmp_path
+):
     with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
         serve(monkeypatch, tmp_path, for_ever, for_ever, initialize=for_ever, errored=True)
 
 
-POINTS = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+POINTS = RuntimeError(
+    "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+)
 CORE = "(EngineCore pid=7) ERROR 11-23 10:10:57 [core.py:1510] "
 WORKER = "(Worker_TP1 pid=8) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
 FULL = "RuntimeError: Insufficient space in /dev/shm: 1048576 MiB required, 24099 MiB free."
@@ -92,8 +100,14 @@ HANDLED = "During handling of the above exception, another exception occurred:"
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
-        ([f"{CORE}EngineCore failed to start.", f"{CORE}    raise RuntimeError(", CORE + FULL], FULL),
-        (["Traceback (most recent call last):", "    raise RuntimeError(", FULL, "nothing more"], FULL),
+        (
+            [f"{CORE}EngineCore failed to start.", f"{CORE}    raise RuntimeError(", CORE + FULL],
+            FULL,
+        ),
+        (
+            ["Traceback (most recent call last):", "    raise RuntimeError(", FULL, "nothing more"],
+            FULL,
+        ),
         (
             [
                 f"{WORKER}torch.OutOfMemoryError: CUDA out of memory.",
@@ -101,20 +115,92 @@ HANDLED = "During handling of the above exception, another exception occurred:"
             ],
             "torch.OutOfMemoryError: CUDA out of memory.",
         ),
-        ([f"{WORKER}    assert rank == 0", f"{WORKER}           ^^^^^^^^^", f"{WORKER}AssertionError"], "AssertionError"),
-        ([f"{WORKER}    raise OutOfResources(", f"{OTHER}  File", WORKER + RESOURCES, CORE + FULL], RESOURCES),
-        (["(EngineCore pid=7)     raise Unsupported(", f"(EngineCore pid=7) {UNSUPPORTED}"], UNSUPPORTED),
-        ([f"{WORKER}Loading: 3 of 4", f"{WORKER}Traceback", "    raise Unsupported(", UNSUPPORTED], str(POINTS)),
-        ([f"{WORKER}    raise ValueError", f"{CORE}  raise KeyError: of a source line", f"{CORE}  KeyError: x"], str(POINTS)),
-        ([WORKER + PEER, f"{OTHER}ValueError: the cause", f"{CORE}asyncio.exceptions.CancelledError"], "ValueError: the cause"),
-        ([WORKER + FULL, f"{OTHER}torch.distributed.DistNetworkError: Broken pipe", CORE + PEER], FULL),
+        (
+            [
+                f"{WORKER}    assert rank == 0",
+                f"{WORKER}           ^^^^^^^^^",
+                f"{WORKER}AssertionError",
+            ],
+            "AssertionError",
+        ),
+        (
+            [
+                f"{WORKER}    raise OutOfResources(",
+                f"{OTHER}  File",
+                WORKER + RESOURCES,
+                CORE + FULL,
+            ],
+            RESOURCES,
+        ),
+        (
+            ["(EngineCore pid=7)     raise Unsupported(", f"(EngineCore pid=7) {UNSUPPORTED}"],
+            UNSUPPORTED,
+        ),
+        (
+            [
+                f"{WORKER}Loading: 3 of 4",
+                f"{WORKER}Traceback",
+                "    raise Unsupported(",
+                UNSUPPORTED,
+            ],
+            str(POINTS),
+        ),
+        (
+            [
+                f"{WORKER}    raise ValueError",
+                f"{CORE}  raise KeyError: of a source line",
+                f"{CORE}  KeyError: x",
+            ],
+            str(POINTS),
+        ),
+        (
+            [
+                WORKER + PEER,
+                f"{OTHER}ValueError: the cause",
+                f"{CORE}asyncio.exceptions.CancelledError",
+            ],
+            "ValueError: the cause",
+        ),
+        (
+            [WORKER + FULL, f"{OTHER}torch.distributed.DistNetworkError: Broken pipe", CORE + PEER],
+            FULL,
+        ),
         ([f"{CORE}EOFError", f"{CORE}RuntimeError: cancelled", WORKER + PEER], "EOFError"),
-        ([f"{CORE}KeyError: 'mtp'", CORE, CORE + HANDLED, CORE + FULL, f"{CORE}ValueError: later"], FULL),
-        ([f"{CORE}ValueError: the cause", CORE, CORE + HANDLED, CORE + PEER, f"{CORE}{HANDLED}", WORKER + PEER], "ValueError: the cause"),
-        (["(EngineCore pid=7)   warnings.warn(", "(EngineCore pid=7) Autotuning: 3 kernels", CORE + FULL], FULL),
+        (
+            [
+                f"{CORE}KeyError: 'mtp'",
+                CORE,
+                CORE + HANDLED,
+                CORE + FULL,
+                f"{CORE}ValueError: later",
+            ],
+            FULL,
+        ),
+        (
+            [
+                f"{CORE}ValueError: the cause",
+                CORE,
+                CORE + HANDLED,
+                CORE + PEER,
+                f"{CORE}{HANDLED}",
+                WORKER + PEER,
+            ],
+            "ValueError: the cause",
+        ),
+        (
+            [
+                "(EngineCore pid=7)   warnings.warn(",
+                "(EngineCore pid=7) Autotuning: 3 kernels",
+                CORE + FULL,
+            ],
+            FULL,
+        ),
         (["(EngineCore pid=7) ImportError: no flash_attn", CORE + FULL], FULL),
         ([f"(EngineCore_DP0 pid=7) {WORKER}{FULL}"], FULL),
-        (["(EngineCore pid=7) INFO 11-23 10:10:57 [core.py:9] ValueError: of no account"], str(POINTS)),
+        (
+            ["(EngineCore pid=7) INFO 11-23 10:10:57 [core.py:9] ValueError: of no account"],
+            str(POINTS),
+        ),
         ([], str(POINTS)),
     ],
     ids=[
@@ -162,12 +248,19 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     monkeypatch.setattr(server.plugin, "register", lambda: None)
     monkeypatch.setattr(server.releases, "correct", lambda _: None)
     monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.make_arg_parser", lambda _: parser)
-    monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args", lambda _: None)
+    monkeypatch.setattr(
+        "vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args", lambda _: None
+    )
     monkeypatch.setattr(server.signal, "signal", lambda *_: None)
     monkeypatch.setattr(server, "_kill_children", lambda: None)
-    monkeypatch.setattr(server.Left, "by", lambda _: server.Left(tmp_path, "start", "shared", tmp_path / "disk", 0))
+    monkeypatch.setattr(
+        server.Left, "by", lambda _: server.Left(tmp_path, "start", "shared", tmp_path / "disk", 0)
+    )
     monkeypatch.setattr(server.tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv(server.plugin.SHARED, "")
-    with pytest.raises(RunFailed, match=r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read logs"):
+    with pytest.raises(
+        RunFailed,
+        match=r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read logs",
+    ):
         server.serve(me, [])

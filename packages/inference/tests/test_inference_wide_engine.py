@@ -41,14 +41,22 @@ TOLERANCE = 1e-4  # as for an engine of one worker
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     return make_run(
-        tmp_path_factory.mktemp("wide") / "run", DENSE, inference={"tensor_parallel": 2, "data_parallel": 2, "max_model_len_tokens": 1024}
+        tmp_path_factory.mktemp("wide") / "run",
+        DENSE,
+        inference={"tensor_parallel": 2, "data_parallel": 2, "max_model_len_tokens": 1024},
     )
 
 
 @pytest.fixture(scope="module")
 def server(run_dir):
-    of_a_start_that_was_killed = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}4.mmap"
-    of_another_engine = shared_memory.SHARED_MEMORY / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.00')}4.mmap"
+    of_a_start_that_was_killed = (
+        shared_memory.SHARED_MEMORY
+        / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}4.mmap"
+    )
+    of_another_engine = (
+        shared_memory.SHARED_MEMORY
+        / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.00')}4.mmap"
+    )
     for path in (of_a_start_that_was_killed, of_another_engine):
         path.write_bytes(bytes(1))
     try:
@@ -86,8 +94,12 @@ async def takes_it_again(fleet, claimed, module):
     report = await update_engine(engine, again)
     release(again)
     assert report.version == claimed.version and report.digest == claimed.digest
-    assert {name: each.fingerprint for name, each in (await engine.fingerprints()).items()} == claimed.fingerprints
-    for after in await asyncio.gather(*(sample(fleet, f"after-{claimed.version}-{i}") for i in range(2))):
+    assert {
+        name: each.fingerprint for name, each in (await engine.fingerprints()).items()
+    } == claimed.fingerprints
+    for after in await asyncio.gather(
+        *(sample(fleet, f"after-{claimed.version}-{i}") for i in range(2))
+    ):
         assert (after.versions == claimed.version).all()
         assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
@@ -97,21 +109,35 @@ def test_all_its_processes_listen_on_loopback_only(server):
     assert listening(server[0]) == {"127.0.0.1"}
 
 
-def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_again_with_requests_in_flight(server, module, tmp_path):
+def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_again_with_requests_in_flight(
+    server, module, tmp_path
+):
     async def scenario(fleet):
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, 1, module)
         claimed = claim(published, ["engine 0", "engine 1"])
-        flights = await in_flight(fleet, *[lambda part: sample(fleet, f"flight-{part}", max_tokens=FLIGHT_TOKENS, ignore_eos=True)] * 2)
+        flights = await in_flight(
+            fleet,
+            *[
+                lambda part: sample(
+                    fleet, f"flight-{part}", max_tokens=FLIGHT_TOKENS, ignore_eos=True
+                )
+            ]
+            * 2,
+        )
         await engine.pause()
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
-        taken, _ = await asyncio.gather(engine.update_weights(claimed), ending, return_exceptions=True)
+        taken, _ = await asyncio.gather(
+            engine.update_weights(claimed), ending, return_exceptions=True
+        )
         assert isinstance(taken, TakenAlong), taken
         assert await holds_nothing(engine)
         await takes_it_again(fleet, claimed, module)
         for flight in await asyncio.gather(*flights):
             assert flight.finish_reason == "length" and len(flight.token_ids) == FLIGHT_TOKENS
-            assert set(flight.versions.tolist()) == {-1, 1} and (np.diff(flight.versions) >= 0).all()
+            assert (
+                set(flight.versions.tolist()) == {-1, 1} and (np.diff(flight.versions) >= 0).all()
+            )
 
     with direct_trainer(tmp_path / "wire") as publish:
         with_fleet(scenario, [server[1]])
@@ -121,11 +147,17 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
     ("whose", "error", "says"),
     [
         ("another's", TakenAlong, "failed elsewhere"),
-        ("tensor 'q' does not fit", UpdateFailed, "engine 0 did not take version 2: tensor 'q' does not fit$"),
+        (
+            "tensor 'q' does not fit",
+            UpdateFailed,
+            "engine 0 did not take version 2: tensor 'q' does not fit$",
+        ),
     ],
     ids=["by another's doing", "by its own"],
 )
-def test_what_one_worker_did_not_receive_no_worker_holds(server, run_dir, module, tmp_path, whose, error, says):
+def test_what_one_worker_did_not_receive_no_worker_holds(
+    server, run_dir, module, tmp_path, whose, error, says
+):
     """The last one fails when it has everything, as all others have."""
 
     async def scenario(fleet):
@@ -143,16 +175,22 @@ def test_what_one_worker_did_not_receive_no_worker_holds(server, run_dir, module
         with_fleet(scenario, [server[1]])
 
 
-def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(server, run_dir, module, tmp_path):
+def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(
+    server, run_dir, module, tmp_path
+):
     async def scenario(fleet):
         [engine] = fleet.engines
         claimed = claim(await asyncio.to_thread(publish, 3, module), ["engine 0"])
         await engine.pause()
         (run_dir / "absent.2").write_text("tensor 'q' has no place")
         begin = time.monotonic()
-        with pytest.raises(UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' has no place$"):
+        with pytest.raises(
+            UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' has no place$"
+        ):
             await engine.update_weights(claimed)
-        assert time.monotonic() - begin < ARRIVAL_S / 4, "the others, and the trainer, waited for it"
+        assert time.monotonic() - begin < ARRIVAL_S / 4, (
+            "the others, and the trainer, waited for it"
+        )
         assert await holds_nothing(engine)
         await takes_it_again(fleet, claimed, module)
 
@@ -160,14 +198,20 @@ def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(server, run_
         with_fleet(scenario, [server[1]])
 
 
-def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(server, run_dir, module, tmp_path):
+def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
+    server, run_dir, module, tmp_path
+):
     """The shared server ends by it."""
     process, url = server
     members = family(process)
     assert len([each for each in members if each.name().startswith("VLLM::Worker")]) == NUM_WORKERS
     mapped = in_shared_memory(members)
     assert len(mapped) >= 4
-    assert not [path.name for path in mapped if shared_memory.of_role(run_dir, "inference.0") not in path.name]
+    assert not [
+        path.name
+        for path in mapped
+        if shared_memory.of_role(run_dir, "inference.0") not in path.name
+    ]
     (run_dir / "fault.0").write_text("dies")
 
     async def scenario(fleet):
@@ -177,6 +221,9 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
     with direct_trainer(tmp_path / "wire") as publish:
         with_fleet(scenario, [url])
     assert process.wait(10) == 1
-    assert "error: inference 0: the engine core died" in (run_dir / "logs/wide_engine.0.log").read_text()
+    assert (
+        "error: inference 0: the engine core died"
+        in (run_dir / "logs/wide_engine.0.log").read_text()
+    )
     assert not psutil.wait_procs(members, 5)[1]
     assert not [path for path in mapped if path.exists()]

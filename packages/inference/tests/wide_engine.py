@@ -16,12 +16,21 @@ from orrery.inference import __main__, assemble, releases
 from orrery.transport.weight_wire import WireFailed
 from orrery.transport.weight_wire.target import Target
 
-server_arguments, correct, take, receive = __main__.server_arguments, releases.correct, Target.take, Target._receive
+server_arguments, correct, take, receive = (
+    __main__.server_arguments,
+    releases.correct,
+    Target.take,
+    Target._receive,
+)
 
 
 def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
     inference = manifest.inference
-    narrow = manifest.model_copy(update={"inference": inference.model_copy(update={"tensor_parallel": 1, "data_parallel": 1})})
+    narrow = manifest.model_copy(
+        update={
+            "inference": inference.model_copy(update={"tensor_parallel": 1, "data_parallel": 1})
+        }
+    )
     arguments = server_arguments(narrow, weights, *where)
     arguments[arguments.index("--distributed-executor-backend") + 1] = "mp"
     return [*arguments, *(part for pair in assemble._spread(inference).items() for part in pair)]
@@ -57,7 +66,9 @@ def fail(target: Target, when: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"  # until the rest of an engine that lost a worker is killed
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = (
+        "1"  # until the rest of an engine that lost a worker is killed
+    )
     __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
     Target.take, Target._receive = take_or_fail, receive_and_fail
     __main__.main()

@@ -11,7 +11,11 @@ import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from orrery.kernels.attention import (
     Documents,
@@ -45,7 +49,9 @@ def pack(lengths, num_heads=4, num_kv_heads=2, head_dim=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     q = torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(
+        2, num_tokens, num_kv_heads, head_dim, generator=generator, dtype=torch.float64
+    )
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return q, k, v, cu_seqlens
 
@@ -53,7 +59,9 @@ def pack(lengths, num_heads=4, num_kv_heads=2, head_dim=8, seed=0):
 def outcome(op, q, k, v, documents):
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     out = op(q, k, v, documents)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out))
+    out.backward(
+        torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    )
     return out.detach(), q.grad, k.grad, v.grad
 
 
@@ -62,7 +70,9 @@ def outcome(op, q, k, v, documents):
 def test_values_and_gradients_equal_the_referee(lengths, num_kv_heads):
     q, k, v, cu_seqlens = pack(lengths, num_kv_heads=num_kv_heads)
     for actual, expected in zip(
-        outcome(varlen_attention, q, k, v, cu_seqlens), outcome(reference_varlen_attention, q, k, v, cu_seqlens), strict=True
+        outcome(varlen_attention, q, k, v, cu_seqlens),
+        outcome(reference_varlen_attention, q, k, v, cu_seqlens),
+        strict=True,
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
@@ -85,7 +95,9 @@ def test_grids_are_worked_out_once_and_padding_stays_below_a_third():
     lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     grids = Grids.of(cu_seqlens)
-    assert Grids.of(cu_seqlens.clone()) is grids and Documents(cu_seqlens).max_seqlen == max(lengths)
+    assert Grids.of(cu_seqlens.clone()) is grids and Documents(cu_seqlens).max_seqlen == max(
+        lengths
+    )
     assert sum(source.numel() for source in grids.sources) <= sum(lengths) * 4 / 3
     assert len(grids.sources) <= 20
 
@@ -103,7 +115,11 @@ def offsets(*lengths):
 def dense_scores(q, k, cu_seqlens_q, cu_seqlens_k, causal):
     """[H, T, S] with −∞ wherever a query does not see a key, from the definition, one pair of documents at a time."""
     scores = torch.full((q.shape[1], q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float64)
-    pairs = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    pairs = zip(
+        itertools.pairwise(cu_seqlens_q.tolist()),
+        itertools.pairwise(cu_seqlens_k.tolist()),
+        strict=True,
+    )
     for (q0, q1), (k0, k1) in pairs:
         keys = k[k0:k1].double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         block = torch.einsum("thd,shd->hts", q[q0:q1].double(), keys) * q.shape[-1] ** -0.5
@@ -115,7 +131,12 @@ def dense_scores(q, k, cu_seqlens_q, cu_seqlens_k, causal):
 
 
 # Keys before, as many as, and fewer than the queries; a document without keys, one without queries.
-CROSS = {"as many": ([5, 3], [5, 3]), "more keys": ([4, 6], [9, 6]), "fewer keys": ([7, 2], [3, 2]), "none": ([3, 0, 4], [0, 5, 4])}
+CROSS = {
+    "as many": ([5, 3], [5, 3]),
+    "more keys": ([4, 6], [9, 6]),
+    "fewer keys": ([7, 2], [3, 2]),
+    "none": ([3, 0, 4], [0, 5, 4]),
+}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -136,7 +157,9 @@ def test_queries_and_keys_of_different_tokens_agree_with_the_definition(lengths,
     torch.testing.assert_close(lse, scores.detach().logsumexp(-1).t(), rtol=1e-10, atol=1e-10)
     assert (out[~sees.t()] == 0).all()
     expected.backward(dout)
-    for actual, leaf in zip(attention_backward(dout, q, k, v, out, lse, *counts), (q_, k_, v_), strict=True):
+    for actual, leaf in zip(
+        attention_backward(dout, q, k, v, out, lse, *counts), (q_, k_, v_), strict=True
+    ):
         torch.testing.assert_close(actual, leaf.grad, rtol=1e-10, atol=1e-10)
 
 
@@ -146,8 +169,13 @@ def test_parts_of_the_keys_merge_into_the_whole_forward_and_backward():
     whole = cu, cu, 6, 6, False
     out, lse = attention_forward(q, k, v, *whole)
     # the first 3 keys of the first document and 1 of the second; the rest
-    parts = [(torch.tensor([0, 1, 2, 6]), offsets(3, 1)), (torch.tensor([3, 4, 5, 7, 8, 9]), offsets(3, 3))]
-    outputs = [attention_forward(q, k[keep], v[keep], cu, cu_k, 6, 3, False) for keep, cu_k in parts]
+    parts = [
+        (torch.tensor([0, 1, 2, 6]), offsets(3, 1)),
+        (torch.tensor([3, 4, 5, 7, 8, 9]), offsets(3, 3)),
+    ]
+    outputs = [
+        attention_forward(q, k[keep], v[keep], cu, cu_k, 6, 3, False) for keep, cu_k in parts
+    ]
     merged = sum(part * (part_lse - lse).exp()[..., None] for part, part_lse in outputs)
     torch.testing.assert_close(merged, out, rtol=1e-10, atol=1e-10)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -155,7 +183,9 @@ def test_parts_of_the_keys_merge_into_the_whole_forward_and_backward():
         part = attention_backward(dout, q, k[keep], v[keep], out, lse, cu, cu_k, 6, 3, False)
         dq += part[0]
         dk[keep], dv[keep] = part[1], part[2]
-    for actual, expected in zip((dq, dk, dv), attention_backward(dout, q, k, v, out, lse, *whole), strict=True):
+    for actual, expected in zip(
+        (dq, dk, dv), attention_backward(dout, q, k, v, out, lse, *whole), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -168,7 +198,9 @@ def test_blocks_of_queries_do_not_show(monkeypatch):
     monkeypatch.setattr(plain, "_BLOCK_QUERIES", 4)
     for actual, expected in zip(plain.forward(q, k, v, layout), whole, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    for actual, expected in zip(plain.backward(dout, q, k, v, *whole, layout), gradients, strict=True):
+    for actual, expected in zip(
+        plain.backward(dout, q, k, v, *whole, layout), gradients, strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -179,7 +211,9 @@ def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
     assert forms.chosen(q, k, layout) == ["padded", "plain"]
     out, lse = padded.forward(q, k, v, layout)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]  # sums of up to 20 terms; a bfloat16 keeps 8 bits
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[
+        dtype
+    ]  # sums of up to 20 terms; a bfloat16 keeps 8 bits
     for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     dout = torch.linspace(-1, 1, q.numel()).view_as(q).to(dtype)
@@ -190,7 +224,9 @@ def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
 
 @pytest.mark.parametrize("rows", [1, 2, 100])
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_go_at_a_time(lengths, rows, monkeypatch):
+def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_go_at_a_time(
+    lengths, rows, monkeypatch
+):
     monkeypatch.setattr(batched, "_rows", lambda *_: rows)
     q, k, v, cu = pack(lengths)
     layout = Layout(cu, cu, max(lengths), max(lengths), True, 8**-0.5)
@@ -208,7 +244,11 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
     q, k, v, cu = pack([5, 8])
     expected = varlen_attention(q, k, v, cu)
     asked = []
-    kind = RuntimeError if module == "builtins" else type("ItsOwnError", (Exception,), {"__module__": module})
+    kind = (
+        RuntimeError
+        if module == "builtins"
+        else type("ItsOwnError", (Exception,), {"__module__": module})
+    )
 
     def no_plan(*_):
         asked.append(1)
@@ -218,13 +258,21 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
     monkeypatch.setattr(padded, "forward", no_plan)
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            torch.testing.assert_close(varlen_attention(q, k, v, cu), expected, rtol=1e-10, atol=1e-10)
-    assert len(asked) == 1 and sum("No valid execution plans" in record.getMessage() for record in caplog.records) == 1
+            torch.testing.assert_close(
+                varlen_attention(q, k, v, cu), expected, rtol=1e-10, atol=1e-10
+            )
+    assert (
+        len(asked) == 1
+        and sum("No valid execution plans" in record.getMessage() for record in caplog.records) == 1
+    )
 
 
 @pytest.mark.parametrize("kind", [AssertionError, OSError, ValueError])
 def test_what_flash_attention_4_refuses_another_form_computes(kind):
-    with pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught, flash4._as_one_that_cannot():
+    with (
+        pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught,
+        flash4._as_one_that_cannot(),
+    ):
         raise kind("no")
     assert type(caught.value) is RuntimeError  # what `forms` takes for a form that cannot
 
@@ -258,7 +306,10 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tm
     assert not set(names) & os.environ.keys()
     folder.rmdir()
     flash4._keep_what_is_compiled()
-    assert [os.environ[name] for name in names] == ["1", str(folder)] and folder.stat().st_mode & 0o777 == 0o700
+    assert [os.environ[name] for name in names] == [
+        "1",
+        str(folder),
+    ] and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog):
@@ -291,7 +342,9 @@ def test_the_operator_keeps_the_rules_of_operators():
 
 def test_gradients_agree_with_finite_differences():
     q, k, v, *rest = operator_arguments(torch.float64, (3, 4))
-    assert torch.autograd.gradcheck(lambda q, k, v: torch.ops.orrery.varlen_attention_forward(q, k, v, *rest)[0], (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: torch.ops.orrery.varlen_attention_forward(q, k, v, *rest)[0], (q, k, v)
+    )
 
 
 def test_compiled_code_has_no_graph_break_and_new_packings_no_new_compilation():
@@ -299,7 +352,9 @@ def test_compiled_code_has_no_graph_break_and_new_packings_no_new_compilation():
 
     def counting(graph, inputs):
         graphs.append(graph)
-        return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition)(graph, inputs)
+        return aot_autograd(
+            fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+        )(graph, inputs)
 
     def attend(q, k, v, documents):
         return varlen_attention(q, 2 * k, v, documents).sin()
@@ -309,12 +364,16 @@ def test_compiled_code_has_no_graph_break_and_new_packings_no_new_compilation():
     for lengths in ([5, 8], [4, 9, 3], [2, 2, 2, 12], [7, 1, 11]):
         q, k, v, cu = pack(lengths)
         documents = Documents(cu, max(lengths))
-        for actual, expected in zip(outcome(compiled, q, k, v, documents), outcome(attend, q, k, v, documents), strict=True):
+        for actual, expected in zip(
+            outcome(compiled, q, k, v, documents), outcome(attend, q, k, v, documents), strict=True
+        ):
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     assert len(graphs) <= 2  # one for the first packing, one for all that follow
 
 
-def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_the_compiler(monkeypatch):
+def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_the_compiler(
+    monkeypatch,
+):
     calls = collections.Counter()
 
     def counted(name, run, *arguments):
@@ -336,15 +395,25 @@ def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_t
 
     def compiled(function):
         torch._dynamo.reset()
-        backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition)
+        backend = aot_autograd(
+            fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+        )
         return torch.compile(function, fullgraph=True, backend=backend)
 
-    selective = functools.partial(checkpointed, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    selective = functools.partial(
+        checkpointed, context_fn=functools.partial(create_selective_checkpoint_contexts, policy)
+    )
     q, k, v, cu = pack([5, 8])
     documents = Documents(cu, 8)
     expected = outcome(attend, q, k, v, documents)
     # a checkpoint without a policy runs it twice: the count can tell
-    for op, times in ((attend, 1), (compiled(attend), 1), (selective, 1), (compiled(selective), 1), (checkpointed, 2)):
+    for op, times in (
+        (attend, 1),
+        (compiled(attend), 1),
+        (selective, 1),
+        (compiled(selective), 1),
+        (checkpointed, 2),
+    ):
         calls.clear()
         found = outcome(op, q, k, v, documents)
         assert calls == {"forward": times, "backward": 1}
@@ -410,34 +479,61 @@ class FakeGraph:
     def execute(self, data, workspace, handle):
         given = self.given
         lengths_q, lengths_k = data[given["seq_len_q"]], data[given["seq_len_kv"]]
-        assert given["q"].dim[0] == len(lengths_q) and max(lengths_q) <= given["q"].dim[2] and max(lengths_k) <= given["k"].dim[2]
-        for i, (queries, keys) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
+        assert (
+            given["q"].dim[0] == len(lengths_q)
+            and max(lengths_q) <= given["q"].dim[2]
+            and max(lengths_k) <= given["k"].dim[2]
+        )
+        for i, (queries, keys) in enumerate(
+            zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)
+        ):
 
             def of(tensor, count, i=i):
                 (_, heads, _, size), (_, *stride) = tensor.dim, tensor.stride
-                return data[tensor].view(-1).as_strided((heads, count, size), stride, int(data[tensor.ragged_offset][i]))
+                return (
+                    data[tensor]
+                    .view(-1)
+                    .as_strided((heads, count, size), stride, int(data[tensor.ragged_offset][i]))
+                )
 
             group = given["q"].dim[1] // given["k"].dim[1]
-            q, k, v = of(given["q"], queries).double(), *(of(given[x], keys).double().repeat_interleave(group, 0) for x in "kv")
+            q, k, v = (
+                of(given["q"], queries).double(),
+                *(of(given[x], keys).double().repeat_interleave(group, 0) for x in "kv"),
+            )
             scores = q @ k.mT * given["attn_scale"]
             if given.get("diagonal_band_right_bound") == 0:
-                scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), -torch.inf)
+                scores = scores.masked_fill(
+                    torch.ones(queries, keys, dtype=torch.bool).triu(1), -torch.inf
+                )
             if "dO" not in given:
                 of(self.outputs[0], queries).copy_(scores.softmax(-1) @ v)
                 of(self.outputs[1], queries).copy_(scores.logsumexp(-1, keepdim=True))
                 continue
-            assert sum(lengths_q) <= given["max_total_seq_len_q"] and sum(lengths_k) <= given["max_total_seq_len_kv"]
+            assert (
+                sum(lengths_q) <= given["max_total_seq_len_q"]
+                and sum(lengths_k) <= given["max_total_seq_len_kv"]
+            )
             weights = (scores - of(given["stats"], queries)).exp()
             dout, out = of(given["dO"], queries).double(), of(given["o"], queries).double()
-            dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * given["attn_scale"]
-            dk, dv = ((x.mT @ y).unflatten(0, (-1, group)).sum(1) for x, y in ((dscores, q), (weights, dout)))
-            for tensor, gradient, count in zip(self.outputs, (dscores @ k, dk, dv), (queries, keys, keys), strict=True):
+            dscores = (
+                weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * given["attn_scale"]
+            )
+            dk, dv = (
+                (x.mT @ y).unflatten(0, (-1, group)).sum(1)
+                for x, y in ((dscores, q), (weights, dout))
+            )
+            for tensor, gradient, count in zip(
+                self.outputs, (dscores @ k, dk, dv), (queries, keys, keys), strict=True
+            ):
                 of(tensor, count).copy_(gradient)
 
 
 FAKE_CUDNN = types.SimpleNamespace(
     pygraph=FakeGraph,
-    data_type=types.SimpleNamespace(BFLOAT16="bf16", HALF="f16", FLOAT="f32", INT32="i32", INT64="i64"),
+    data_type=types.SimpleNamespace(
+        BFLOAT16="bf16", HALF="f16", FLOAT="f32", INT32="i32", INT64="i64"
+    ),
     heur_mode=types.SimpleNamespace(A=0, FALLBACK=1),
     diagonal_alignment=types.SimpleNamespace(TOP_LEFT=0),
 )
@@ -456,7 +552,11 @@ def fake_cudnn(monkeypatch):
     cudnn_packed._plan.cache_clear()
 
 
-PACKED = {"five documents": ([130, 1, 0, 57, 70], None), "one": ([200], None), "ring": ([30, 0, 13, 4], [9, 64, 0, 70])}
+PACKED = {
+    "five documents": ([130, 1, 0, 57, 70], None),
+    "one": ([200], None),
+    "ring": ([30, 0, 13, 4], [9, 64, 0, 70]),
+}
 
 
 @pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
@@ -465,15 +565,26 @@ def test_cudnn_is_told_of_packed_documents_what_makes_it_right(lengths, fake_cud
     q, _, _, cu_q = pack(lengths_q)
     _, k, v, cu_k = pack(lengths_k, seed=1)
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    layout = Layout(cu_q, cu_q if lengths[1] is None else cu_k, max(lengths_q), max(lengths_k), lengths[1] is None, 8**-0.5)
+    layout = Layout(
+        cu_q,
+        cu_q if lengths[1] is None else cu_k,
+        max(lengths_q),
+        max(lengths_k),
+        lengths[1] is None,
+        8**-0.5,
+    )
     dout = torch.linspace(-1, 1, q.numel()).view_as(q).bfloat16()
     out, lse = cudnn_packed.forward(q, k, v, layout)
     expected, expected_lse = plain.forward(q, k, v, layout)
-    close = functools.partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)  # two roundings to bfloat16's 8 bits
+    close = functools.partial(
+        torch.testing.assert_close, rtol=1e-2, atol=1e-2
+    )  # two roundings to bfloat16's 8 bits
     close(out, expected)
     close(lse, expected_lse)
     gradients = cudnn_packed.backward(dout, q, k, v, expected, expected_lse, layout)
-    for actual, wanted in zip(gradients, plain.backward(dout, q, k, v, expected, expected_lse, layout), strict=True):
+    for actual, wanted in zip(
+        gradients, plain.backward(dout, q, k, v, expected, expected_lse, layout), strict=True
+    ):
         close(actual, wanted)
 
 
@@ -486,9 +597,9 @@ def test_packs_of_like_sizes_share_a_plan(fake_cudnn):
 
 
 def test_counts_are_rounded_up_by_less_than_a_half():
-    assert [cudnn_packed.rounded(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)] == [
-        *(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)
-    ]
+    assert [
+        cudnn_packed.rounded(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)
+    ] == [*(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)]
     assert all(x <= cudnn_packed.rounded(x) < 1.5 * x for x in range(128, 5000))
 
 
@@ -499,12 +610,16 @@ def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
     assert forms.chosen(q.float(), k.float(), layout) == ["batched", "plain"]
     actual = outcome(varlen_attention, *(x.float() for x in (q, k, v)), cu_seqlens)
-    expected = outcome(reference_varlen_attention, *(x.float().double() for x in (q, k, v)), cu_seqlens)
+    expected = outcome(
+        reference_varlen_attention, *(x.float().double() for x in (q, k, v)), cu_seqlens
+    )
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).abs().max() <= 1e-5 * e.abs().max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+)
 @pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash4", "flash"])
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])
 def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, monkeypatch):
@@ -516,12 +631,16 @@ def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, mo
             pytest.skip(f"{form} does not take this here")
         monkeypatch.setattr(forms, "FORMS", {form: forms.FORMS[form]})
     actual = outcome(varlen_attention, *(x.bfloat16() for x in (q, k, v)), cu_seqlens)
-    expected = outcome(reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens)
+    expected = outcome(
+        reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens
+    )
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).abs().max() <= 2e-2 * e.abs().max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+)
 @pytest.mark.parametrize("form", ["cudnn_packed", "flash"])
 def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(form, monkeypatch):
     """What ring attention asks: no mask, documents without keys or without queries."""
@@ -543,7 +662,9 @@ def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(form, monkeypa
         assert (a.double() - e)[seen].abs().max() <= 2e-2 * e[seen].abs().max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+)
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (32, 4)])
 def test_a_gpu_that_is_asked_for_the_same_bits_gives_them(num_heads, num_kv_heads):
     lengths = [4000, 1, 96, 8000, 700]

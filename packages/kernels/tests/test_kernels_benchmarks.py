@@ -11,5 +11,10 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "kernels"
 
 @pytest.mark.parametrize("name", ["adapters", "experts", "lm_head"])
 def test_a_benchmark_runs_to_its_end(name):
-    ran = subprocess.run([sys.executable, BENCHMARKS / f"{name}.py", "--smoke"], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", "--smoke"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ran.returncode == 0, ran.stderr

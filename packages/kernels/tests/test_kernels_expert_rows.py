@@ -9,13 +9,21 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan, reference, swiglu_rows
+from orrery.kernels.expert_rows import (
+    combine_rows,
+    gather_rows,
+    order_slots,
+    plan,
+    reference,
+    swiglu_rows,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = pytest.param(
     "triton",
     marks=pytest.mark.skipif(
-        find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+        find_spec("triton") is None
+        or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
         reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
     ),
 )
@@ -24,11 +32,17 @@ FORMS = pytest.mark.parametrize("form", ["aten", TRITON])
 
 def routes(num_tokens=13, num_slots=3, num_experts=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :num_slots].to(DEVICE)
+    return (
+        torch.rand(num_tokens, num_experts, generator=generator)
+        .argsort(1)[:, :num_slots]
+        .to(DEVICE)
+    )
 
 
 def random(*shape, dtype=torch.float32, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(DEVICE, dtype)
 
 
 def outcome(op, *inputs):
@@ -41,7 +55,9 @@ def outcome(op, *inputs):
 
 def assert_all_close(actual, expected, tolerance):
     for a, e in zip(actual, expected, strict=True):
-        assert a.shape == e.shape and (a.double() - e.double()).norm() <= tolerance * e.double().norm()
+        assert (
+            a.shape == e.shape and (a.double() - e.double()).norm() <= tolerance * e.double().norm()
+        )
 
 
 @pytest.mark.parametrize("num_experts", [5, 300])
@@ -51,8 +67,14 @@ def test_rows_stand_by_expert_and_then_by_slot_and_places_are_the_inverse(num_to
     rows = plan(expert, num_experts)
     slots = sorted(range(3 * num_tokens), key=lambda slot: (expert.flatten()[slot].item(), slot))
     assert rows.row_M.tolist() == slots
-    assert rows.place_TK.flatten()[rows.row_M].tolist() == list(range(3 * num_tokens)) and rows.place_TK.shape == expert.shape
-    assert rows.ends_E.tolist() == torch.bincount(expert.flatten(), minlength=num_experts).cumsum(0).tolist()
+    assert (
+        rows.place_TK.flatten()[rows.row_M].tolist() == list(range(3 * num_tokens))
+        and rows.place_TK.shape == expert.shape
+    )
+    assert (
+        rows.ends_E.tolist()
+        == torch.bincount(expert.flatten(), minlength=num_experts).cumsum(0).tolist()
+    )
     assert rows.ends_E.dtype == torch.int32
 
 
@@ -63,29 +85,44 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
     assert rows.row_M.tolist() == [1, 3, 0, 2] and rows.ends_E[-1].item() == 2
 
 
-@pytest.mark.parametrize("form", ["aten", "triton"])  # the operators of "triton" run plain operations where Triton cannot
+@pytest.mark.parametrize(
+    "form", ["aten", "triton"]
+)  # the operators of "triton" run plain operations where Triton cannot
 def test_slots_that_go_nowhere_may_share_the_last_row(form):
     every = plan(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
     rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
-    is_real = torch.arange(6, device=DEVICE)[:, None] < 5  # what stands in the last row is any of its slots' tokens
+    is_real = (
+        torch.arange(6, device=DEVICE)[:, None] < 5
+    )  # what stands in the last row is any of its slots' tokens
     x, y = random(3, 4), random(6, 4)
     expected = outcome(lambda x: torch.where(is_real, reference.gather_rows(x, rows), 0), x)
-    assert_all_close(outcome(lambda x: torch.where(is_real, gather_rows(x, rows, form), 0), x), expected, 1e-6)
+    assert_all_close(
+        outcome(lambda x: torch.where(is_real, gather_rows(x, rows, form), 0), x), expected, 1e-6
+    )
     expected = outcome(lambda y: reference.combine_rows(torch.where(is_real, y, 0), rows), y)
-    assert_all_close(outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, form), y), expected, 1e-6)
+    assert_all_close(
+        outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, form), y), expected, 1e-6
+    )
 
 
 # One rounding of a float32 sum whose order differs at most: bfloat16's half unit in the last place is 2⁻⁹.
-DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
+)
 
 
 @FORMS
 @DTYPES
 @pytest.mark.parametrize("width", [16, 20, 4100])
-def test_gathered_and_combined_rows_and_their_gradients_equal_the_referee(form, dtype, tolerance, width):
+def test_gathered_and_combined_rows_and_their_gradients_equal_the_referee(
+    form, dtype, tolerance, width
+):
     rows = plan(routes(), 5)
     x, y = random(13, width, dtype=dtype), random(39, width, dtype=dtype)
-    for op, referee, value in ((gather_rows, reference.gather_rows, x), (combine_rows, reference.combine_rows, y)):
+    for op, referee, value in (
+        (gather_rows, reference.gather_rows, x),
+        (combine_rows, reference.combine_rows, y),
+    ):
         expected = outcome(lambda value, referee=referee: referee(value, rows), value.double())
         actual = outcome(lambda value, op=op: op(value, rows, form), value)
         assert actual[0].dtype == dtype
@@ -116,7 +153,10 @@ def test_float64_passes_gradcheck():
         (lambda x: gather_rows(x, rows, "aten"), (random(4, 2, **double),)),
         (lambda y: combine_rows(y, rows, "aten"), (random(12, 2, **double),)),
         (lambda score: order_slots(score, rows), (random(4, 3, **double),)),
-        (lambda gate_up, score: swiglu_rows(gate_up, score, "aten"), (random(3, 4, **double), random(3, **double))),
+        (
+            lambda gate_up, score: swiglu_rows(gate_up, score, "aten"),
+            (random(3, 4, **double), random(3, **double)),
+        ),
     ):
         assert torch.autograd.gradcheck(op, tuple(x.requires_grad_() for x in inputs))
 
@@ -124,7 +164,9 @@ def test_float64_passes_gradcheck():
 def test_the_activation_keeps_nothing_but_its_inputs():
     kept = []
     gate_up, score = random(9, 32).requires_grad_(), random(9).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.data_ptr()) or x, lambda x: x
+    ):
         swiglu_rows(gate_up, score)
     assert sorted(kept) == sorted([gate_up.data_ptr(), score.data_ptr()])
 
@@ -146,4 +188,6 @@ def test_a_whole_mixture_compiles_to_one_graph_with_the_same_bits(form):
     expert, inputs = routes(), [random(13, 8), random(8, 16), random(13, 3, seed=2)]
     expected = outcome(lambda x, up, score: mixture(x, expert, up, score), *inputs)
     compiled = torch.compile(mixture, fullgraph=True, backend="aot_eager")
-    assert_all_close(outcome(lambda x, up, score: compiled(x, expert, up, score), *inputs), expected, 0)
+    assert_all_close(
+        outcome(lambda x, up, score: compiled(x, expert, up, score), *inputs), expected, 0
+    )

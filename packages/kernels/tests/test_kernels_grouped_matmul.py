@@ -10,14 +10,26 @@ COUNTS = pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [0, 0], [7]
 
 def example(counts, dtype=torch.float64, device="cpu", k=16, n=24, rest=0):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts) + rest, k, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
-    weight = torch.randn(len(counts), n, k, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+    x = (
+        torch.randn(sum(counts) + rest, k, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(len(counts), n, k, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
+    )
     return x, weight, torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
 def outcome(op, x, weight, ends):
     out = op(x, weight, ends)
-    out.backward(torch.randn(*out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out))
+    out.backward(
+        torch.randn(*out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+            out
+        )
+    )
     return out.detach(), x.grad, weight.grad
 
 
@@ -49,14 +61,23 @@ def test_rows_of_no_group_give_no_gradient(counts):
     x, weight, ends = example(counts, rest=4)
     with torch.no_grad():
         x[sum(counts) :] = float("nan")
-    for a, e in zip(grouped(outcome(grouped_matmul, x, weight, ends), ends), grouped(expected, ends), strict=True):
+    for a, e in zip(
+        grouped(outcome(grouped_matmul, x, weight, ends), ends),
+        grouped(expected, ends),
+        strict=True,
+    ):
         torch.testing.assert_close(a, e)
     assert (expected[0][sum(counts) :] == 0).all() and (expected[1][sum(counts) :] == 0).all()
 
 
 def test_rows_of_no_group_show_when_they_are_read():
     out, grad_x, grad_weight = outcome(grouped_matmul, *example([3, 5], rest=2))
-    assert out[8:].isnan().all() and grad_x[8:].isnan().all() and not grad_weight.isnan().any() and not out[:8].isnan().any()
+    assert (
+        out[8:].isnan().all()
+        and grad_x[8:].isnan().all()
+        and not grad_weight.isnan().any()
+        and not out[:8].isnan().any()
+    )
 
 
 @pytest.mark.parametrize("trained", ["x", "weight"])
@@ -70,19 +91,32 @@ def test_a_gradient_that_nobody_wants_is_neither_made_nor_kept_for(trained):
             calls.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
         out = grouped_matmul(x, weight, ends)
     assert sorted(kept) == sorted([(weight if trained == "x" else x).data_ptr(), ends.data_ptr()])
     with Watch():
         out.sum().backward()
-    wanted = "orrery.grouped_matmul.default" if trained == "x" else "orrery.grouped_matmul_weight_gradient.default"
+    wanted = (
+        "orrery.grouped_matmul.default"
+        if trained == "x"
+        else "orrery.grouped_matmul_weight_gradient.default"
+    )
     assert [call for call in calls if call.startswith("orrery.")] == [wanted]
 
 
 def test_it_compiles_into_one_graph_that_serves_every_routing():
-    compiled = torch.compile(lambda x, weight, ends: grouped_matmul(x.sin(), weight, ends).cos(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, weight, ends: grouped_matmul(x.sin(), weight, ends).cos(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     for counts in ([3, 5, 2], [0, 10, 0], [10, 0, 0]):
-        expected = outcome(lambda x, weight, ends: reference_grouped_matmul(x.sin(), weight, ends).cos(), *example(counts))
+        expected = outcome(
+            lambda x, weight, ends: reference_grouped_matmul(x.sin(), weight, ends).cos(),
+            *example(counts),
+        )
         with torch.compiler.set_stance("default" if counts == [3, 5, 2] else "fail_on_recompile"):
             actual = outcome(compiled, *example(counts))
         for a, e in zip(actual, expected, strict=True):
@@ -108,7 +142,10 @@ def test_shapes_that_do_not_go_together_are_refused():
 @pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [7]])
 def test_the_fused_form_on_a_gpu_agrees_within_bfloat16(counts, rest):
     outputs = []
-    for x, weight, ends in (example(counts, torch.bfloat16, "cuda", rest=rest), example(counts, rest=rest)):
+    for x, weight, ends in (
+        example(counts, torch.bfloat16, "cuda", rest=rest),
+        example(counts, rest=rest),
+    ):
         out = grouped_matmul(x, weight, ends)
         out.sum().backward()
         outputs.append(grouped((out.detach(), x.grad, weight.grad), ends))

@@ -53,7 +53,8 @@ def test_values_and_gradients_equal_the_referee_at_any_chunk_length(chunk_tokens
 def test_gradients_pass_gradcheck_through_both_outputs():
     hidden, weight, target, temperature, *_ = example(num_tokens=5, hidden=4, vocab=7)
     assert torch.autograd.gradcheck(
-        lambda hidden, weight: token_logprob(hidden, weight, target, temperature, 2), (hidden.requires_grad_(), weight.requires_grad_())
+        lambda hidden, weight: token_logprob(hidden, weight, target, temperature, 2),
+        (hidden.requires_grad_(), weight.requires_grad_()),
     )
 
 
@@ -78,20 +79,28 @@ def test_only_the_operand_that_wants_a_gradient_gets_one():
 
 def test_bfloat16_operands_give_float32_log_probs_of_the_rounded_operands():
     hidden, weight, target, temperature, g, h = example(dtype=torch.bfloat16)
-    expected = outcome(reference_token_logprob, hidden.double(), weight.double(), target, temperature, g, h)
+    expected = outcome(
+        reference_token_logprob, hidden.double(), weight.double(), target, temperature, g, h
+    )
     actual = outcome(token_logprob, hidden, weight, target, temperature, g.float(), h.float(), 8)
     assert actual[0].dtype == torch.float32 and actual[3].dtype == torch.bfloat16
     assert_close(actual[:2], expected[:2], 1e-5)
-    assert_close(actual[2:], expected[2:], 2e-2)  # the logits' gradient is rounded to bfloat16 before its products
+    assert_close(
+        actual[2:], expected[2:], 2e-2
+    )  # the logits' gradient is rounded to bfloat16 before its products
 
 
 def test_no_tokens_give_no_numbers_and_zero_gradients():
     hidden, weight, target, temperature, g, h = example(num_tokens=0)
-    logprob, _, _, weight_grad = outcome(token_logprob, hidden, weight, target, temperature, g, h, 8)
+    logprob, _, _, weight_grad = outcome(
+        token_logprob, hidden, weight, target, temperature, g, h, 8
+    )
     assert logprob.shape == (0,) and weight_grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("form", ["plain", pytest.param("triton", marks=on_a_gpu)])  # Triton's interpreter makes copies of its own
+@pytest.mark.parametrize(
+    "form", ["plain", pytest.param("triton", marks=on_a_gpu)]
+)  # Triton's interpreter makes copies of its own
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(64, 4), (64, 1000), (3, 4)])
 def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
     vocab, sizes = 1000, []
@@ -99,19 +108,35 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor))
+            sizes.extend(
+                x.numel()
+                for x in (out if isinstance(out, tuple | list) else [out])
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
-    hidden, weight, target, temperature, *_ = (x.to(DEVICE) for x in example(num_tokens, hidden=2, vocab=vocab, dtype=torch.float32))
+    hidden, weight, target, temperature, *_ = (
+        x.to(DEVICE) for x in example(num_tokens, hidden=2, vocab=vocab, dtype=torch.float32)
+    )
     with Watch():
-        logprob, entropy = token_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form=form)
+        logprob, entropy = token_logprob(
+            hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form=form
+        )
         (logprob.sum() + entropy.sum()).backward()
     largest = max(sizes)
-    assert largest <= min(chunk, num_tokens) * vocab and largest >= 0.9 * min(chunk, num_tokens) * vocab
+    assert (
+        largest <= min(chunk, num_tokens) * vocab
+        and largest >= 0.9 * min(chunk, num_tokens) * vocab
+    )
 
 
-@pytest.mark.parametrize(("length", "longest"), [(0, 5), (5, 0), (1000, 128), (1000, 130), (151936, 94960), (16384, 10240), (300, 256)])
-def test_blocks_cover_everything_once_in_as_few_as_can_be_or_one_more_for_alignment(length, longest):
+@pytest.mark.parametrize(
+    ("length", "longest"),
+    [(0, 5), (5, 0), (1000, 128), (1000, 130), (151936, 94960), (16384, 10240), (300, 256)],
+)
+def test_blocks_cover_everything_once_in_as_few_as_can_be_or_one_more_for_alignment(
+    length, longest
+):
     found = chunked.blocks(length, longest)
     assert [i for block in found for i in range(length)[block]] == list(range(length))
     assert all(block.stop - block.start <= max(1, longest) for block in found)
@@ -145,7 +170,9 @@ def test_frozen_operands_and_kept_logits_cost_no_product():
             logprob, _ = token_logprob(*leaves, target, temperature, 8, keep_logits=keep)
             with Count():
                 logprob.sum().backward()
-            assert len(products) == 5 * (of_hidden + of_weight + (not keep))  # a tile of 8 tokens, of 37
+            assert len(products) == 5 * (
+                of_hidden + of_weight + (not keep)
+            )  # a tile of 8 tokens, of 37
             products.clear()
 
 
@@ -165,7 +192,10 @@ def rows_of(num_rows, vocab, seed=3):
     temperature = 0.5 + torch.rand(num_rows, generator=generator)
     _, entropy, log_normalizer = softmax_of(logits.absorb, block.double(), target, temperature)
     gradients = torch.randn(2, num_rows, generator=generator).unbind()
-    return block.to(DEVICE), tuple(x.to(DEVICE) for x in (target, temperature, log_normalizer.float(), entropy.float(), *gradients))
+    return block.to(DEVICE), tuple(
+        x.to(DEVICE)
+        for x in (target, temperature, log_normalizer.float(), entropy.float(), *gradients)
+    )
 
 
 @pytest.mark.parametrize("edges", [(), (1,), (3000, 8999), (4096,)])
@@ -175,17 +205,23 @@ def test_a_softmax_may_be_absorbed_in_any_parts(edges):
     block[0, 10], block[1, 8990] = 60, 60  # the maximum comes first in one row and late in another
     expected = torch.log_softmax(block / temperature[:, None], dim=1)
     logprob, entropy, _ = softmax_of(logits.absorb, block.clone(), target, temperature, edges)
-    torch.testing.assert_close(logprob, expected.gather(1, target[:, None]).squeeze(1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        logprob, expected.gather(1, target[:, None]).squeeze(1), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1), rtol=1e-12, atol=1e-12)
 
 
 @needs_triton
-@pytest.mark.parametrize(("vocab", "edges"), [(7, ()), (4096, ()), (9000, ()), (9000, (3000,)), (9000, (1, 4098))])
+@pytest.mark.parametrize(
+    ("vocab", "edges"), [(7, ()), (4096, ()), (9000, ()), (9000, (3000,)), (9000, (1, 4098))]
+)
 def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
     from orrery.kernels.token_logprob import triton
 
     block, (target, temperature, *_) = rows_of(5, vocab)
-    block[1] += 1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
+    block[1] += (
+        1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
+    )
     expected = softmax_of(logits.absorb, block.double(), target, temperature)
     actual = softmax_of(triton.absorb, block, target, temperature, edges)
     rest = torch.tensor([0, 2, 3, 4], device=DEVICE)
@@ -195,14 +231,21 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
 
 
 @needs_triton
-@pytest.mark.parametrize(("vocab", "first_column", "width"), [(7, 0, 7), (9000, 100, 4096), (9000, 3000, 6000)])
-def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(vocab, first_column, width):
+@pytest.mark.parametrize(
+    ("vocab", "first_column", "width"), [(7, 0, 7), (9000, 100, 4096), (9000, 3000, 6000)]
+)
+def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(
+    vocab, first_column, width
+):
     from orrery.kernels.token_logprob import triton
 
     block, rows = rows_of(5, vocab)
     part = block[:, first_column : first_column + width].contiguous()
     # Rounding to bfloat16 costs at most 2⁻⁹; Triton's interpreter cuts off instead, which costs at most 2⁻⁷.
-    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7)):
+    for dtype, tolerance in (
+        (torch.float32, 2e-6),
+        (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7),
+    ):
         expected = logits.gradient(part.double(), *rows, first_column, torch.float64)
         actual = triton.gradient(part.clone(), *rows, first_column, dtype)
         assert actual.dtype == dtype
@@ -226,11 +269,18 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
 def test_the_whole_op_with_triton_equals_the_referee(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
     inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
-    assert_close([x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, form="triton")], expected, 1e-6)
+    assert_close(
+        [x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, form="triton")],
+        expected,
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("form", ["plain", "triton"])
-@pytest.mark.parametrize(("num_tokens", "vocab", "chunk"), [(37, 50, 8), (37, 50, 1), (5, 300, 64), (1000, 50, 1), (16384, 151936, 10240)])
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab", "chunk"),
+    [(37, 50, 8), (37, 50, 1), (5, 300, 64), (1000, 50, 1), (16384, 151936, 10240)],
+)
 def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, form):
     found = chunked.tiles(num_tokens, vocab, chunk, form)
     sizes = [(tokens.stop - tokens.start) * (words.stop - words.start) for tokens, words in found]
@@ -253,7 +303,9 @@ def test_bfloat16_on_a_gpu_accumulates_in_float32():
     tensors = example(num_tokens=64, hidden=256, vocab=1000, dtype=torch.bfloat16)
     hidden, weight, target, temperature, g, h = (x.cuda() for x in tensors)
     weight = weight / 8
-    expected = outcome(reference_token_logprob, hidden.double(), weight.double(), target, temperature, g, h)
+    expected = outcome(
+        reference_token_logprob, hidden.double(), weight.double(), target, temperature, g, h
+    )
     actual = outcome(token_logprob, hidden, weight, target, temperature, g.float(), h.float(), 24)
     assert_close(actual[:2], expected[:2], 1e-5)
     assert_close(actual[2:], expected[2:], 2e-2)
@@ -261,7 +313,9 @@ def test_bfloat16_on_a_gpu_accumulates_in_float32():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is counted on a GPU only")
 def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
-    hidden, weight, target, temperature, *_ = (x.cuda() for x in example(4096, hidden=64, vocab=8192, dtype=torch.bfloat16))
+    hidden, weight, target, temperature, *_ = (
+        x.cuda() for x in example(4096, hidden=64, vocab=8192, dtype=torch.bfloat16)
+    )
     hidden, weight, chunk = hidden.requires_grad_(), weight.requires_grad_(), 1024
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -275,11 +329,16 @@ def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
 def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens, form):
     hidden, weight = torch.randn(10, 8, device=DEVICE), torch.randn(12, 8, device=DEVICE)
-    target, temperature = torch.randint(0, 12, (10,), device=DEVICE), torch.rand(10, device=DEVICE) + 0.5
+    target, temperature = (
+        torch.randint(0, 12, (10,), device=DEVICE),
+        torch.rand(10, device=DEVICE) + 0.5,
+    )
     found = []
     for keep in (False, True):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprob, entropy = token_logprob(*leaves, target, temperature, chunk_tokens, keep_logits=keep, form=form)
+        logprob, entropy = token_logprob(
+            *leaves, target, temperature, chunk_tokens, keep_logits=keep, form=form
+        )
         (logprob + 0.3 * entropy).sum().backward()
         found.append((logprob, entropy, *(leaf.grad for leaf in leaves)))
     assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))

@@ -76,7 +76,10 @@ def be_a_role() -> None:
                         time.sleep(0.05)
             elif act == "child":  # one in the group, one that left it
                 for new_session in (False, True):
-                    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=new_session)
+                    child = subprocess.Popen(
+                        [sys.executable, "-c", "import time; time.sleep(300)"],
+                        start_new_session=new_session,
+                    )
                     with open(me.run_dir / "children", "a") as file:
                         file.write(f"{child.pid}\n")
             elif act == "ignore SIGTERM":
@@ -84,14 +87,28 @@ def be_a_role() -> None:
             elif act == "shm":
                 Path(f"/dev/shm/{prefix(me.run_dir)}{me.attempt}").mkdir()
             elif act == "caches":
-                made = scratch_disk.folder(me.run_dir, me.stage) / f"attempt_{me.attempt}" / str(me.index)
+                made = (
+                    scratch_disk.folder(me.run_dir, me.stage)
+                    / f"attempt_{me.attempt}"
+                    / str(me.index)
+                )
                 made.mkdir(parents=True)
                 (made / "block.bin").touch()
             elif act == "look":
-                row = {"port": me.port, "attempt": me.attempt, "cores": sorted(os.sched_getaffinity(0))}
-                row["env"] = {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+                row = {
+                    "port": me.port,
+                    "attempt": me.attempt,
+                    "cores": sorted(os.sched_getaffinity(0)),
+                }
+                row["env"] = {
+                    key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+                }
                 row["token_length"] = len(run_token())
-                row["told"] = [process.pid for process in psutil.Process(os.getppid()).children(recursive=True) if is_told(process)]
+                row["told"] = [
+                    process.pid
+                    for process in psutil.Process(os.getppid()).children(recursive=True)
+                    if is_told(process)
+                ]
                 (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
             elif act == "endpoint":
                 rendezvous.publish(me, f"http://127.0.0.1:{me.port}")
@@ -138,7 +155,9 @@ def is_told(process: psutil.Process) -> bool:
 def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
     if not (run_dir / "manifest.json").exists():
-        shutil.copy(Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json")
+        shutil.copy(
+            Path(__file__).parents[3] / "manifests" / "reverse_text.json", run_dir / "manifest.json"
+        )
     set_wall_clock(run_dir / "wall_clock.launcher")
     job = Job(
         run_dir,
@@ -162,5 +181,7 @@ def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        raise SystemExit(launch(Path(sys.argv[2]), *map(int, sys.argv[3:4]), *map(float, sys.argv[4:])))
+        raise SystemExit(
+            launch(Path(sys.argv[2]), *map(int, sys.argv[3:4]), *map(float, sys.argv[4:]))
+        )
     be_a_role()

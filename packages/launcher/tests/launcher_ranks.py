@@ -38,15 +38,28 @@ def be_a_rank() -> None:
 
 
 def launch(run_dir: Path, stage: str, num_ranks: int, deadline_scale: float) -> int:
-    plan = StagePlan(stage, (), tuple(ProcessPlan("trainer", index, "launcher_ranks", 1, "itself") for index in range(num_ranks)))
+    plan = StagePlan(
+        stage,
+        (),
+        tuple(
+            ProcessPlan("trainer", index, "launcher_ranks", 1, "itself")
+            for index in range(num_ranks)
+        ),
+    )
     site = Site(roles=Roles(deadline_scale=deadline_scale))
-    num_devices = None if load(run_dir / "manifest.json").hardware.accelerator == "cpu" else num_ranks
-    outcome = run_stage(Job(run_dir, plan, (stage,), num_devices, None, "make demo", site, Workspace(run_dir)))
+    num_devices = (
+        None if load(run_dir / "manifest.json").hardware.accelerator == "cpu" else num_ranks
+    )
+    outcome = run_stage(
+        Job(run_dir, plan, (stage,), num_devices, None, "make demo", site, Workspace(run_dir))
+    )
     print(outcome.message, file=sys.stderr)
     return outcome.exit_code
 
 
 if __name__ == "__main__":
     if "--run-dir" not in sys.argv:
-        raise SystemExit(launch(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+        raise SystemExit(
+            launch(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        )
     be_a_rank()

@@ -20,11 +20,26 @@ def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, 
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):
         kind = "with_stage" if role in ("inference", "router") else "itself"
-        plan.append({"role": role, "index": index, "module": "launcher_fakes", "num_devices": 0, "ends": kind})
+        plan.append(
+            {
+                "role": role,
+                "index": index,
+                "module": "launcher_fakes",
+                "num_devices": 0,
+                "ends": kind,
+            }
+        )
         script[index] = [role, acts]
     (run_dir / "plan.json").write_text(json.dumps(plan))
     (run_dir / "script.json").write_text(json.dumps(script))
-    paths = [HERE, *(Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
+    paths = [
+        HERE,
+        *(
+            Path(path).resolve()
+            for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if path
+        ),
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     env |= {"WANDB_API_KEY": "a key alone asks for nothing", "WANDB_PROJECT": ""}
 
@@ -33,7 +48,14 @@ def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, 
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     return subprocess.Popen(
-        [sys.executable, str(HERE / "launcher_fakes.py"), "launch", str(run_dir), str(restarts), str(deadline_scale)],
+        [
+            sys.executable,
+            str(HERE / "launcher_fakes.py"),
+            "launch",
+            str(run_dir),
+            str(restarts),
+            str(deadline_scale),
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env=env,
@@ -49,7 +71,10 @@ def end(launcher: subprocess.Popen) -> tuple[int, str]:
 
 def ready(run_dir: Path, *names: str, within_s: float = 30) -> dict[str, int]:
     """Pids of the processes, once each has said that it is there."""
-    return {name: int(wait_for(lambda name=name: text(run_dir / f"ready.{name}"), within_s)) for name in names}
+    return {
+        name: int(wait_for(lambda name=name: text(run_dir / f"ready.{name}"), within_s))
+        for name in names
+    }
 
 
 def text(path: Path) -> str:

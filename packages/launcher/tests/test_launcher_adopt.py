@@ -63,9 +63,18 @@ def other(checkout):
         write(run.path / "rollouts" / file, "{}\n")
     write(run.path / "report/index.html")
     role = RoleStatus("trainer.0", "node1", 7, 0, None, "ended", "exit code 75")
-    Status("rl", 2, "stopped", "rl: stopped; type `snakemake --profile local reverse_text`", 7, "node1", "31", 1.0, 2.0, [role]).write(
-        run.path
-    )
+    Status(
+        "rl",
+        2,
+        "stopped",
+        "rl: stopped; type `snakemake --profile local reverse_text`",
+        7,
+        "node1",
+        "31",
+        1.0,
+        2.0,
+        [role],
+    ).write(run.path)
     return run
 
 
@@ -76,13 +85,20 @@ def begun(checkout, other, **fields) -> Run:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
-def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_run_stays(checkout, other):
+def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_run_stays(
+    checkout, other
+):
     before = files(other.path)
     run = begun(
-        checkout, other, trainer__checkpoint={"interval_steps": 5, "keep": 3}, orchestrator__admission={"kind": "fixed", "max_in_flight": 9}
+        checkout,
+        other,
+        trainer__checkpoint={"interval_steps": 5, "keep": 3},
+        orchestrator__admission={"kind": "fixed", "max_in_flight": 9},
     )
     assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
     assert set(files(run.path)) == {
@@ -92,26 +108,50 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
         "stages/rl/health/trainer.0.json",
         "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
     }  # fmt: skip
-    assert find(run.path.name).manifest == run.manifest and run.finished() == ["init", "sft"] and newest_checkpoint(run.path) == 3
+    assert (
+        find(run.path.name).manifest == run.manifest
+        and run.finished() == ["init", "sft"]
+        and newest_checkpoint(run.path) == 3
+    )
     assert set(files(other.path)) == {*before, ".lock"} and find("reverse_text") == other
-    assert os.path.samefile(run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors")
-    assert os.path.samefile(run.path / "rollouts/step_3.safetensors", other.path / "rollouts/step_3.safetensors")
+    assert os.path.samefile(
+        run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors"
+    )
+    assert os.path.samefile(
+        run.path / "rollouts/step_3.safetensors", other.path / "rollouts/step_3.safetensors"
+    )
     for grows in ("metrics/trainer.0.jsonl", "rollouts/samples.jsonl"):
         assert not os.path.samefile(run.path / grows, other.path / grows), "lines are added there"
     status = statuses.read(run.path)
-    assert (status.stage, status.attempt, status.state, status.slurm_job, status.roles) == ("rl", 2, "stopped", None, [])
+    assert (status.stage, status.attempt, status.state, status.slurm_job, status.roles) == (
+        "rl",
+        2,
+        "stopped",
+        None,
+        [],
+    )
     where = "done: init, sft; rl goes on after step 3"
-    assert status.message == f"adopted from {other.path.name}: {where}; type `orrery run {run.path.name} rl` to go on"
+    assert (
+        status.message
+        == f"adopted from {other.path.name}: {where}; type `orrery run {run.path.name} rl` to go on"
+    )
     record(run.path, "rl", 3, "stopped", "", 0.0, 1.0, [], {}, None, checkout)
     said = json.loads((run.path / "receipt.json").read_text())["run"]
     assert said["name"] == "elsewhere"
-    assert said["adopted"] == {"run": other.path.name, "done": ["init", "sft"], "checkpoint": {"stage": "rl", "step": 3}}
+    assert said["adopted"] == {
+        "run": other.path.name,
+        "done": ["init", "sft"],
+        "checkpoint": {"stage": "rl", "step": 3},
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (lambda path: shutil.rmtree(path / "checkpoints/step_3.attempt_1"), "done: init, sft; rl begins"),
+        (
+            lambda path: shutil.rmtree(path / "checkpoints/step_3.attempt_1"),
+            "done: init, sft; rl begins",
+        ),
         (lambda path: done_path(path, "sft").unlink(), "done: init; sft goes on after step 2"),
         (
             lambda path: [write(done_path(path, stage)) for stage in ("rl", "evaluate", "report")],
@@ -129,52 +169,81 @@ def test_where_it_stands_is_what_its_next_stage_finds(checkout, other, change, w
 
 
 def test_files_are_copied_where_they_cannot_have_two_names(checkout, other, monkeypatch):
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "Invalid cross-device link")))
+    monkeypatch.setattr(
+        os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "Invalid cross-device link"))
+    )
     run = begun(checkout, other)
     adopt(run, other)
-    assert not os.path.samefile(run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors")
+    assert not os.path.samefile(
+        run.path / "weights/sft/model.safetensors", other.path / "weights/sft/model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seed", 9), ("trainer__max_grad_norm", 2.0), ("inference__max_model_len_tokens", 96), ("orchestrator__max_off_policy_steps", 1)],
+    [
+        ("seed", 9),
+        ("trainer__max_grad_norm", 2.0),
+        ("inference__max_model_len_tokens", 96),
+        ("orchestrator__max_off_policy_steps", 1),
+    ],
 )
 def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, field, value):
     run = begun(checkout, other, **{field: value})
-    with pytest.raises(OrreryError, match=rf"would learn something else than {other.path.name}: {field.replace('__', '.')}: .* → {value};"):
+    with pytest.raises(
+        OrreryError,
+        match=rf"would learn something else than {other.path.name}: {field.replace('__', '.')}: .* → {value};",
+    ):
         adopt(run, other)
-    assert not run.path.exists() and [path.name for path in (checkout / "runs").iterdir()] == [other.path.name]
+    assert not run.path.exists() and [path.name for path in (checkout / "runs").iterdir()] == [
+        other.path.name
+    ]
 
 
 def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, other):
     one, two = begun(checkout, other), begun(checkout, other, name="nowhere")
     with pytest.raises(
-        OrreryError, match=rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start elsewhere by itself"
+        OrreryError,
+        match=rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start elsewhere by itself",
     ):
         adopt(one, two)
-    with pytest.raises(OrreryError, match=r"it has begun; only a run that has not can adopt another"):
+    with pytest.raises(
+        OrreryError, match=r"it has begun; only a run that has not can adopt another"
+    ):
         adopt(other, one)
 
 
-def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(checkout, other, monkeypatch):
+def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
+    checkout, other, monkeypatch
+):
     run = begun(checkout, other)
     with lock.hold(other.path), pytest.raises(OrreryError, match="another launcher runs this run"):
         adopt(run, other)
-    write(checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}")  # as one that was killed leaves it
+    write(
+        checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}"
+    )  # as one that was killed leaves it
     assert [path.name for path in all_runs(find_workspace())] == [other.path.name]
-    monkeypatch.setattr(shutil, "copy2", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        shutil, "copy2", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OrreryError, match=r"nothing is adopted: .*No space left on device"):
         adopt(run, other)
     assert [path.name for path in (checkout / "runs").iterdir()] == [other.path.name]
 
 
-def test_the_command_says_where_it_stands_and_what_to_type_next(checkout, other, capsys, monkeypatch):
+def test_the_command_says_where_it_stands_and_what_to_type_next(
+    checkout, other, capsys, monkeypatch
+):
     """A checked-in run of the same learning: the seeds of the demo differ, so one is edited here to be the demo on another device."""
     monkeypatch.setattr(sys, "argv", ["orrery", "adopt", "reverse_text_seed_2", "reverse_text"])
     with pytest.raises(SystemExit) as leave:
         cli.main()
     assert leave.value.code == 2 and "would learn something else" in capsys.readouterr().err
-    manifest = changed(other.manifest, name="reverse_text_seed_2", trainer__checkpoint={"interval_steps": 5, "keep": 3})
+    manifest = changed(
+        other.manifest,
+        name="reverse_text_seed_2",
+        trainer__checkpoint={"interval_steps": 5, "keep": 3},
+    )
     (checkout / "manifests/reverse_text_seed_2.json").write_text(pretty_json(manifest))
     with pytest.raises(SystemExit) as leave:
         cli.main()

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[3]
 CPU_LOCKS = ("login", "orchestrator", "trainer.cpu", "inference.cpu")
 LOCKS = (*CPU_LOCKS, "trainer.cuda", "inference.cuda")
 
-with_apptainer = pytest.mark.skipif(shutil.which("apptainer") is None, reason="no apptainer here: bash tests/cluster/install_apptainer.sh")
+with_apptainer = pytest.mark.skipif(
+    shutil.which("apptainer") is None,
+    reason="no apptainer here: bash tests/cluster/install_apptainer.sh",
+)
 
 
 def script(name: str):
@@ -69,7 +72,9 @@ def test_a_cpu_role_has_the_versions_that_the_manifest_names(lock):
 @pytest.mark.parametrize("lock", LOCKS)
 def test_every_file_of_a_lock_has_a_hash_and_none_an_address(lock):
     text = (ROOT / f"locks/{lock}.txt").read_text()
-    assert all("--hash=sha256:" in block for block in re.split(r"(?m)^(?=[a-z0-9._-]+==)", text)[1:])
+    assert all(
+        "--hash=sha256:" in block for block in re.split(r"(?m)^(?=[a-z0-9._-]+==)", text)[1:]
+    )
     assert not re.search(r"(?m)^[^#]*://", text)
 
 
@@ -79,7 +84,8 @@ def test_what_trainer_and_engines_share_on_gpus_has_one_version():
     apart = {name for name in shared if trainer[name] != engines[name]}
     # vLLM pins the compiler of its kernels; FlashAttention 4 asks for a newer one
     assert "torch" in shared - apart and all(
-        re.fullmatch("apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels", name) for name in apart
+        re.fullmatch("apache-tvm-ffi|nvidia-cutlass-dsl(-libs-.*)?|quack-kernels", name)
+        for name in apart
     )
 
 
@@ -103,7 +109,16 @@ def test_a_recipe_moves_with_each_of_its_parts_and_with_no_other(checkout):
 
 def test_roles_of_one_image_have_one_recipe(checkout):
     assert images.recipe(checkout, "router", "cpu") == images.recipe(checkout, "inference", "cpu")
-    assert len({images.recipe(checkout, image, hardware) for image in images.IMAGES for hardware in ("cpu", "cuda")}) == 8
+    assert (
+        len(
+            {
+                images.recipe(checkout, image, hardware)
+                for image in images.IMAGES
+                for hardware in ("cpu", "cuda")
+            }
+        )
+        == 8
+    )
 
 
 def test_a_role_gets_the_file_of_the_lock(checkout, built):
@@ -111,20 +126,27 @@ def test_a_role_gets_the_file_of_the_lock(checkout, built):
 
 
 def test_an_image_that_was_never_built_says_what_to_type(checkout, built):
-    with pytest.raises(OrreryError, match=r"there is no image cuda/inference; type `snakemake -s pipelines/images\.smk .* lock_cuda`"):
+    with pytest.raises(
+        OrreryError,
+        match=r"there is no image cuda/inference; type `snakemake -s pipelines/images\.smk .* lock_cuda`",
+    ):
         images.find(checkout, built.parent, "router", "cuda")
 
 
 def test_a_recipe_that_moved_on_says_what_to_type(checkout, built):
     with open(checkout.root / "locks/trainer.cpu.txt", "a") as lock:
         lock.write("# newer\n")
-    with pytest.raises(OrreryError, match=r"the recipe of cpu/trainer has changed since .* lock_cpu`"):
+    with pytest.raises(
+        OrreryError, match=r"the recipe of cpu/trainer has changed since .* lock_cpu`"
+    ):
         images.find(checkout, built.parent, "trainer", "cpu")
 
 
 def test_a_missing_file_is_named(checkout, built):
     built.unlink()
-    with pytest.raises(OrreryError, match=rf"images/{built.name}: the image is missing; type `.* trainer_cpu`"):
+    with pytest.raises(
+        OrreryError, match=rf"images/{built.name}: the image is missing; type `.* trainer_cpu`"
+    ):
         images.find(checkout, built.parent, "trainer", "cpu")
 
 
@@ -153,7 +175,9 @@ def sif(launch: bytes, noise: int) -> bytes:
     """A SIF file with one used descriptor; `noise` stands wherever a build leaves something of its own."""
     header = launch.ljust(32, b"\0") + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes([noise]) * 16
     header += struct.pack("<qqqqqqqq", noise, noise, 47, 1, 128, 585, 713, 4)
-    descriptor = struct.pack("<i?III", 0x4004, True, 1, 1, 0) + struct.pack("<qqqqqqq", 713, 4, 4, noise, noise, noise, noise)
+    descriptor = struct.pack("<i?III", 0x4004, True, 1, 1, 0) + struct.pack(
+        "<qqqqqqq", 713, 4, 4, noise, noise, noise, noise
+    )
     return header.ljust(128, b"\0") + (descriptor + b"data").ljust(585, b"\0") + b"body"
 
 
@@ -165,7 +189,9 @@ def test_a_sif_file_depends_on_its_content_alone(tmp_path):
     other.write_bytes(sif(b"#!/usr/bin/env ran", 1))
     for path in (one, two, other):
         normalise(path)
-    assert one.read_bytes() == two.read_bytes() == sif(b"#!/usr/bin/env run", 0) != other.read_bytes()
+    assert (
+        one.read_bytes() == two.read_bytes() == sif(b"#!/usr/bin/env run", 0) != other.read_bytes()
+    )
     normalise(one)
     assert one.read_bytes() == two.read_bytes()
 
@@ -181,27 +207,42 @@ def test_what_is_no_sif_file_is_left_alone(tmp_path):
 def test_a_digest_that_is_not_the_locks_is_said_with_its_cause(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "containers"))
     build = script("build")
-    monkeypatch.setattr(build, "_version", lambda program, flag: program)  # which this machine may not have
+    monkeypatch.setattr(
+        build, "_version", lambda program, flag: program
+    )  # which this machine may not have
     against_lock = build.against_lock
     locked = Built("r" * 64, "a" * 64)
     assert "as containers/images.lock says" in against_lock("cpu/trainer", locked, locked)
     assert "not in containers/images.lock yet" in against_lock("cpu/trainer", locked, None)
-    assert "the recipe has changed" in against_lock("cpu/trainer", Built("s" * 64, "b" * 64), locked)
-    assert "though the recipe is the same" in against_lock("cpu/trainer", Built("r" * 64, "b" * 64), locked)
+    assert "the recipe has changed" in against_lock(
+        "cpu/trainer", Built("s" * 64, "b" * 64), locked
+    )
+    assert "though the recipe is the same" in against_lock(
+        "cpu/trainer", Built("r" * 64, "b" * 64), locked
+    )
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "cuda"])
 def test_debian_is_pinned_by_digest(hardware):
     lock = script("debian").read_lock(ROOT / f"containers/debian.{hardware}.lock")
     assert re.fullmatch(r"\d{8}T\d{6}Z", lock.time)
-    assert {"libc6", "python3.11", "libnuma1", "ca-certificates"} <= {package.name for package in lock.packages}
-    assert all(re.fullmatch(r"[0-9a-f]{64}", package.sha256) and package.path.endswith(".deb") for package in lock.packages)
-    assert f"python{(ROOT / '.python-version').read_text().strip()}" in {package.name for package in lock.packages}
+    assert {"libc6", "python3.11", "libnuma1", "ca-certificates"} <= {
+        package.name for package in lock.packages
+    }
+    assert all(
+        re.fullmatch(r"[0-9a-f]{64}", package.sha256) and package.path.endswith(".deb")
+        for package in lock.packages
+    )
+    assert f"python{(ROOT / '.python-version').read_text().strip()}" in {
+        package.name for package in lock.packages
+    }
 
 
 def test_a_package_that_is_not_the_locks_is_refused(tmp_path, monkeypatch):
     debian = script("debian")
-    package = debian.Package("x", "1", hashlib.sha256(b"right").hexdigest(), "debian/pool/x_1_amd64.deb")
+    package = debian.Package(
+        "x", "1", hashlib.sha256(b"right").hexdigest(), "debian/pool/x_1_amd64.deb"
+    )
     mirror = tmp_path / "mirror" / package.path
     mirror.parent.mkdir(parents=True)
     monkeypatch.setenv("DEBIAN_MIRROR", str(tmp_path / "mirror"))
@@ -214,7 +255,11 @@ def test_a_package_that_is_not_the_locks_is_refused(tmp_path, monkeypatch):
 
 def test_packages_that_write_one_file_each_its_own_are_found(tmp_path):
     files = {
-        "Flash_Infer.py-1.0": ["build_backend.py,sha256=one,3", '"a,b.py",sha256=x,1', "shared.pc,sha256=same,1"],
+        "Flash_Infer.py-1.0": [
+            "build_backend.py,sha256=one,3",
+            '"a,b.py",sha256=x,1',
+            "shared.pc,sha256=same,1",
+        ],
         "alone-2.0": ["shared.pc,sha256=same,1", "alone/__init__.py,,"],
         "zlib_ext-0.1": ["build_backend.py,sha256=another,4", "zlib_ext-0.1.dist-info/RECORD,,"],
     }
@@ -230,7 +275,9 @@ def test_compiled_files_are_the_same_for_any_number_of_cores_and_hash_seed(tmp_p
     for seed, cores in (("1", "0"), ("2", f"0-{os.cpu_count() - 1}")):
         folder = tmp_path / "same" / "place"
         shutil.rmtree(folder.parent, ignore_errors=True)
-        shutil.copytree(Path(json.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            Path(json.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
         command = ["taskset", "-c", cores, sys.executable, ROOT / "containers/bytecode.py", folder]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
         digests.append({path.name: path.read_bytes() for path in sorted(folder.rglob("*.pyc"))})
@@ -239,14 +286,23 @@ def test_compiled_files_are_the_same_for_any_number_of_cores_and_hash_seed(tmp_p
 
 @with_apptainer
 @pytest.mark.slow
-@pytest.mark.skipif("ORRERY_TEST_IMAGES" not in os.environ, reason="minutes; ORRERY_TEST_IMAGES=1 asks for it")
+@pytest.mark.skipif(
+    "ORRERY_TEST_IMAGES" not in os.environ, reason="minutes; ORRERY_TEST_IMAGES=1 asks for it"
+)
 @pytest.mark.timeout(900)
 def test_images_have_the_same_bytes_when_built_from_nothing_again(tmp_path):
     sifs = []
     for work in ("one", "two"):
         folder = tmp_path / work
         for image, hardware in (("base", "cpu"), ("base", "cuda"), ("orchestrator", "cpu")):
-            command = [sys.executable, ROOT / "containers/build.py", "build", image, hardware, folder]
+            command = [
+                sys.executable,
+                ROOT / "containers/build.py",
+                "build",
+                image,
+                hardware,
+                folder,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
         sifs.append({path.name for path in folder.glob("*.sif")})
@@ -263,7 +319,10 @@ IN_THE_IMAGE = {
         "transformers, zmq",
         True,
     ),
-    "inference": ("msgspec, psutil, pydantic, safetensors, torch, transformers, uvicorn, uvloop, vllm, vllm_router, zmq", True),
+    "inference": (
+        "msgspec, psutil, pydantic, safetensors, torch, transformers, uvicorn, uvloop, vllm, vllm_router, zmq",
+        True,
+    ),
 }
 
 
@@ -285,6 +344,17 @@ assert importlib.util.find_spec('orrery') is None
 assert os.path.isdir('/orrery/code') and os.path.isdir('/orrery/run')
 assert not [path for path in sys.path if path and not path.startswith(('/usr/', '/orrery/'))], sys.path
 """
-    command = ["apptainer", "--silent", "exec", "--userns", "--contain", "--cleanenv", path, "python3", "-c", check]
+    command = [
+        "apptainer",
+        "--silent",
+        "exec",
+        "--userns",
+        "--contain",
+        "--cleanenv",
+        path,
+        "python3",
+        "-c",
+        check,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -89,7 +89,8 @@ def test_what_a_child_listens_on_is_its_roles():
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0, reason="NOT TESTED: another network namespace"
+    subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0,
+    reason="NOT TESTED: another network namespace",
 )
 def test_sockets_of_another_network_namespace_are_read_as_that_one_has_them():
     with process(tcp("0.0.0.0", 777), before=("unshare", "-n")) as pid:

@@ -62,22 +62,34 @@ def calls(checkout: Path) -> list[str]:
 
 def test_a_dry_run_shows_every_stage_of_every_run_of_a_group(checkout):
     result = snakemake(checkout, "-n", "reverse_text_seeds")
-    table = {line.split()[0]: line.split()[1] for line in result.stdout.splitlines() if len(line.split()) == 2}
+    table = {
+        line.split()[0]: line.split()[1]
+        for line in result.stdout.splitlines()
+        if len(line.split()) == 2
+    }
     assert {stage: table.get(stage) for stage in ("init", "sft", "rl", "evaluate", "report", "total")} == {
         "init": "3", "sft": "3", "rl": "3", "evaluate": "3", "report": "3", "total": "16"
     }, result.stderr  # fmt: skip
     assert not (checkout / "runs").exists()
 
 
-def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_the_example_to_copy(checkout):
+def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_the_example_to_copy(
+    checkout,
+):
     shutil.copytree(ROOT / "slurm", checkout / "slurm")
     result = snakemake(checkout, "--profile", "slurm", "-n", "glm5_run")
     assert result.returncode == 0, result.stderr
     said = result.stdout + result.stderr
     assert "  prefill: 8 nodes × 8 H200: inference.0-7, orchestrator.0" in said
-    assert "  decode: 8 nodes × 8 H200: inference.8-15" in said and "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
+    assert (
+        "  decode: 8 nodes × 8 H200: inference.8-15" in said
+        and "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
+    )
     assert "note: no submission is shown: site.toml: there is no site file" in said
-    assert "type `cp docs/site.example.toml site.toml`" in said and (ROOT / "docs/site.example.toml").is_file()
+    assert (
+        "type `cp docs/site.example.toml site.toml`" in said
+        and (ROOT / "docs/site.example.toml").is_file()
+    )
     assert not (checkout / "runs").exists()
 
 
@@ -95,7 +107,9 @@ def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkou
 
 def test_what_earlier_stages_and_attempts_have_logged_stays(checkout):
     [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
-    put_orrery(checkout, ORRERY + 'mkdir -p runs/$2/logs && echo "$3" >> runs/$2/logs/launcher.0.log\n')
+    put_orrery(
+        checkout, ORRERY + 'mkdir -p runs/$2/logs && echo "$3" >> runs/$2/logs/launcher.0.log\n'
+    )
     assert snakemake(checkout, "--profile", "local", "reverse_text").returncode == 0
     said = (checkout / "runs" / folder / "logs" / "launcher.0.log").read_text()
     assert said.split() == ["init", "sft", "rl", "evaluate", "report"]
@@ -106,7 +120,9 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     spec = checkout / "jsonnet/runs/reverse_text.jsonnet"
     path = checkout / "manifests/reverse_text.json"
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "seed": manifest["seed"] + 1}, indent=2, sort_keys=True) + "\n")
+    path.write_text(
+        json.dumps({**manifest, "seed": manifest["seed"] + 1}, indent=2, sort_keys=True) + "\n"
+    )
     result = snakemake(checkout, "-n", "reverse_text")
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
@@ -126,33 +142,66 @@ def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkou
     (checkout / "jsonnet/runs/odd.jsonnet").write_text(text)
     result = snakemake(checkout, "-n", "reverse_text")
     assert result.returncode == 0, result.stderr
-    (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning: jsonnet/runs/odd.jsonnet")]
-    assert warning.endswith("; the runs of this file are left out") and "Traceback" not in result.stderr
+    (warning,) = [
+        line
+        for line in result.stderr.splitlines()
+        if line.startswith("warning: jsonnet/runs/odd.jsonnet")
+    ]
+    assert (
+        warning.endswith("; the runs of this file are left out")
+        and "Traceback" not in result.stderr
+    )
 
 
 def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     shutil.copy(ROOT / "Makefile", checkout)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    argv = ["make", "-o", ".venv/.ready", "demo", "RUN=reverse_tex"]  # as if `make setup` had been done
+    argv = [
+        "make",
+        "-o",
+        ".venv/.ready",
+        "demo",
+        "RUN=reverse_tex",
+    ]  # as if `make setup` had been done
     result = subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "MissingRule" not in result.stderr
-    assert "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean 'reverse_text'?" in result.stderr
+    assert (
+        "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean 'reverse_text'?"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("targets", "says"),
     [
-        (["reverse_tex"], "run 'reverse_tex': no run, and no group of runs, has this name; did you mean 'reverse_text'?"),
-        (["-n", "reverse_text", "--", "reverse_text_seed"], "has this name; did you mean 'reverse_text_seed"),
-        (["zzzz"], "run 'zzzz': no run, and no group of runs, has this name; `ls manifests jsonnet/runs` shows all names"),
+        (
+            ["reverse_tex"],
+            "run 'reverse_tex': no run, and no group of runs, has this name; did you mean 'reverse_text'?",
+        ),
+        (
+            ["-n", "reverse_text", "--", "reverse_text_seed"],
+            "has this name; did you mean 'reverse_text_seed",
+        ),
+        (
+            ["zzzz"],
+            "run 'zzzz': no run, and no group of runs, has this name; `ls manifests jsonnet/runs` shows all names",
+        ),
         (["rl"], "run 'rl': no run, and no group of runs, has this name; "),
-        (["runs/FOLDERa/stages/rl/DONE"], "no checked-in manifest has the run folder 'FOLDERa'; did you mean 'FOLDER'?"),
-        (["./runs/FOLDER/stages/rk/DONE"], "this run has no stage 'rk'; choose from init, sft, rl, evaluate, report"),
+        (
+            ["runs/FOLDERa/stages/rl/DONE"],
+            "no checked-in manifest has the run folder 'FOLDERa'; did you mean 'FOLDER'?",
+        ),
+        (
+            ["./runs/FOLDER/stages/rk/DONE"],
+            "this run has no stage 'rk'; choose from init, sft, rl, evaluate, report",
+        ),
     ],
 )
 def test_a_misspelt_target_is_one_sentence_with_what_was_meant(checkout, targets, says):
     [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
-    result = snakemake(checkout, "--profile", "local", *(target.replace("FOLDER", folder) for target in targets))
+    result = snakemake(
+        checkout, "--profile", "local", *(target.replace("FOLDER", folder) for target in targets)
+    )
     assert result.returncode == 1 and not (checkout / "runs").exists()
     [line] = [line for line in result.stderr.splitlines() if "error" in line.lower()]
     assert line.startswith("error: ") and says.replace("FOLDER", folder) in line
@@ -166,10 +215,21 @@ def test_a_stage_is_a_target_by_its_marker(checkout):
 
 
 def test_a_run_without_sft_goes_from_init_to_rl(checkout):
-    manifest = json.loads(subprocess.check_output([sys.executable, "-m", "orrery.manifest", "show", "reverse_text"], cwd=checkout))
+    manifest = json.loads(
+        subprocess.check_output(
+            [sys.executable, "-m", "orrery.manifest", "show", "reverse_text"], cwd=checkout
+        )
+    )
     manifest["stages"]["sft"] = None
-    (checkout / "jsonnet/runs/no_sft.jsonnet").write_text("{ no_sft: " + json.dumps({**manifest, "name": "no_sft"}) + " }\n")
-    subprocess.run([sys.executable, "-m", "orrery.manifest", "render", "no_sft"], cwd=checkout, check=True, capture_output=True)
+    (checkout / "jsonnet/runs/no_sft.jsonnet").write_text(
+        "{ no_sft: " + json.dumps({**manifest, "name": "no_sft"}) + " }\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "orrery.manifest", "render", "no_sft"],
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+    )
     assert snakemake(checkout, "--profile", "local", "no_sft").returncode == 0
     assert calls(checkout) == ["init", "rl", "evaluate", "report"]
 
@@ -179,18 +239,37 @@ def test_ctrl_c_during_a_stage_ends_the_launcher_and_all_roles_in_order(checkout
     run_dir = checkout / "runs" / folder
     run_dir.mkdir(parents=True)
     (run_dir / "plan.json").write_text(
-        json.dumps([{"role": "trainer", "index": 0, "module": "launcher_fakes", "num_devices": 0, "ends": "itself"}])
+        json.dumps(
+            [
+                {
+                    "role": "trainer",
+                    "index": 0,
+                    "module": "launcher_fakes",
+                    "num_devices": 0,
+                    "ends": "itself",
+                }
+            ]
+        )
     )
     (run_dir / "script.json").write_text(json.dumps({"0": ["trainer", ["ready", "wait"]]}))
-    put_orrery(checkout, f"#!/bin/sh\nexec {sys.executable} {HERE}/launcher_fakes.py launch $PWD/runs/$2\n")
+    put_orrery(
+        checkout, f"#!/bin/sh\nexec {sys.executable} {HERE}/launcher_fakes.py launch $PWD/runs/$2\n"
+    )
     pipeline = snakemake(
-        checkout, "--profile", "local", "reverse_text", start=True, PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
+        checkout,
+        "--profile",
+        "local",
+        "reverse_text",
+        start=True,
+        PYTHONPATH=f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
     )
     limit = time.monotonic() + 40
     while not (ready := run_dir / "ready.trainer.0").exists() or not ready.read_text():
         assert time.monotonic() < limit and pipeline.poll() is None, pipeline.communicate()[0]
         time.sleep(0.05)
-    os.killpg(pipeline.pid, signal.SIGINT)  # as a terminal does: everyone in the foreground group hears it
+    os.killpg(
+        pipeline.pid, signal.SIGINT
+    )  # as a terminal does: everyone in the foreground group hears it
     out, _ = pipeline.communicate(timeout=40)
     assert pipeline.returncode != 0
     status = read_status(run_dir)

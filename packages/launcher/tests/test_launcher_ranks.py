@@ -28,7 +28,9 @@ torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.initialize").initialize
 HERE = Path(__file__).parent
 SCALE = 0.2  # of every deadline of the code, so that nobody here waits for 40 s; on a busy machine a step may take some seconds
-END_S = 60 - STILL_S  # what a minute leaves, where nothing is scaled, for stacks, recorders and the end
+END_S = (
+    60 - STILL_S
+)  # what a minute leaves, where nothing is scaled, for stacks, recorders and the end
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -76,7 +78,9 @@ def at_step(launcher: subprocess.Popen, run_dir: Path, step: int) -> dict[str, H
     limit_s = time.monotonic() + 90
     while launcher.poll() is None:
         ranks = read_health(run_dir, "sft", 1)
-        if len(ranks) == 2 and all((rank.step or 0) >= step and rank.pulse for rank in ranks.values()):
+        if len(ranks) == 2 and all(
+            (rank.step or 0) >= step and rank.pulse for rank in ranks.values()
+        ):
             return ranks
         assert time.monotonic() < limit_s, ranks
         time.sleep(0.02)
@@ -100,10 +104,15 @@ def test_a_rank_that_is_killed_ends_all_and_the_others_say_where_they_were(run_d
     assert f"its log is {run_dir}/logs/trainer.1.log" in stderr
     if accelerator != "cpu":  # gloo's ranks fail by themselves when one is gone
         assert (run_dir / "logs/flight_recorder/rank_0").exists(), kept(run_dir, stderr)
-        assert recorded(run_dir, 0)["entries"] and "most recent call first" in (run_dir / "logs/trainer.0.log").read_text()
+        assert (
+            recorded(run_dir, 0)["entries"]
+            and "most recent call first" in (run_dir / "logs/trainer.0.log").read_text()
+        )
 
 
-def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_is_kept(run_dir, tmp_path):
+def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_is_kept(
+    run_dir, tmp_path
+):
     """Two runs side by side, since most of it is waiting: one rank is stopped from outside, the other never gets out of a step."""
     stopped, asleep = run_dir, tmp_path / "asleep-0123456789ab"
     shutil.copytree(stopped, asleep)
@@ -113,19 +122,25 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     begin_s = time.monotonic()
     said = {path: end(launcher) for path, launcher in launchers.items()}
     assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < SCALE * STILL_S + END_S
-    assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped], kept(stopped, said[stopped])
+    assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped], kept(
+        stopped, said[stopped]
+    )
     assert "sft: stall: trainer.1 made no progress for" in said[asleep], kept(asleep, said[asleep])
     assert "s while sft (step 6); trainer.0 waits" in said[asleep], kept(asleep, said[asleep])
     for path, sentence in said.items():
         logs = path / "logs"
-        assert f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight recorders in {logs}/flight_recorder;" in sentence, (
-            kept(path, sentence)
-        )
+        assert (
+            f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight recorders in {logs}/flight_recorder;"
+            in sentence
+        ), kept(path, sentence)
         for rank in (0, 1):
             assert "most recent call first" in (logs / f"trainer.{rank}.log").read_text()
     # One that was stopped is woken to say where it was, and goes on for a moment; the other still is where it was.
     assert "learn_or_stop" in (asleep / "logs/trainer.1.log").read_text()
-    begun = [max(entry["collective_seq_id"] for entry in recorded(asleep, rank)["entries"]) for rank in (0, 1)]
+    begun = [
+        max(entry["collective_seq_id"] for entry in recorded(asleep, rank)["entries"])
+        for rank in (0, 1)
+    ]
     assert begun[0] > begun[1]
     assert all(recorded(stopped, rank)["entries"] for rank in (0, 1))
 
@@ -141,7 +156,9 @@ def test_a_rank_that_stands_still_between_steps_ends_all_by_its_name_too(run_dir
     said = end(launcher)
     assert time.monotonic() - begin_s < SCALE * STILL_S + END_S
     assert "sft: stall: trainer.1 made no progress for" in said, kept(run_dir, said)
-    assert "s while copying a checkpoint (step 4); trainer.0 waits in a collective" in said, kept(run_dir, said)
+    assert "s while copying a checkpoint (step 4); trainer.0 waits in a collective" in said, kept(
+        run_dir, said
+    )
 
 
 def kept(run_dir: Path, said: str) -> str:
@@ -151,7 +168,13 @@ def kept(run_dir: Path, said: str) -> str:
         f"— {path.name}\n{path.read_text()[-4000:]}"
         for path in (*sorted(logs.glob("*.log")), *sorted(run_dir.glob("stages/*/health/*.json")))
     ]
-    return "\n".join([said, f"flight recorders: {sorted(path.name for path in logs.glob('flight_recorder/*'))}", *texts])
+    return "\n".join(
+        [
+            said,
+            f"flight recorders: {sorted(path.name for path in logs.glob('flight_recorder/*'))}",
+            *texts,
+        ]
+    )
 
 
 def recorded(run_dir: Path, rank: int) -> dict:

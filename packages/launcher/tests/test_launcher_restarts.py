@@ -25,7 +25,9 @@ endings = st.lists(st.tuples(names, st.booleans(), codes, st.floats(0, WINDOW_S)
 
 
 @given(st.integers(0, 5), endings)
-def test_engines_are_started_again_no_oftener_a_day_than_allowed_and_never_after_two_vain_starts(most, endings):
+def test_engines_are_started_again_no_oftener_a_day_than_allowed_and_never_after_two_vain_starts(
+    most, endings
+):
     restarts, vain, now_s, done_s = Restarts(most), {"inference.0": 0, "inference.1": 0}, 0.0, []
     for name, has_served, code, after_s in endings:
         now_s += after_s
@@ -34,7 +36,9 @@ def test_engines_are_started_again_no_oftener_a_day_than_allowed_and_never_after
         is_again = restarts.refusal(name, has_served, code, now_s) is None
         assert is_again == (lately < most and vain[name] < 2)
         done_s += [now_s] * is_again
-        assert restarts.num_lately == lately + is_again <= most and restarts.by_name.total() == len(done_s)
+        assert restarts.num_lately == lately + is_again <= most and restarts.by_name.total() == len(
+            done_s
+        )
 
 
 def test_losses_of_weeks_end_no_run_that_loses_few_a_day():
@@ -42,7 +46,9 @@ def test_losses_of_weeks_end_no_run_that_loses_few_a_day():
     for loss in range(500):
         assert restarts.refusal(f"inference.{loss % 16}", True, -9, loss * WINDOW_S / 16) is None
     assert restarts.by_name.total() == 500
-    assert "no more within a day" in restarts.refusal("inference.0", True, -9, 499.5 * WINDOW_S / 16)
+    assert "no more within a day" in restarts.refusal(
+        "inference.0", True, -9, 499.5 * WINDOW_S / 16
+    )
 
 
 def test_a_persons_mistake_is_not_repeated():
@@ -51,7 +57,11 @@ def test_a_persons_mistake_is_not_repeated():
 
 def restarted(run_dir: Path, name: str, before: int) -> int:
     """The pid of the next incarnation, once it serves."""
-    return int(wait_for(lambda: (pid := text(run_dir / f"ready.{name}")) and int(pid) != before and pid, 30))
+    return int(
+        wait_for(
+            lambda: (pid := text(run_dir / f"ready.{name}")) and int(pid) != before and pid, 30
+        )
+    )
 
 
 def zombies(pid: int) -> list[psutil.Process]:
@@ -63,14 +73,23 @@ def zombies(pid: int) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
-    launcher = launch(run_dir, ("inference", ["child", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"]), restarts=2)
+    launcher = launch(
+        run_dir,
+        ("inference", ["child", "endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "until asked"]),
+        restarts=2,
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     children = text(run_dir / "children").split()
     os.kill(pids["inference.0"], signal.SIGKILL)
     second = restarted(run_dir, "inference.0", pids["inference.0"])
-    assert not any(map(alive, map(int, children))), "what was in the dead engine's group, and what had left it"
+    assert not any(map(alive, map(int, children))), (
+        "what was in the dead engine's group, and what had left it"
+    )
     wait_for(lambda: not zombies(launcher.pid), 30)
-    assert all(map(alive, map(int, text(run_dir / "children").split()[2:]))), "the next incarnation's"
+    assert all(map(alive, map(int, text(run_dir / "children").split()[2:]))), (
+        "the next incarnation's"
+    )
     endpoint = json.loads((run_dir / "stages/rl/endpoints/inference.0.json").read_text())
     assert (endpoint["incarnation"], endpoint["pid"]) == (1, second)
     [role] = [role for role in status.read(run_dir).roles if role.name == "inference.0"]
@@ -78,35 +97,69 @@ def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
-    assert "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2 within a day): pid" in stderr
-    assert alive(pids["trainer.1"]) is False and text(run_dir / "ready.trainer.1") == str(pids["trainer.1"])
+    assert (
+        "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2 within a day): pid"
+        in stderr
+    )
+    assert alive(pids["trainer.1"]) is False and text(run_dir / "ready.trainer.1") == str(
+        pids["trainer.1"]
+    )
     log = (run_dir / "logs/inference.0.log").read_text()
     headers = [line.split(", ")[:3] for line in log.splitlines() if line.startswith("===")]
-    assert headers[0][:2] == ["=== rl", "attempt 1"] and headers[1] == ["=== rl", "attempt 1", "restart 1"] and len(headers) == 2
-    [row] = [row for row in read(run_dir / "metrics/launcher.0.jsonl") if row.get("event") == "engine_restart"]
-    assert (row["process"], row["incarnation"], row["ending"], row["has_served"]) == ("inference.0", 1, "SIGKILL", True)
+    assert (
+        headers[0][:2] == ["=== rl", "attempt 1"]
+        and headers[1] == ["=== rl", "attempt 1", "restart 1"]
+        and len(headers) == 2
+    )
+    [row] = [
+        row
+        for row in read(run_dir / "metrics/launcher.0.jsonl")
+        if row.get("event") == "engine_restart"
+    ]
+    assert (row["process"], row["incarnation"], row["ending"], row["has_served"]) == (
+        "inference.0",
+        1,
+        "SIGKILL",
+        True,
+    )
     receipt = json.loads((run_dir / "receipt.json").read_text())
     assert receipt["stages"]["rl"]["attempts"][0]["engine_restarts"] == {"inference.0": 1}
 
 
 def test_one_loss_more_than_allowed_ends_the_stage_and_says_so(run_dir):
-    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=1)
+    launcher = launch(
+        run_dir,
+        ("inference", ["endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "serve"]),
+        restarts=1,
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     os.kill(pids["inference.0"], signal.SIGKILL)
     os.kill(restarted(run_dir, "inference.0", pids["inference.0"]), signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1
-    assert "rl: inference.0 was killed by SIGSEGV" in stderr and "inference.max_restarts allows no more within a day; its log is" in stderr
+    assert (
+        "rl: inference.0 was killed by SIGSEGV" in stderr
+        and "inference.max_restarts allows no more within a day; its log is" in stderr
+    )
 
 
 def test_an_engine_that_ends_twice_before_it_serves_ends_the_stage_with_its_own_sentence(run_dir):
     code, stderr = end(launch(run_dir, ("inference", ["fail"]), ("trainer", ["serve"]), restarts=9))
     assert code == 1
-    assert "while acting (step 3): the moon is in the way; it ended twice before it served, so it is not started again" in stderr
+    assert (
+        "while acting (step 3): the moon is in the way; it ended twice before it served, so it is not started again"
+        in stderr
+    )
 
 
 def test_who_fails_besides_an_engine_ends_the_stage_as_ever(run_dir):
-    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=9)
+    launcher = launch(
+        run_dir,
+        ("inference", ["endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "serve"]),
+        restarts=9,
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
@@ -114,8 +167,13 @@ def test_who_fails_besides_an_engine_ends_the_stage_as_ever(run_dir):
     assert code == 1 and "was killed by SIGKILL" in stderr and "started again" not in stderr
 
 
-def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_asked_of_it_is_not_done_to_the_next(run_dir):
-    roles = ("inference", ["ignore SIGTERM", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"])
+def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_asked_of_it_is_not_done_to_the_next(
+    run_dir,
+):
+    roles = (
+        ("inference", ["ignore SIGTERM", "endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "until asked"]),
+    )
     launcher = launch(run_dir, *roles, restarts=1)
     pids = ready(run_dir, "inference.0", "trainer.1")
     os.kill(pids["inference.0"], signal.SIGSTOP)
@@ -127,20 +185,29 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
-    assert "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again" in stderr
+    assert (
+        "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again"
+        in stderr
+    )
 
 
 def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(run_dir):
-    roles = ("inference", ["turn once", "endpoint", "ready", "serve"]), ("trainer", ["ready", "until asked"])
+    roles = (
+        ("inference", ["turn once", "endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "until asked"]),
+    )
     launcher = launch(run_dir, *roles, restarts=1)
     restarted(run_dir, "inference.0", ready(run_dir, "inference.0", "trainer.1")["inference.0"])
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert re.search(
-        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has not turned for \d+ s; started again", stderr
+        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has not turned for \d+ s; started again",
+        stderr,
     )
-    assert "be_a_role" in text(run_dir / "logs/inference.0.log").split("restart 1")[0], "no stacks of where it was"
+    assert "be_a_role" in text(run_dir / "logs/inference.0.log").split("restart 1")[0], (
+        "no stacks of where it was"
+    )
 
 
 def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
@@ -155,12 +222,19 @@ def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
     one.run_dir, one.stage, one.attempt, one.wind_down_until_s = run_dir, "rl", 1, None
     one.processes = [engine(0, "b", -signal.SIGKILL), engine(1, "c", None)]
     allocation = SimpleNamespace(silent_nodes=lambda names: suspected.append(names) or names)
-    one.job = SimpleNamespace(max_restarts=1, allocation=allocation, plan=SimpleNamespace(num_nodes=28))
+    one.job = SimpleNamespace(
+        max_restarts=1, allocation=allocation, plan=SimpleNamespace(num_nodes=28)
+    )
     assert not one._start_again() and suspected == [["b"]]
 
 
 def test_a_stage_that_is_stopped_starts_nothing_again(run_dir):
-    launcher = launch(run_dir, ("inference", ["endpoint", "ready", "serve"]), ("trainer", ["ready", "serve"]), restarts=9)
+    launcher = launch(
+        run_dir,
+        ("inference", ["endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "serve"]),
+        restarts=9,
+    )
     ready(run_dir, "inference.0", "trainer.1")
     launcher.send_signal(signal.SIGTERM)
     code, stderr = end(launcher)

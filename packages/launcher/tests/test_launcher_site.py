@@ -47,14 +47,19 @@ def test_a_whole_site(workspace):
     (workspace.root / "site.toml").write_text(GOOD)
     site = load_site(workspace)
     assert site.slurm.extra == ("--exclusive", "--qos=high") and site.slurm.warning_s == 300
-    assert site.containers.mounts == ("/scratch", "/data:/data:ro") and site.network.interface == "ib0"
+    assert (
+        site.containers.mounts == ("/scratch", "/data:/data:ro") and site.network.interface == "ib0"
+    )
     assert site.roles.deadline_scale == 2.0 and site.environment == {"NCCL_IB_HCA": "mlx5"}
 
 
 def test_no_file_is_this_machine_alone(workspace):
     site = load_site(workspace)
     assert (site.slurm, site.containers, site.network) == (None, None, None)
-    with pytest.raises(OrreryError, match=r"site\.toml: there is no site file.*cp docs/site\.example\.toml site\.toml"):
+    with pytest.raises(
+        OrreryError,
+        match=r"site\.toml: there is no site file.*cp docs/site\.example\.toml site\.toml",
+    ):
         cluster(workspace)
 
 
@@ -76,16 +81,36 @@ def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
         ('"gpu"', "3", "slurm.partition: "),
         ('"gpu"', '"g u"', "'g u' is not a name"),
         ("[slurm]", "[slurmd]", "slurmd: there is no such key; did you mean 'slurm'?"),
-        ("time_limit_min = 60", "time_limit_min = 5", "warning_s 300 is not below the time limit of 300 s"),
+        (
+            "time_limit_min = 60",
+            "time_limit_min = 5",
+            "warning_s 300 is not below the time limit of 300 s",
+        ),
         ("time_limit_min = 60", "time_limit_min = 0", "slurm.time_limit_min: "),
         ('"--exclusive"', '"--nodes=3"', "'--nodes=3' is set from the manifest"),
         ('"--exclusive"', '"--gres=gpu:2"', "'--gres=gpu:2' is set from the manifest"),
         ('"--exclusive"', '"--licenses=x y"', "is not one sbatch option"),
         ('"--exclusive"', '"exclusive"', "is not one sbatch option"),
-        ('["--exclusive", "--qos=high"]', '"--exclusive"', "slurm.extra: '--exclusive' is not a list"),
-        ("time_limit_min = 60", 'time_limit_min = "24:00:00"', "slurm.time_limit_min: '24:00:00' is not a whole number"),
-        ('NCCL_IB_HCA = "mlx5"', "NCCL_DEBUG = 1", "environment.NCCL_DEBUG: 1 is not a text; put it in quotes"),
-        ('images = "images"', 'images = "images"\nscratch = "tmp x"', "containers.scratch: 'tmp x' is not what can stand there"),
+        (
+            '["--exclusive", "--qos=high"]',
+            '"--exclusive"',
+            "slurm.extra: '--exclusive' is not a list",
+        ),
+        (
+            "time_limit_min = 60",
+            'time_limit_min = "24:00:00"',
+            "slurm.time_limit_min: '24:00:00' is not a whole number",
+        ),
+        (
+            'NCCL_IB_HCA = "mlx5"',
+            "NCCL_DEBUG = 1",
+            "environment.NCCL_DEBUG: 1 is not a text; put it in quotes",
+        ),
+        (
+            'images = "images"',
+            'images = "images"\nscratch = "tmp x"',
+            "containers.scratch: 'tmp x' is not what can stand there",
+        ),
         ('partition = "gpu"', "partition = gpu", "texts need quotes"),
         ('"/scratch"', '"scratch"', "'scratch' is not 'SRC'"),
         ('"ib0"', '"ib 0"', "network.interface: "),
@@ -101,7 +126,9 @@ def test_a_mistake_is_one_sentence(workspace, before, after, words):
 
 
 def test_options_with_signs_of_slurm_are_options(workspace):
-    (workspace.root / "site.toml").write_text(GOOD.replace('"--exclusive"', '"--constraint=a&b|c", "--licenses=x:2"'))
+    (workspace.root / "site.toml").write_text(
+        GOOD.replace('"--exclusive"', '"--constraint=a&b|c", "--licenses=x:2"')
+    )
     assert load_site(workspace).slurm.extra[:2] == ("--constraint=a&b|c", "--licenses=x:2")
 
 

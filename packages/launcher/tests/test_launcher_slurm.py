@@ -14,9 +14,36 @@ from orrery.manifest.errors import OrreryError
 
 # squeue's JOB STATE CODES, whole
 DOCUMENTED = [
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "RUNNING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"),
-    *("RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "TIMEOUT"),
+    *(
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "CONFIGURING",
+        "COMPLETING",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+    ),
+    *(
+        "OUT_OF_MEMORY",
+        "PENDING",
+        "PREEMPTED",
+        "RUNNING",
+        "RESV_DEL_HOLD",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "REQUEUED",
+    ),
+    *(
+        "RESIZING",
+        "REVOKED",
+        "SIGNALING",
+        "SPECIAL_EXIT",
+        "STAGE_OUT",
+        "STOPPED",
+        "SUSPENDED",
+        "TIMEOUT",
+    ),
 ]
 
 
@@ -48,16 +75,29 @@ QUEUE = """12+0|run-0123456789ab.rl|RUNNING|None|node[1-2]|1:07|58:53
 
 def test_a_heterogeneous_job_is_its_leader():
     jobs = slurm.parse_queue(QUEUE)
-    assert [(job.id, job.state, job.nodes) for job in jobs] == [("12", "running", "node[1-2]"), ("15", "waiting", "")]
+    assert [(job.id, job.state, job.nodes) for job in jobs] == [
+        ("12", "running", "node[1-2]"),
+        ("15", "waiting", ""),
+    ]
 
 
 def test_accounting_by_leader():
-    assert slurm.parse_accounting("12+0|NODE_FAIL\n12+1|CANCELLED by 0\n15|COMPLETED\n") == {"12": "NODE_FAIL", "15": "COMPLETED"}
+    assert slurm.parse_accounting("12+0|NODE_FAIL\n12+1|CANCELLED by 0\n15|COMPLETED\n") == {
+        "12": "NODE_FAIL",
+        "15": "COMPLETED",
+    }
 
 
 @pytest.mark.parametrize(
     "text, expected",
-    [("58:53", 3533), ("2:03:04", 7384), ("1-02:03:04", 93784), ("UNLIMITED", None), ("INVALID", None), ("0:07", 7)],
+    [
+        ("58:53", 3533),
+        ("2:03:04", 7384),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("0:07", 7),
+    ],
 )
 def test_time_left(text, expected):
     assert slurm.seconds(text) == expected
@@ -142,9 +182,13 @@ def test_the_same_run_in_another_checkout_keeps_its_jobs(two_checkouts):
 
 def test_a_stage_is_submitted_beside_the_job_of_another_checkout_and_once(two_checkouts):
     here, _, asked = two_checkouts
-    executor = object.__new__(pytest.importorskip("snakemake_executor_plugin_orrery_slurm").Executor)
+    executor = object.__new__(
+        pytest.importorskip("snakemake_executor_plugin_orrery_slurm").Executor
+    )
     command = ["sbatch", slurm.job_name(here, "rl")]
-    assert [(executor._submit(here, "rl", command).id, executor._submit(here, "rl", command).word)] == [("13", "PENDING")]
+    assert [
+        (executor._submit(here, "rl", command).id, executor._submit(here, "rl", command).word)
+    ] == [("13", "PENDING")]
     assert [one[0] for one in asked].count("sbatch") == 1
 
 

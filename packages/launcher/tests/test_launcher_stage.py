@@ -34,14 +34,19 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir):
     launcher = launch(
-        run_dir, ("inference", ["child", "shm", "ready", "serve"]), ("trainer", ["child", "look", "until asked"]), ("orchestrator", [])
+        run_dir,
+        ("inference", ["child", "shm", "ready", "serve"]),
+        ("trainer", ["child", "look", "until asked"]),
+        ("orchestrator", []),
     )
     ready(run_dir, "inference.0")
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
     done = json.loads((run_dir / "stages/rl/DONE").read_text())
-    assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(done["ended_s"] - done["started_s"], abs=0.05)  # two clocks
+    assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(
+        done["ended_s"] - done["started_s"], abs=0.05
+    )  # two clocks
     now = status.read(run_dir)
     assert (now.state, now.stage, now.attempt) == ("done", "rl", 1)
     assert {role.name: role.exit for role in now.roles} == {
@@ -49,7 +54,10 @@ def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir)
     }  # fmt: skip
     assert "=== rl, attempt 1" in (run_dir / "logs/trainer.1.log").read_text()
     looked = json.loads((run_dir / "look.trainer.1.json").read_text())
-    assert looked["env"]["CUDA_VISIBLE_DEVICES"] == "" and (looked["token_length"], looked["told"]) == (32, [])
+    assert looked["env"]["CUDA_VISIBLE_DEVICES"] == "" and (
+        looked["token_length"],
+        looked["told"],
+    ) == (32, [])
     assert looked["port"] == next(role.port for role in now.roles if role.name == "trainer.1")
     if os.cpu_count() > 1:
         assert looked["cores"] == next(role.cores for role in now.roles if role.name == "trainer.1")
@@ -59,43 +67,70 @@ def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir)
 def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait and fail"])))
     assert code == 1
-    assert "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from orchestrator (step 3): nothing came" in stderr
+    assert (
+        "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from orchestrator (step 3): nothing came"
+        in stderr
+    )
     assert f"its log is {run_dir}/logs/trainer.1.log; type `make demo` to start rl again" in stderr
     assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if_it_fails_too(run_dir, fails):
+def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if_it_fails_too(
+    run_dir, fails
+):
     """An engine notices the death of its core later than its callers."""
-    launcher = launch(run_dir, ("inference", ["until asked", "fail"]), ("orchestrator", ["fail of engine 0"]))
-    wait_for(lambda: "engine 0 is gone" in text(run_dir / "stages/rl/health/orchestrator.1.json"), 30)
+    launcher = launch(
+        run_dir, ("inference", ["until asked", "fail"]), ("orchestrator", ["fail of engine 0"])
+    )
+    wait_for(
+        lambda: "engine 0 is gone" in text(run_dir / "stages/rl/health/orchestrator.1.json"), 30
+    )
     if fails:
         (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 1
     if fails:
-        assert "rl: inference.0 ended with exit code 1 while acting (step 3): the moon is in the way; its log is" in stderr
+        assert (
+            "rl: inference.0 ended with exit code 1 while acting (step 3): the moon is in the way; its log is"
+            in stderr
+        )
     else:
-        assert "rl: orchestrator.1 ended with exit code 1 while acting (step 3): engine 0 is gone" in stderr
+        assert (
+            "rl: orchestrator.1 ended with exit code 1 while acting (step 3): engine 0 is gone"
+            in stderr
+        )
 
 
 def test_which_processes_an_error_names():
     names = ("inference.0", "inference.1", "router.0", "trainer.1", "orchestrator.0")
-    assert accused("engine 1 says that it is not well (/health: HTTP 500); see its log", names) == {"inference.1"}
+    assert accused("engine 1 says that it is not well (/health: HTTP 500); see its log", names) == {
+        "inference.1"
+    }
     assert accused("router is gone (/add_worker: TimeoutError)", names) == {"router.0"}
     assert accused("the address of trainer.1 did not come", names) == {"trainer.1"}
-    assert accused("engine 7 is gone; see engine.log of trainer.12", names) == accused(None, names) == set()
+    assert (
+        accused("engine 7 is gone; see engine.log of trainer.12", names)
+        == accused(None, names)
+        == set()
+    )
 
 
 def test_a_role_that_breaks_before_it_begins_is_quoted(run_dir):
     code, stderr = end(launch(run_dir, ("trainer", ["break at import"])))
     assert code == 1
-    assert "trainer.0 ended with exit code 1 before it said anything: its last line is 'ImportError: no module named nowhere'" in stderr
+    assert (
+        "trainer.0 ended with exit code 1 before it said anything: its last line is 'ImportError: no module named nowhere'"
+        in stderr
+    )
 
 
 def test_a_server_that_leaves_early_is_a_failure(run_dir):
     code, stderr = end(launch(run_dir, ("inference", []), ("trainer", ["wait"])))
-    assert code == 1 and "inference.0 ended by itself (exit code 0) while the stage needed it" in stderr
+    assert (
+        code == 1
+        and "inference.0 ended by itself (exit code 0) while the stage needed it" in stderr
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -114,7 +149,10 @@ def test_kill_9_of_any_role_ends_the_stage_soon_and_names_it(run_dir, victim):
     code, stderr = end(launcher)
     assert time.monotonic() - killed_s < 15
     assert code == 1
-    assert f"rl: {name} was killed by SIGKILL while waiting for batch 4 from orchestrator (step 3)" in stderr
+    assert (
+        f"rl: {name} was killed by SIGKILL while waiting for batch 4 from orchestrator (step 3)"
+        in stderr
+    )
     assert "to go on from step 5" in stderr
     assert not any(map(alive, pids.values()))
 
@@ -125,23 +163,41 @@ def test_where_one_of_several_is_killed_the_others_say_what_they_were_doing(run_
     os.kill(pids["trainer.0"], signal.SIGKILL)
     code, stderr = end(launcher)
     assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
-    assert f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; type `make demo`" in stderr
+    assert (
+        f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; type `make demo`"
+        in stderr
+    )
     assert "be_a_role" in (run_dir / "logs/trainer.1.log").read_text()
 
 
 def test_where_one_of_several_is_killed_those_that_have_failed_by_then_are_not_asked_again(run_dir):
-    launcher = launch(run_dir, ("trainer", ["ready", "serve"]), ("trainer", ["until asked", "fail and stay"]))
+    launcher = launch(
+        run_dir, ("trainer", ["ready", "serve"]), ("trainer", ["until asked", "fail and stay"])
+    )
     victim = ready(run_dir, "trainer.0")["trainer.0"]
     (run_dir / "go").touch()
-    wait_for(lambda: "trainer.1" in (health := read_health(run_dir, "rl", 1)) and health["trainer.1"].doing == "failed", within_s=30)
+    wait_for(
+        lambda: (
+            "trainer.1" in (health := read_health(run_dir, "rl", 1))
+            and health["trainer.1"].doing == "failed"
+        ),
+        within_s=30,
+    )
     os.kill(victim, signal.SIGKILL)
     code, stderr = end(launcher)
     assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
-    assert "stacks are in" not in stderr and "be_a_role" not in (run_dir / "logs/trainer.1.log").read_text()
+    assert (
+        "stacks are in" not in stderr
+        and "be_a_role" not in (run_dir / "logs/trainer.1.log").read_text()
+    )
 
 
 def test_a_role_that_ignores_sigterm_is_killed(run_dir):
-    launcher = launch(run_dir, ("inference", ["ignore SIGTERM", "child", "ready", "wait"]), ("trainer", ["until asked", "fail"]))
+    launcher = launch(
+        run_dir,
+        ("inference", ["ignore SIGTERM", "child", "ready", "wait"]),
+        ("trainer", ["until asked", "fail"]),
+    )
     ready(run_dir, "inference.0")
     (run_dir / "go").touch()
     code, _ = end(launcher)
@@ -167,7 +223,9 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
     ending.processes, ending.interrupts = [Held()], SimpleNamespace(received=[])
     ending.job = SimpleNamespace(site=SimpleNamespace(roles=SimpleNamespace(deadline_scale=0.5)))
     sentence = ending._end_all(0.0)
-    assert sentence.startswith("inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it")
+    assert sentence.startswith(
+        "inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it"
+    )
 
 
 def test_waiting_for_a_process_says_whether_it_ended():
@@ -179,7 +237,9 @@ def test_waiting_for_a_process_says_whether_it_ended():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir, number):
-    launcher = launch(run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    launcher = launch(
+        run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["ready", "wait"])
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     launcher.send_signal(number)
     code, stderr = end(launcher)
@@ -191,7 +251,12 @@ def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir,
 def test_what_is_ignored_when_the_launcher_starts_stays_so_in_it_and_its_roles(run_dir):
     """`nohup orrery run …`, and `orrery run … &` in a script."""
     numbers = signal.SIGINT, signal.SIGHUP
-    launcher = launch(run_dir, ("inference", ["ready", "serve"]), ("trainer", ["ready", "until asked"]), ignored=numbers)
+    launcher = launch(
+        run_dir,
+        ("inference", ["ready", "serve"]),
+        ("trainer", ["ready", "until asked"]),
+        ignored=numbers,
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     for number in numbers:
         for pid in (launcher.pid, *pids.values()):
@@ -205,11 +270,17 @@ def test_what_is_ignored_when_the_launcher_starts_stays_so_in_it_and_its_roles(r
 @pytest.mark.parametrize("ending", ["done", "failed", "killed", "stopped"])
 def test_caches_on_the_scratch_disk_go_with_their_stage_however_it_ends(run_dir, ending):
     deeds = {"done": [], "failed": ["fail"], "killed": ["wait"], "stopped": ["wait"]}[ending]
-    launcher = launch(run_dir, ("inference", ["caches", "ready", "serve"]), ("trainer", ["ready", "until asked", *deeds]))
+    launcher = launch(
+        run_dir,
+        ("inference", ["caches", "ready", "serve"]),
+        ("trainer", ["ready", "until asked", *deeds]),
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     [caches] = Path(tempfile.gettempdir()).glob(f"orrery-kv-{run_dir.name}-*")
     assert [path.name for path in caches.rglob("*.bin")] == ["block.bin"]
-    others = caches.with_name(f"orrery-kv-{run_dir.name}-0123456789ab-rl")  # the same run's in another checkout
+    others = caches.with_name(
+        f"orrery-kv-{run_dir.name}-0123456789ab-rl"
+    )  # the same run's in another checkout
     others.mkdir()
     (run_dir / "go").touch()
     if ending == "killed":
@@ -231,7 +302,9 @@ def test_a_stage_whose_receipt_cannot_be_written_is_done_all_the_same_and_says_s
     assert "no receipt: JSONDecodeError" in (run_dir / "logs" / "launcher.0.log").read_text()
 
 
-def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_waits_for_nothing(run_dir, tmp_path, monkeypatch):
+def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_waits_for_nothing(
+    run_dir, tmp_path, monkeypatch
+):
     asks = tmp_path / "bin" / "nvidia-smi"
     asks.parent.mkdir()
     asks.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\necho 570.1\n")
@@ -241,7 +314,9 @@ def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_
     wait_for((tmp_path / "asked").exists, within_s=30)
     (run_dir / "go").touch()
     assert end(launcher)[0] == 0
-    told = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][0]["versions"]
+    told = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][0][
+        "versions"
+    ]
     assert told["driver"] == "570.1" and "torch" in told["host"]
     assert (tmp_path / "asked").read_text() == "asked\n"
 
@@ -257,7 +332,9 @@ def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them
 
 
 def test_caches_that_a_killed_launcher_left_go_when_the_next_one_starts(run_dir):
-    launcher = launch(run_dir, ("inference", ["caches", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    launcher = launch(
+        run_dir, ("inference", ["caches", "ready", "serve"]), ("trainer", ["ready", "wait"])
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     launcher.kill()
     launcher.wait()
@@ -274,7 +351,9 @@ def test_caches_that_a_killed_launcher_left_go_when_the_next_one_starts(run_dir)
 
 
 def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(run_dir):
-    launcher = launch(run_dir, ("inference", ["shm", "child", "ready", "serve"]), ("trainer", ["ready", "wait"]))
+    launcher = launch(
+        run_dir, ("inference", ["shm", "child", "ready", "serve"]), ("trainer", ["ready", "wait"])
+    )
     pids = ready(run_dir, "inference.0", "trainer.1")
     launcher.kill()
     launcher.wait()
@@ -283,10 +362,17 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
     assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
-        os.kill(int(pid), signal.SIGKILL)  # it left its group, and nobody of the run is left to know it
+        os.kill(
+            int(pid), signal.SIGKILL
+        )  # it left its group, and nobody of the run is left to know it
     left, others = (
-        subprocess.Popen([sys.executable, "-c", "input()", folder], stdin=subprocess.PIPE, start_new_session=True)
-        for folder in (str(run_dir), f"{run_dir}-other")  # another run's process, which got the number of one of ours
+        subprocess.Popen(
+            [sys.executable, "-c", "input()", folder], stdin=subprocess.PIPE, start_new_session=True
+        )
+        for folder in (
+            str(run_dir),
+            f"{run_dir}-other",
+        )  # another run's process, which got the number of one of ours
     )
     try:
         last = status.read(run_dir)
@@ -336,12 +422,20 @@ def test_every_start_is_a_new_attempt_and_appends_to_the_logs(run_dir):
 def test_an_attempt_that_goes_on_with_other_code_says_so(run_dir):
     assert end(launch(run_dir, ("trainer", ["fail"])))[0] == 1
     told = json.loads((run_dir / "receipt.json").read_text())
-    told["stages"]["rl"]["attempts"][0]["code"] = {"commit": "0" * 40, "dirty": False, "diff_sha256": None, "diff": None, "note": ""}
+    told["stages"]["rl"]["attempts"][0]["code"] = {
+        "commit": "0" * 40,
+        "dirty": False,
+        "diff_sha256": None,
+        "diff": None,
+        "note": "",
+    }
     (run_dir / "receipt.json").write_text(json.dumps(told))
     git = ["git", "-c", "user.name=n", "-c", "user.email=n@example.com", "-C", str(run_dir)]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
         subprocess.run([*git, *words], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout[:12]
     said = f"goes on with other code than attempt 1 (rl): commit 000000000000 → {commit}"
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0 and f"rl: {said}" in stderr
@@ -355,7 +449,9 @@ def test_a_stage_that_is_done_is_not_run_again(run_dir):
 
 
 def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_dir):
-    launcher = launch(run_dir, ("orchestrator", ["ready", "serve"]), ("trainer", ["until asked", "stall"]))
+    launcher = launch(
+        run_dir, ("orchestrator", ["ready", "serve"]), ("trainer", ["until asked", "stall"])
+    )
     ready(run_dir, "orchestrator.0")
     (run_dir / "go").touch()
     code, stderr = end(launcher)
@@ -370,7 +466,12 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
 def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(run_dir, how):
     """The rank's own wait for the orchestrator may take hours."""
     scale = 0.1
-    launcher = launch(run_dir, ("orchestrator", ["orchestrate, then block"]), ("trainer", ["wait"]), deadline_scale=scale)
+    launcher = launch(
+        run_dir,
+        ("orchestrator", ["orchestrate, then block"]),
+        ("trainer", ["wait"]),
+        deadline_scale=scale,
+    )
     pid = ready(run_dir, "orchestrator.0")["orchestrator.0"]
     file = run_dir / "stages/rl/health/orchestrator.0.json"
     turned = wait_for(lambda: json.loads(text(file))["turns"], 30)["count"]
@@ -381,15 +482,22 @@ def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
     else:
         (run_dir / "go").touch()
     code, stderr = end(launcher)
-    assert code == 1 and scale * HANG_S - 1 < time.monotonic() - begin_s < scale * HANG_S + 20, stderr
+    assert code == 1 and scale * HANG_S - 1 < time.monotonic() - begin_s < scale * HANG_S + 20, (
+        stderr
+    )
     assert (
-        "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr and "s, while judging (step 3); stacks are in" in stderr
+        "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr
+        and "s, while judging (step 3); stacks are in" in stderr
     )
     if how == "blocked":
-        assert "time.sleep" in text(run_dir / "logs/orchestrator.0.log") or "in fleet" in text(run_dir / "logs/orchestrator.0.log")
+        assert "time.sleep" in text(run_dir / "logs/orchestrator.0.log") or "in fleet" in text(
+            run_dir / "logs/orchestrator.0.log"
+        )
 
 
-@pytest.mark.parametrize(("clock", "by_s"), [("launcher", 1200.0), ("launcher", -3600.0), ("trainer", -1200.0)])
+@pytest.mark.parametrize(
+    ("clock", "by_s"), [("launcher", 1200.0), ("launcher", -3600.0), ("trainer", -1200.0)]
+)
 def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock, by_s):
     """The launcher's clock is set while a rank waits, or the rank's host has a late clock."""
     later = run_dir / f"wall_clock.{clock}"
@@ -400,8 +508,13 @@ def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock,
     partial = run_dir / "wall_clock"
     partial.write_text(str(by_s))
     partial.replace(later)
-    rows, seen = run_dir / "metrics" / "launcher.0.jsonl", text(run_dir / "metrics" / "launcher.0.jsonl").count("\n")
-    wait_for(lambda: text(rows).count("\n") >= seen + 2 or launcher.poll() is not None, 30)  # it has looked in between
+    rows, seen = (
+        run_dir / "metrics" / "launcher.0.jsonl",
+        text(run_dir / "metrics" / "launcher.0.jsonl").count("\n"),
+    )
+    wait_for(
+        lambda: text(rows).count("\n") >= seen + 2 or launcher.poll() is not None, 30
+    )  # it has looked in between
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
@@ -411,7 +524,9 @@ def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock,
 
 
 def test_a_role_that_waits_for_one_that_is_done_ends_the_stage_with_both_names(run_dir):
-    code, stderr = end(launch(run_dir, ("orchestrator", []), ("trainer", ["wait"]), deadline_scale=0.01))
+    code, stderr = end(
+        launch(run_dir, ("orchestrator", []), ("trainer", ["wait"]), deadline_scale=0.01)
+    )
     assert code == 1
     assert "rl: stall: trainer.1 is waiting" in stderr and "for batch 4 from orchestrator" in stderr
     assert "orchestrator.0 is done, so nothing more comes" in stderr
@@ -424,9 +539,14 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
     launcher = launch(run_dir, ("inference", ["child", "ready", "serve"]), ("trainer", ["wait"]))
     code, stderr = end(launcher)
     assert code == 1 and "Traceback" not in stderr
-    assert "rl: No space left on device; free some" in stderr and "type `make demo` to start rl again" in stderr
+    assert (
+        "rl: No space left on device; free some" in stderr
+        and "type `make demo` to start rl again" in stderr
+    )
     (run_dir / "logs/launcher.0.log").unlink()
-    (run_dir / "logs/launcher.0.log").symlink_to("/dev/full")  # now the last words cannot be written either
+    (run_dir / "logs/launcher.0.log").symlink_to(
+        "/dev/full"
+    )  # now the last words cannot be written either
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait"])))
     assert code == 1 and "Traceback" not in stderr and "rl: No space left on device" in stderr
     assert not any(alive(role.pid) for role in status.read(run_dir).roles)
@@ -435,9 +555,13 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
 def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
     boot_s = psutil.boot_time()
     with lock.hold(tmp_path):
-        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1200.0)  # the kernel's answer after a step of 20 minutes
+        monkeypatch.setattr(
+            "psutil._pslinux.boot_time", lambda: boot_s + 1200.0
+        )  # the kernel's answer after a step of 20 minutes
         found = lock.holder(tmp_path)
-        assert found is not None and found.pid == os.getpid(), "`orrery status` would say that it died"
+        assert found is not None and found.pid == os.getpid(), (
+            "`orrery status` would say that it died"
+        )
     assert lock.holder(tmp_path) is None
 
 
@@ -459,14 +583,23 @@ def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monke
     MetricsFile(tmp_path, "rl", "trainer", 0, 1).write(3, loss=0.5)
     observer.close()
     err = capsys.readouterr().err
-    assert err.startswith("warning: WandbSink is dropped: WANDB_PROJECT is set, but wandb is not installed") and err.count("\n") == 1
+    assert (
+        err.startswith(
+            "warning: WandbSink is dropped: WANDB_PROJECT is set, but wandb is not installed"
+        )
+        and err.count("\n") == 1
+    )
     assert progress.step == 3 and list((tmp_path / "metrics/tensorboard").rglob("events*"))
 
 
 def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics, looks, errors = MetricsFile(tmp_path, "rl", "trainer", 0, 1), [], [errno.EIO, errno.ESTALE]
+    metrics, looks, errors = (
+        MetricsFile(tmp_path, "rl", "trainer", 0, 1),
+        [],
+        [errno.EIO, errno.ESTALE],
+    )
     paths = MetricsTail._paths
 
     def paths_or_fail(tail):
@@ -484,23 +617,38 @@ def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys)
     metrics.write(4, loss=0.25)
     observer.close()
     err = capsys.readouterr().err
-    assert err == f"warning: metrics cannot be read ({os.strerror(errno.ESTALE)}); tried again every 0.01 s\n"
+    assert (
+        err
+        == f"warning: metrics cannot be read ({os.strerror(errno.ESTALE)}); tried again every 0.01 s\n"
+    )
     events = EventAccumulator(str(tmp_path / "metrics/tensorboard/rl/trainer.0")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [(3, 0.5), (4, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [
+        (3, 0.5),
+        (4, 0.25),
+    ]
 
 
 def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(run_dir):
-    plans = ("inference", ["serve"]), ("orchestrator", ["ready", "wind down"]), ("trainer", ["ready", "wind down"])
+    plans = (
+        ("inference", ["serve"]),
+        ("orchestrator", ["ready", "wind down"]),
+        ("trainer", ["ready", "wind down"]),
+    )
     launcher = launch(run_dir, *plans)
     ready(run_dir, "orchestrator.1", "trainer.2")
     launcher.send_signal(signal.SIGUSR1)
     code, stderr = end(launcher)
-    assert code == wind_down.WOUND_DOWN and "rl: wound down; type `make demo` to start rl again" in stderr
+    assert (
+        code == wind_down.WOUND_DOWN
+        and "rl: wound down; type `make demo` to start rl again" in stderr
+    )
     assert status.read(run_dir).state == "stopped" and not (run_dir / "stages/rl/DONE").exists()
 
 
 def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
-    launcher = launch(run_dir, ("orchestrator", ["ready", "wind down"]), ("trainer", ["ready", "serve"]))
+    launcher = launch(
+        run_dir, ("orchestrator", ["ready", "wind down"]), ("trainer", ["ready", "serve"])
+    )
     pids = ready(run_dir, "orchestrator.0", "trainer.1")
     launcher.send_signal(signal.SIGUSR1)
     wait_for(lambda: wind_down.is_asked(run_dir, "rl"), 10)
@@ -519,15 +667,24 @@ launcher_fakes.launch(Path(sys.argv[1]))
 """
 
 
-def test_an_attempts_number_is_not_given_again_though_its_launcher_died_before_its_first_status(run_dir):
+def test_an_attempts_number_is_not_given_again_though_its_launcher_died_before_its_first_status(
+    run_dir,
+):
     assert end(launch(run_dir, ("trainer", [])))[0] == 0
     (run_dir / "stages/rl/DONE").unlink()
-    died = subprocess.run([sys.executable, "-c", DIES_BEFORE_ITS_FIRST_STATUS, str(run_dir)], cwd=Path(__file__).parent)
+    died = subprocess.run(
+        [sys.executable, "-c", DIES_BEFORE_ITS_FIRST_STATUS, str(run_dir)],
+        cwd=Path(__file__).parent,
+    )
     assert died.returncode == -signal.SIGKILL and status.read(run_dir).attempt == 1
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0, stderr
     receipts = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"]
-    assert [(one["attempt"], one["state"]) for one in receipts] == [(1, "done"), (2, "unrecorded"), (3, "done")]
+    assert [(one["attempt"], one["state"]) for one in receipts] == [
+        (1, "done"),
+        (2, "unrecorded"),
+        (3, "done"),
+    ]
 
 
 def test_the_newest_attempts_rows_count_though_its_status_was_removed(run_dir):
@@ -536,12 +693,26 @@ def test_the_newest_attempts_rows_count_though_its_status_was_removed(run_dir):
         assert code == 0, stderr
         (run_dir / "status.json").unlink()
         (run_dir / "stages/rl/DONE").unlink()
-    assert [(row["attempt"], row["reward"]) for row in read(run_dir / "metrics/trainer.0.jsonl") if "reward" in row] == [(3, 3)]
+    assert [
+        (row["attempt"], row["reward"])
+        for row in read(run_dir / "metrics/trainer.0.jsonl")
+        if "reward" in row
+    ] == [(3, 3)]
 
 
 def test_the_newest_checkpoint_is_that_of_the_stage(tmp_path):
-    for name in ("step_3.attempt_1", "sft/step_20.attempt_1", "sft/step_40.attempt_1", "sft/step_60.attempt_1"):
+    for name in (
+        "step_3.attempt_1",
+        "sft/step_20.attempt_1",
+        "sft/step_40.attempt_1",
+        "sft/step_60.attempt_1",
+    ):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     for name in ("step_3.attempt_1", "sft/step_20.attempt_1", "sft/step_40.attempt_1"):
         (tmp_path / "checkpoints" / name / "COMPLETE").touch()
-    assert [newest_checkpoint(tmp_path, stage) for stage in ("init", "sft", "rl", "evaluate")] == [None, 40, 3, None]
+    assert [newest_checkpoint(tmp_path, stage) for stage in ("init", "sft", "rl", "evaluate")] == [
+        None,
+        40,
+        3,
+        None,
+    ]

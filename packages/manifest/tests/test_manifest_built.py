@@ -29,10 +29,19 @@ def changed(name: str, **fields) -> Manifest:
 
 
 H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
-APART = {"inference__prefill_replicas": 1, "inference__kv_transfer": {"kind": "nixl"}, "inference__router": {"kind": "none"}}
+APART = {
+    "inference__prefill_replicas": 1,
+    "inference__kv_transfer": {"kind": "nixl"},
+    "inference__router": {"kind": "none"},
+}
 TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 0}
 ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
-ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+ROUTER = {
+    "kind": "vllm_router",
+    "policy": "cache_aware",
+    "balance_abs_threshold": 2,
+    "balance_rel_threshold": 1.1,
+}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
@@ -50,7 +59,13 @@ REFUSED = [
         "'none', or inference.prefill_replicas to 0",
     ),
     (
-        changed("reverse_text", hardware=H200, inference__num_replicas=2, inference__data_parallel=2, **APART),
+        changed(
+            "reverse_text",
+            hardware=H200,
+            inference__num_replicas=2,
+            inference__data_parallel=2,
+            **APART,
+        ),
         "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank each so far; set inference.data_parallel "
         "to 1, or inference.prefill_replicas to 0",
     ),
@@ -61,19 +76,30 @@ REFUSED = [
         "or 'files', which merge adapters",
     ),
     (
-        changed("reverse_text_smoke", trainer__lora=ATTENTION | {"rank": 1024}, transport__weights="adapters"),
+        changed(
+            "reverse_text_smoke",
+            trainer__lora=ATTENTION | {"rank": 1024},
+            transport__weights="adapters",
+        ),
         "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; set it to that, or transport.weights to "
         "'nccl' or 'files', which merge adapters",
     ),
     (
-        changed("qwen3_30b_a3b_16k", trainer__lora=ATTENTION, transport__weights="adapters", inference__quantization="fp8"),
+        changed(
+            "qwen3_30b_a3b_16k",
+            trainer__lora=ATTENTION,
+            transport__weights="adapters",
+            inference__quantization="fp8",
+        ),
         "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside quantised weights have not run yet; set "
         "inference.quantization to 'none', or transport.weights to 'nccl' or 'files', which merge adapters",
     ),
 ]
 
 
-@pytest.mark.parametrize(("manifest", "sentence"), REFUSED, ids=[sentence[:30] for _, sentence in REFUSED])
+@pytest.mark.parametrize(
+    ("manifest", "sentence"), REFUSED, ids=[sentence[:30] for _, sentence in REFUSED]
+)
 def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(manifest, sentence):
     assert plan(manifest)
     with pytest.raises(OrreryError) as caught:
@@ -81,7 +107,9 @@ def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(man
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json")))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json"))
+)
 def test_every_checked_in_run_of_a_built_network_is_built(name):
     manifest = load(WORKSPACE.manifest_path(name))
     if manifest.model.family in FAMILIES:
@@ -92,9 +120,21 @@ def test_every_checked_in_run_of_a_built_network_is_built(name):
 
 
 MESHES = [
-    ("reverse_text", {"dp_shard": 4, "ep": 2}, "trainer.mesh.ep 2: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1"),
-    ("reverse_text_moe", {"dp_shard": 4, "ep": 3}, "trainer.mesh.ep 3 does not divide dp_shard·cp = 4; choose from [1, 2, 4]"),
-    ("reverse_text_moe", {"dp_shard": 6, "ep": 3}, "trainer.mesh.ep 3 does not divide 8 experts; choose from [1, 2]"),
+    (
+        "reverse_text",
+        {"dp_shard": 4, "ep": 2},
+        "trainer.mesh.ep 2: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
+    ),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 4, "ep": 3},
+        "trainer.mesh.ep 3 does not divide dp_shard·cp = 4; choose from [1, 2, 4]",
+    ),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 6, "ep": 3},
+        "trainer.mesh.ep 3 does not divide 8 experts; choose from [1, 2]",
+    ),
     (
         "reverse_text_moe",
         {"dp_shard": 2, "ep": 2, "ep_backend": "deepep"},
@@ -148,9 +188,17 @@ def test_devices_that_do_not_fit_a_node_are_refused_with_those_that_do(fields, s
 
 SHAPES = {
     name: load(WORKSPACE.manifest_path(name))
-    for name in ("qwen3_4b_16k", "qwen3_30b_a3b_16k", "qwen3_0_6b_16k", "reverse_text_moe", "glm5_run")
+    for name in (
+        "qwen3_4b_16k",
+        "qwen3_30b_a3b_16k",
+        "qwen3_0_6b_16k",
+        "reverse_text_moe",
+        "glm5_run",
+    )
 }
-CHOICES = re.compile(r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]|choose (cp·dp_shard) from ([\d·, ]*\d)")
+CHOICES = re.compile(
+    r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]|choose (cp·dp_shard) from ([\d·, ]*\d)"
+)
 SET = re.compile(r"set trainer\.mesh\.(ep|cp) to (\d+)")
 
 
@@ -174,10 +222,20 @@ def test_the_first_and_the_last_mesh_that_a_refusal_names_are_taken_when_typed(n
     data = SHAPES[name].model_dump(mode="json")
     devices = SHAPES[name].trainer.mesh.world_size
     seen = 0
-    for copies, cp, ep, style in itertools.product((1, 2), (1, 2, 3, 8, 32, 96), (1, 2, 3, 5, 32), ("ulysses", "ring")):
+    for copies, cp, ep, style in itertools.product(
+        (1, 2), (1, 2, 3, 8, 32, 96), (1, 2, 3, 5, 32), ("ulysses", "ring")
+    ):
         if devices % copies == 0:
-            shards = max(1, devices // (copies * cp))  # as many devices as the run's trainer has, where cp divides them
-            mesh = {"dp_replicate": copies, "dp_shard": shards, "cp": cp, "ep": ep, "cp_style": style}
+            shards = max(
+                1, devices // (copies * cp)
+            )  # as many devices as the run's trainer has, where cp divides them
+            mesh = {
+                "dp_replicate": copies,
+                "dp_shard": shards,
+                "cp": cp,
+                "ep": ep,
+                "cp_style": style,
+            }
             try:
                 made(mesh)
             except OrreryError as refused:
@@ -194,9 +252,14 @@ def test_the_first_and_the_last_mesh_that_a_refusal_names_are_taken_when_typed(n
 
 
 def test_a_mesh_of_too_many_devices_is_refused_with_the_number_that_there_are():
-    with pytest.raises(OrreryError, match=r"set hardware\.num_nodes to 4, or trainer\.mesh's dp_replicate·dp_shard·cp to 8$"):
+    with pytest.raises(
+        OrreryError,
+        match=r"set hardware\.num_nodes to 4, or trainer\.mesh's dp_replicate·dp_shard·cp to 8$",
+    ):
         changed("qwen3_4b_16k", trainer__mesh__cp=3)
-    with pytest.raises(OrreryError, match=r"trainer has 12 devices, which fill no whole number of nodes; try 8$"):
+    with pytest.raises(
+        OrreryError, match=r"trainer has 12 devices, which fill no whole number of nodes; try 8$"
+    ):
         changed("qwen3_4b_16k", trainer__mesh__dp_shard=12)
 
 
@@ -204,19 +267,40 @@ def test_keys_travel_where_heads_do_not_divide():
     assert changed("reverse_text", trainer__mesh__cp=3, trainer__mesh__cp_style="ring")
 
 
-@pytest.mark.parametrize("transfer", [{"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}], ids=lambda each: each["kind"])
+@pytest.mark.parametrize(
+    "transfer",
+    [{"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}],
+    ids=lambda each: each["kind"],
+)
 def test_routes_come_back_where_caches_travel_or_stay(transfer):
     routes = {"transport__routed_experts": True}
-    check_built(changed("reverse_text_moe", **routes, inference__num_replicas=2, **APART | {"inference__kv_transfer": transfer}))
+    check_built(
+        changed(
+            "reverse_text_moe",
+            **routes,
+            inference__num_replicas=2,
+            **APART | {"inference__kv_transfer": transfer},
+        )
+    )
     check_built(changed("reverse_text_moe", **routes, inference__kv_offload=TIERS))
-    check_built(changed("reverse_text_moe", **routes, hardware=H200, inference__tensor_parallel=2, inference__kv_offload=TIERS))
+    check_built(
+        changed(
+            "reverse_text_moe",
+            **routes,
+            hardware=H200,
+            inference__tensor_parallel=2,
+            inference__kv_offload=TIERS,
+        )
+    )
 
 
 @pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
 def test_engines_that_are_lost_come_back_on_every_wire_that_sends_weights(wire):
     check_built(changed("reverse_text_smoke", inference__max_restarts=1, transport__weights=wire))
     wide = {"inference__num_replicas": 2, "inference__tensor_parallel": 2}
-    check_built(changed("asynchrony_h200_8", inference__max_restarts=1, transport__weights=wire, **wide))
+    check_built(
+        changed("asynchrony_h200_8", inference__max_restarts=1, transport__weights=wire, **wide)
+    )
 
 
 @pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
@@ -230,8 +314,19 @@ def test_one_h200_node_of_a_built_network_is_built():
 
 @pytest.mark.parametrize("hardware", [{}, {"hardware": H200}], ids=["cpu", "h200"])
 def test_routes_in_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_hardware(hardware):
-    check_built(changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE, **hardware))
-    mooncake = {**APART, "inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}, "inference__max_restarts": 1}
+    check_built(
+        changed(
+            "reverse_text_moe",
+            transport__routed_experts=True,
+            inference__kv_offload=STORE,
+            **hardware,
+        )
+    )
+    mooncake = {
+        **APART,
+        "inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"},
+        "inference__max_restarts": 1,
+    }
     check_built(changed("reverse_text_moe", inference__num_replicas=2, **mooncake, **hardware))
 
 
@@ -251,8 +346,17 @@ def test_gpus_and_cpus_run_one_release_of_each_package_that_results_rest_on():
 def test_one_environment_can_hold_the_trainer_and_an_engine_on_gpus():
     trainer, engine = locked("trainer.cuda.txt"), locked("inference.cuda.txt")
     shared = trainer.keys() & engine.keys()
-    assert {"torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "nvidia-nccl-cu13"} <= shared
-    assert {name: (trainer[name], engine[name]) for name in shared if trainer[name] != engine[name]} == {}
+    assert {
+        "torch",
+        "triton",
+        "nvidia-cutlass-dsl",
+        "apache-tvm-ffi",
+        "quack-kernels",
+        "nvidia-nccl-cu13",
+    } <= shared
+    assert {
+        name: (trainer[name], engine[name]) for name in shared if trainer[name] != engine[name]
+    } == {}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +396,11 @@ def test_experts_in_fp8_that_an_engine_would_pad_are_refused(fields, sentence):
     "fields",
     [
         {"inference__num_replicas": 4, "inference__tensor_parallel": 2},
-        {"inference__num_replicas": 2, "inference__tensor_parallel": 4, "inference__expert_parallel": True},
+        {
+            "inference__num_replicas": 2,
+            "inference__tensor_parallel": 4,
+            "inference__expert_parallel": True,
+        },
     ],
 )
 def test_experts_in_fp8_of_whole_blocks_are_built(fields):
@@ -302,14 +410,34 @@ def test_experts_in_fp8_of_whole_blocks_are_built(fields):
 @pytest.mark.parametrize(
     ("name", "fields", "sentence"),
     [
-        ("qwen3_8b_8k", {"model__hidden_size": 4032}, "model.hidden_size 4032: a layer in FP8 takes inputs of a multiple of 128 on each"),
-        ("qwen3_8b_8k", {"model__head_dim": 60}, "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: a layer in FP8 takes"),
-        ("qwen3_8b_8k", {"model__intermediate_size": 12416}, "model.intermediate_size 12416 over inference.tensor_parallel 2: a layer in"),
-        ("qwen3_30b_a3b_16k", {"model__head_dim": 60}, "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: .* to less"),
+        (
+            "qwen3_8b_8k",
+            {"model__hidden_size": 4032},
+            "model.hidden_size 4032: a layer in FP8 takes inputs of a multiple of 128 on each",
+        ),
+        (
+            "qwen3_8b_8k",
+            {"model__head_dim": 60},
+            "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: a layer in FP8 takes",
+        ),
+        (
+            "qwen3_8b_8k",
+            {"model__intermediate_size": 12416},
+            "model.intermediate_size 12416 over inference.tensor_parallel 2: a layer in",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"model__head_dim": 60},
+            "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: .* to less",
+        ),
     ],
 )
 def test_dense_layers_in_fp8_of_broken_blocks_are_refused(name, fields, sentence):
-    wide = {"hardware": {**H200, "devices_per_node": 24}, "inference__tensor_parallel": 2, "inference__quantization": "fp8"}
+    wide = {
+        "hardware": {**H200, "devices_per_node": 24},
+        "inference__tensor_parallel": 2,
+        "inference__quantization": "fp8",
+    }
     check_built(changed(name, **wide))
     with pytest.raises(OrreryError, match=rf"inference\.quantization 'fp8' with {sentence}"):
         changed(name, **wide, **fields)
@@ -321,7 +449,11 @@ EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
 @pytest.mark.parametrize(
     ("name", "mesh", "lost"),
     [
-        ("qwen3_30b_a3b_16k", {"ep": 8}, "['projections']: made again all the same, for with trainer.compile on cp 1 and ep 8"),
+        (
+            "qwen3_30b_a3b_16k",
+            {"ep": 8},
+            "['projections']: made again all the same, for with trainer.compile on cp 1 and ep 8",
+        ),
         ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
         ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
         ("qwen3_30b_a3b_16k", {}, None),
@@ -331,8 +463,22 @@ def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(nam
     fields = {f"trainer__mesh__{axis}": size for axis, size in mesh.items()}
     run = changed(name, trainer__memory__activation_checkpointing=EVERY, **fields)
     said = notes(run)
-    assert not said if lost is None else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
-    assert notes(changed(name, trainer__memory__activation_checkpointing=EVERY, trainer__compile=False, **fields)) == []
+    assert (
+        not said
+        if lost is None
+        else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
+    )
+    assert (
+        notes(
+            changed(
+                name,
+                trainer__memory__activation_checkpointing=EVERY,
+                trainer__compile=False,
+                **fields,
+            )
+        )
+        == []
+    )
 
 
 def test_keeping_experts_alone_where_there_are_none_is_told():
@@ -341,11 +487,21 @@ def test_keeping_experts_alone_where_there_are_none_is_told():
     assert said.startswith(
         "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has none, and all is made again"
     )
-    assert notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []
+    assert (
+        notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []
+    )
 
 
 def test_that_blocks_of_transformers_may_not_compile_is_told_where_a_run_is_planned():
-    compiled = {"model__family": "hugging_face", "model__hf_config": {"model_type": "gpt_oss"}, "trainer__compile": True}
+    compiled = {
+        "model__family": "hugging_face",
+        "model__hf_config": {"model_type": "gpt_oss"},
+        "trainer__compile": True,
+    }
     (said,) = notes(changed("reverse_text", **compiled))
     assert said.startswith("  note: trainer.compile with family 'hugging_face': ")
-    assert notes(changed("reverse_text", **compiled | {"trainer__compile": False})) == notes(changed("reverse_text")) == []
+    assert (
+        notes(changed("reverse_text", **compiled | {"trainer__compile": False}))
+        == notes(changed("reverse_text"))
+        == []
+    )

@@ -21,14 +21,26 @@ from orrery.manifest.workspace import Workspace
 with tempfile.TemporaryDirectory() as _folder:
     _workspace = manifest_specs.checkout(Path(_folder))
     GOOD, NODES, SPARSE = (
-        json.loads(canonical_json(render(_workspace, name).manifest)) for name in ("words", "words_nodes", "words_sparse")
+        json.loads(canonical_json(render(_workspace, name).manifest))
+        for name in ("words", "words_nodes", "words_sparse")
     )
 
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
-MUON = {**SGD, "kind": "muon", "nesterov": True, "num_newton_schulz_steps": 5, "rest": GOOD["trainer"]["optimizer"]}
+MUON = {
+    **SGD,
+    "kind": "muon",
+    "nesterov": True,
+    "num_newton_schulz_steps": 5,
+    "rest": GOOD["trainer"]["optimizer"],
+}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 16 << 20}
-ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+ROUTER = {
+    "kind": "vllm_router",
+    "policy": "cache_aware",
+    "balance_abs_threshold": 2,
+    "balance_rel_threshold": 1.1,
+}
 MLA = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -54,27 +66,54 @@ def broken(path, value, data=None):
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
 OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
 SENTENCES = [
-    (broken(("trainer", "optimizer", "lrr"), 1e-3), "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?"),
-    (broken(("trainer", "optimizer", "lr"), "fast"), 'trainer.optimizer.lr = "fast": should be a valid number'),
-    (broken(("trainer", "optimizer", "lr"), -1), "trainer.optimizer.lr = -1: should be greater than 0"),
+    (
+        broken(("trainer", "optimizer", "lrr"), 1e-3),
+        "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?",
+    ),
+    (
+        broken(("trainer", "optimizer", "lr"), "fast"),
+        'trainer.optimizer.lr = "fast": should be a valid number',
+    ),
+    (
+        broken(("trainer", "optimizer", "lr"), -1),
+        "trainer.optimizer.lr = -1: should be greater than 0",
+    ),
     (
         broken(("trainer", "param_dtype"), "bfloat16"),
         "trainer: param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at a learning rate of 1e-6 no weight moves; "
         "set trainer.param_dtype to 'float32' (frozen weights beside trainer.lora are held in trainer.compute_dtype)",
     ),
-    (broken(("trainer", "optimizer", "beta1"), 1.0), "trainer.optimizer.beta1 = 1.0: should be less than 1"),
-    (broken(("trainer", "optimizer", "beta2"), 1), "trainer.optimizer.beta2 = 1: should be less than 1"),
-    (broken(("trainer", "optimizer"), {**SGD, "momentum": 1.0}), "trainer.optimizer.momentum = 1.0: should be less than 1"),
-    (broken(("trainer", "optimizer"), {**MUON, "momentum": 1.0}), "trainer.optimizer.momentum = 1.0: should be less than 1"),
+    (
+        broken(("trainer", "optimizer", "beta1"), 1.0),
+        "trainer.optimizer.beta1 = 1.0: should be less than 1",
+    ),
+    (
+        broken(("trainer", "optimizer", "beta2"), 1),
+        "trainer.optimizer.beta2 = 1: should be less than 1",
+    ),
+    (
+        broken(("trainer", "optimizer"), {**SGD, "momentum": 1.0}),
+        "trainer.optimizer.momentum = 1.0: should be less than 1",
+    ),
+    (
+        broken(("trainer", "optimizer"), {**MUON, "momentum": 1.0}),
+        "trainer.optimizer.momentum = 1.0: should be less than 1",
+    ),
     (broken(("seed",), 1.5), "seed = 1.5: "),
     (broken(("seed",), True), "seed = true: should be a valid integer"),
     (broken(("trainer", "loss"), KeyError), "trainer.loss: is missing"),
-    (broken(("trainer", "schedule", "kind"), "cosin"), "trainer.schedule.kind = \"cosin\": there is no such kind; did you mean 'cosine'?"),
+    (
+        broken(("trainer", "schedule", "kind"), "cosin"),
+        "trainer.schedule.kind = \"cosin\": there is no such kind; did you mean 'cosine'?",
+    ),
     (
         broken(("trainer", "optimizer", "kind"), "x"),
         'trainer.optimizer.kind = "x": there is no such kind; the kinds here are adamw, muon, sgd, sign_sgd',
     ),
-    (broken(("stages", "rl"), None), "stages.rl = null: it cannot be left out; write an object with num_steps"),
+    (
+        broken(("stages", "rl"), None),
+        "stages.rl = null: it cannot be left out; write an object with num_steps",
+    ),
     (
         broken(("inference", "kv_offload"), None),
         "inference.kv_offload = null: should be an object whose kind is one of none, tiers, mooncake",
@@ -83,21 +122,42 @@ SENTENCES = [
         broken(("trainer", "memory", "activation_checkpointing"), "full"),
         'trainer.memory.activation_checkpointing = "full": should be an object whose kind is one of none, full, selective',
     ),
-    (broken(("model", "init"), {"seed": 1}), 'model.init = {"seed": 1}: should be an object whose kind is one of random, pretrained'),
+    (
+        broken(("model", "init"), {"seed": 1}),
+        'model.init = {"seed": 1}: should be an object whose kind is one of random, pretrained',
+    ),
     (
         broken(("stages", "sft", "data"), None),
         "stages.sft.data = null: should be an object whose kind is one of demonstrations, chat_file, dataset",
     ),
-    (broken(("trainer", "mesh"), None), "trainer.mesh = null: it cannot be left out; write an object with dp_replicate, dp_shard,"),
-    (broken(("tasks", "train", 0), None), "tasks.train[0] = null: it cannot be left out; write an object with name, kind,"),
-    (broken(("trainer", "schedule", "decay"), 3), "trainer.schedule.decay = 3: there is no such field"),
-    (broken(("tasks", "train", 0, "wieght"), 1), "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?"),
-    (broken(("stages", "sft", "data", "task", "sed"), 1), "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?"),
+    (
+        broken(("trainer", "mesh"), None),
+        "trainer.mesh = null: it cannot be left out; write an object with dp_replicate, dp_shard,",
+    ),
+    (
+        broken(("tasks", "train", 0), None),
+        "tasks.train[0] = null: it cannot be left out; write an object with name, kind,",
+    ),
+    (
+        broken(("trainer", "schedule", "decay"), 3),
+        "trainer.schedule.decay = 3: there is no such field",
+    ),
+    (
+        broken(("tasks", "train", 0, "wieght"), 1),
+        "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?",
+    ),
+    (
+        broken(("stages", "sft", "data", "task", "sed"), 1),
+        "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?",
+    ),
     (
         broken(("trainer", "mesh", "ep"), 3),
         "trainer.mesh.ep 3: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
     ),
-    (broken(("trainer", "mesh", "ep"), 3, SPARSE), "trainer.mesh.ep 3 does not divide dp_shard·cp = 1; choose from [1]"),
+    (
+        broken(("trainer", "mesh", "ep"), 3, SPARSE),
+        "trainer.mesh.ep 3 does not divide dp_shard·cp = 1; choose from [1]",
+    ),
     (
         broken(("inference", "prefill_replicas"), 1),
         "inference: prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
@@ -115,7 +175,10 @@ SENTENCES = [
         "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load both, for each brings its own rdma-core",
     ),
     (
-        broken(("orchestrator", "admission"), {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8}),
+        broken(
+            ("orchestrator", "admission"),
+            {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8},
+        ),
         "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
     ),
     (
@@ -128,7 +191,11 @@ SENTENCES = [
         "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
     ),
     (
-        broken(("stages", "sft", "optimizer"), SGD, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
+        broken(
+            ("stages", "sft", "optimizer"),
+            SGD,
+            broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED),
+        ),
         "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
     ),
     (
@@ -195,7 +262,9 @@ SENTENCES = [
         "at least that, or inference.kv_offload.kind to 'none'",
     ),
     (
-        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}),
+        broken(
+            ("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}
+        ),
         "inference.kv_offload.disk_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
         "at least that, or to 0 for no files",
     ),
@@ -205,7 +274,11 @@ SENTENCES = [
         "of inference.max_model_len_tokens 64 needs 8192; set it to at least 16777216, or inference.kv_offload.kind to 'none'",
     ),
     (
-        broken(("inference", "kv_offload"), {**STORE, "segment_bytes": 16 << 20}, broken(("inference", "data_parallel"), 2)),
+        broken(
+            ("inference", "kv_offload"),
+            {**STORE, "segment_bytes": 16 << 20},
+            broken(("inference", "data_parallel"), 2),
+        ),
         "inference.kv_offload.segment_bytes 16777216: Mooncake takes at least 16777216 of each of an engine's 2 devices",
     ),
     (
@@ -221,7 +294,9 @@ SENTENCES = [
         "inference.tensor_parallel 4: model.intermediate_size 30 does not divide among as many devices; choose tensor_parallel from [1, 2]",
     ),
     (
-        broken(("inference", "data_parallel"), 3, broken(("inference", "tensor_parallel"), 2, SPARSE)),
+        broken(
+            ("inference", "data_parallel"), 3, broken(("inference", "tensor_parallel"), 2, SPARSE)
+        ),
         "inference.data_parallel·tensor_parallel 6: model.moe.expert_intermediate_size 8 does not divide among as many devices; choose "
         "data_parallel·tensor_parallel from [1, 2, 4], or set inference.expert_parallel to true",
     ),
@@ -252,19 +327,32 @@ SENTENCES = [
             ("inference", "kv_transfer"),
             {"kind": "none"},
             broken(
-                ("inference", "prefill_replicas"), 0, broken(("hardware", "num_nodes"), 6, broken(("inference", "router"), ROUTER, NODES))
+                ("inference", "prefill_replicas"),
+                0,
+                broken(
+                    ("hardware", "num_nodes"), 6, broken(("inference", "router"), ROUTER, NODES)
+                ),
             ),
         ),
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
-    (broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}), "trainer 1 + inference 1 devices do not fit 1"),
+    (
+        broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}),
+        "trainer 1 + inference 1 devices do not fit 1",
+    ),
     (
         broken(("model", "family"), "glm4"),
         "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or 'hugging_face'",
     ),
     (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
-    (broken(("model", "mla"), MLA), "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4"),
-    (broken(("model", "head_dim"), 7), "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8"),
+    (
+        broken(("model", "mla"), MLA),
+        "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4",
+    ),
+    (
+        broken(("model", "head_dim"), 7),
+        "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8",
+    ),
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
         "model: mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
@@ -277,14 +365,24 @@ SENTENCES = [
         broken(("model", "mla"), {**MLA, "nope_head_dim": 4}),
         "model: family 'qwen3' and mla set do not go together",
     ),
-    (broken(("model", "moe", "num_shared_experts"), 1, SPARSE), "model: moe.num_shared_experts 1: family 'qwen3_moe' has 0 only"),
-    (broken(("model", "moe", "score"), "sigmoid", SPARSE), "model: moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only"),
+    (
+        broken(("model", "moe", "num_shared_experts"), 1, SPARSE),
+        "model: moe.num_shared_experts 1: family 'qwen3_moe' has 0 only",
+    ),
+    (
+        broken(("model", "moe", "score"), "sigmoid", SPARSE),
+        "model: moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only",
+    ),
     (
         broken(("orchestrator", "rollouts_per_batch"), 9),
         "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
     ),
     (
-        broken(("orchestrator", "max_batches_ahead"), 4, broken(("orchestrator", "max_off_policy_steps"), 3)),
+        broken(
+            ("orchestrator", "max_batches_ahead"),
+            4,
+            broken(("orchestrator", "max_off_policy_steps"), 3),
+        ),
         "orchestrator: max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new enough for a batch further ahead than that; "
         "set it to at most 3",
     ),
@@ -304,7 +402,13 @@ SENTENCES = [
         for part in ("train", "evaluation")
     ),
     (broken(("name",), "Reverse Text"), 'name = "Reverse Text": '),
-    *((broken(("name",), name), f"name: no run is called '{name}', for the pipeline has a rule of that name") for name in TARGETS),
+    *(
+        (
+            broken(("name",), name),
+            f"name: no run is called '{name}', for the pipeline has a rule of that name",
+        )
+        for name in TARGETS
+    ),
     (broken(("python_lock_sha256",), "abc"), 'python_lock_sha256 = "abc": '),
     ([], "manifest = []: "),
 ]
@@ -319,7 +423,9 @@ def test_a_wrong_manifest_gives_one_sentence(data, sentence):
 
 
 def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
-    data = broken(("trainer", "optimizer", "lr"), KeyError, broken(("trainer", "optimizer", "learning"), 1e-3))
+    data = broken(
+        ("trainer", "optimizer", "lr"), KeyError, broken(("trainer", "optimizer", "learning"), 1e-3)
+    )
     with pytest.raises(OrreryError, match=r"trainer\.optimizer\.learning .*\(and 1 more\)"):
         check(data, "here")
 
@@ -327,7 +433,11 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
 def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
     # keys and values of 2 heads of 8 float32, in blocks of 32 tokens, of which vLLM keeps one back: 64 tokens are 2 and 65 are 3
     def least(tokens, devices=1):
-        data = broken(("trainer", "memory", "max_tokens_per_micro_batch"), 128, broken(("inference", "tensor_parallel"), devices))
+        data = broken(
+            ("trainer", "memory", "max_tokens_per_micro_batch"),
+            128,
+            broken(("inference", "tensor_parallel"), devices),
+        )
         data["inference"] |= {"kv_cache_bytes": 1, "max_model_len_tokens": tokens}
         with pytest.raises(OrreryError) as caught:
             check(data, "here")
@@ -336,30 +446,52 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
         assert check(data, "here")
         return needed
 
-    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [3 * 4096, 4 * 4096, 4 * 2048, 4 * 2048]
+    assert [least(64), least(65), least(65, devices=2), least(65, devices=4)] == [
+        3 * 4096,
+        4 * 4096,
+        4 * 2048,
+        4 * 2048,
+    ]
     edited(checkout, "hardware/two_cores.libsonnet", "1048576", "12287")
-    with pytest.raises(OrreryError, match=r"kv_cache_bytes: 12287 cannot hold one rollout of 64 tokens, which needs 12288"):
+    with pytest.raises(
+        OrreryError,
+        match=r"kv_cache_bytes: 12287 cannot hold one rollout of 64 tokens, which needs 12288",
+    ):
         render(Workspace(checkout), "words")
 
 
 def test_host_memory_holds_what_every_device_of_a_rank_keeps_of_a_rollout():
     def least(**inference):
         data = copy.deepcopy(GOOD)
-        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1, "disk_bytes": 0}, **inference}
+        data["inference"] |= {
+            "kv_offload": {"kind": "tiers", "host_bytes": 1, "disk_bytes": 0},
+            **inference,
+        }
         with pytest.raises(OrreryError) as caught:
             check(data, "here")
         return int(re.search(r"which needs (\d+)", str(caught.value)).group(1))
 
     # two key heads: two devices have one each, and of four two have the same
-    assert [least(), least(tensor_parallel=2), least(tensor_parallel=4), least(data_parallel=2)] == [8192, 8192, 16384, 8192]
+    assert [
+        least(),
+        least(tensor_parallel=2),
+        least(tensor_parallel=4),
+        least(data_parallel=2),
+    ] == [8192, 8192, 16384, 8192]
 
 
 def test_a_segment_holds_a_rollout_of_a_long_context():
     long = copy.deepcopy(GOOD)
     long["model"] |= {"max_positions": 1 << 18}
     long["trainer"]["memory"]["max_tokens_per_micro_batch"] = 1 << 18
-    long["inference"] |= {"max_model_len_tokens": 1 << 18, "kv_cache_bytes": 1 << 30, "kv_offload": STORE}
-    with pytest.raises(OrreryError, match=r"segment_bytes 16777216: .* needs 33554432; set it to at least 33554432"):
+    long["inference"] |= {
+        "max_model_len_tokens": 1 << 18,
+        "kv_cache_bytes": 1 << 30,
+        "kv_offload": STORE,
+    }
+    with pytest.raises(
+        OrreryError, match=r"segment_bytes 16777216: .* needs 33554432; set it to at least 33554432"
+    ):
         check(long, "here")
     assert check(broken(("inference", "kv_offload", "segment_bytes"), 33554432, long), "here")
 
@@ -367,7 +499,10 @@ def test_a_segment_holds_a_rollout_of_a_long_context():
 def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():
     def least(data, routed_experts=False, **inference):
         data = copy.deepcopy(data)
-        data["inference"] |= {"kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1}, **inference}
+        data["inference"] |= {
+            "kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1},
+            **inference,
+        }
         data["transport"]["routed_experts"] = routed_experts
         with pytest.raises(OrreryError, match="disk_bytes") as caught:
             check(data, "here")
@@ -378,29 +513,52 @@ def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():
         return needed
 
     two_blocks = least(GOOD)
-    assert [two_blocks, least(GOOD, tensor_parallel=2), least(GOOD, dtype="bfloat16")] == [8192, 8192, 8192]
+    assert [two_blocks, least(GOOD, tensor_parallel=2), least(GOOD, dtype="bfloat16")] == [
+        8192,
+        8192,
+        8192,
+    ]
     many = broken(("model", "moe", "num_experts"), 512, SPARSE)
     many["model"]["moe"]["num_experts_per_token"] = 65
-    assert [least(SPARSE, True) - least(SPARSE), least(many, True) - least(many)] == [2 * 2 * 4096, 2 * 2 * 2 * 4096]
+    assert [least(SPARSE, True) - least(SPARSE), least(many, True) - least(many)] == [
+        2 * 2 * 4096,
+        2 * 2 * 2 * 4096,
+    ]
 
 
 def test_what_engines_do_not_cut_need_not_divide():
     for part, value, data in (
         ("intermediate_size", 30, SPARSE),  # no layer is dense
-        ("moe", SPARSE["model"]["moe"] | {"expert_intermediate_size": 9}, broken(("inference", "expert_parallel"), True, SPARSE)),
+        (
+            "moe",
+            SPARSE["model"]["moe"] | {"expert_intermediate_size": 9},
+            broken(("inference", "expert_parallel"), True, SPARSE),
+        ),
     ):
-        assert check(broken(("model", part), value, broken(("inference", "tensor_parallel"), 4, data)), "here")
+        assert check(
+            broken(("model", part), value, broken(("inference", "tensor_parallel"), 4, data)),
+            "here",
+        )
     dense = broken(("model", "intermediate_size"), 30, broken(("inference", "data_parallel"), 4))
     assert check(dense, "here")  # a rank has all of a dense layer
 
 
 def test_a_shared_expert_is_cut_as_a_dense_layer_is():
-    moe = SPARSE["model"]["moe"] | {"num_shared_experts": 1, "score": "sigmoid", "expert_intermediate_size": 9}
-    data = broken(("model",), SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE)
+    moe = SPARSE["model"]["moe"] | {
+        "num_shared_experts": 1,
+        "score": "sigmoid",
+        "expert_intermediate_size": 9,
+    }
+    data = broken(
+        ("model",), SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE
+    )
     data["trainer"]["lora"] = {**ADAPTERS, "targets": ["feed_forward", "experts"]}
     assert check(data, "here")  # and adapted as one
     data["inference"] |= {"tensor_parallel": 2, "expert_parallel": True}
-    with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]"):
+    with pytest.raises(
+        OrreryError,
+        match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]",
+    ):
         check(data, "here")
 
 
@@ -413,7 +571,14 @@ def test_averages_of_nothing_but_the_newest_gradient_are_allowed():
 def test_state_of_one_stage_is_enough_to_offload():
     for path in (("trainer", "optimizer"), ("stages", "sft", "optimizer")):
         assert check(broken(path, SIGN_SGD, OFFLOADED), "here")
-    assert check(broken(("stages", "sft"), None, broken(("trainer", "optimizer"), {**SGD, "momentum": 0.5}, OFFLOADED)), "here")
+    assert check(
+        broken(
+            ("stages", "sft"),
+            None,
+            broken(("trainer", "optimizer"), {**SGD, "momentum": 0.5}, OFFLOADED),
+        ),
+        "here",
+    )
 
 
 def test_not_a_number_is_refused():
@@ -455,9 +620,24 @@ MISTAKES = {
         "bata1:",
         "trainer.optimizer.bata1 = 0.9: there is no such field; did you mean 'beta1'?",
     ),
-    "a misspelt setting": ("runs/words_wide.jsonnet", "layout+::", "layuot+::", "there is no setting layuot"),
-    "a misspelt part of a setting": ("runs/words_wide.jsonnet", "engines: 2", "engine: 2", "layout: there is no engine"),
-    "a wrong type": ("algorithms/groups.libsonnet", "lr: 1e-3", "lr: '1e-3'", "trainer.optimizer.lr = "),
+    "a misspelt setting": (
+        "runs/words_wide.jsonnet",
+        "layout+::",
+        "layuot+::",
+        "there is no setting layuot",
+    ),
+    "a misspelt part of a setting": (
+        "runs/words_wide.jsonnet",
+        "engines: 2",
+        "engine: 2",
+        "layout: there is no engine",
+    ),
+    "a wrong type": (
+        "algorithms/groups.libsonnet",
+        "lr: 1e-3",
+        "lr: '1e-3'",
+        "trainer.optimizer.lr = ",
+    ),
     "a mesh that does not divide": (
         "runs/words_wide.jsonnet",
         "trainer+: {",
@@ -500,9 +680,24 @@ MISTAKES = {
         "context_tokens:: 512",
         "context_tokens: 512 exceed model.max_positions = 256",
     ),
-    "no room for a rollout": ("memory/plain.libsonnet", "micro_batch: 256", "micro_batch: 32", "32 cannot hold one rollout of 64 tokens"),
-    "too little cache": ("hardware/two_cores.libsonnet", "1048576", "1024", "inference.kv_cache_bytes: 1024 cannot hold one rollout"),
-    "a missing axis": ("runs/words.jsonnet", "(import 'hardware/two_cores.libsonnet') +", "", "no hardware axis"),
+    "no room for a rollout": (
+        "memory/plain.libsonnet",
+        "micro_batch: 256",
+        "micro_batch: 32",
+        "32 cannot hold one rollout of 64 tokens",
+    ),
+    "too little cache": (
+        "hardware/two_cores.libsonnet",
+        "1048576",
+        "1024",
+        "inference.kv_cache_bytes: 1024 cannot hold one rollout",
+    ),
+    "a missing axis": (
+        "runs/words.jsonnet",
+        "(import 'hardware/two_cores.libsonnet') +",
+        "",
+        "no hardware axis",
+    ),
     "an import that is not there": (
         "runs/words.jsonnet",
         "models/dense",
@@ -533,7 +728,12 @@ MISTAKES = {
         "prefill_engines: 2, devices_per_engine: 4",
         "inference.data_parallel·tensor_parallel: 4 does not divide the 2 devices of a node, and no engine spans nodes",
     ),
-    "a run called like a rule of the pipeline": ("runs/sums.jsonnet", "  sums:\n", "  report:\n", "no run is called 'report'"),
+    "a run called like a rule of the pipeline": (
+        "runs/sums.jsonnet",
+        "  sums:\n",
+        "  report:\n",
+        "no run is called 'report'",
+    ),
     "a kind of task that does not exist": (
         "tasks/words.libsonnet",
         "kind: 'reverse_text'",
@@ -558,8 +758,18 @@ MISTAKES = {
         "max_length: 90",
         "do not fit inference.max_model_len_tokens 64",
     ),
-    "broken syntax": ("algorithms/groups.libsonnet", "max_grad_norm: 1.0,", "max_grad_norm: 1.0", "jsonnet/algorithms/groups.libsonnet:"),
-    "a key and a name that differ": ("lib/named.libsonnet", "run { name: name }", "run { name: 'other' }", "the key is"),
+    "broken syntax": (
+        "algorithms/groups.libsonnet",
+        "max_grad_norm: 1.0,",
+        "max_grad_norm: 1.0",
+        "jsonnet/algorithms/groups.libsonnet:",
+    ),
+    "a key and a name that differ": (
+        "lib/named.libsonnet",
+        "run { name: name }",
+        "run { name: 'other' }",
+        "the key is",
+    ),
 }
 
 
@@ -576,7 +786,10 @@ def test_a_mistake_in_a_spec_is_one_line_and_writes_nothing(what, checkout, caps
 
 def test_an_unknown_run_is_met_with_the_nearest_name_and_writes_nothing(checkout, capsys):
     assert orrery("render", "words", "wrods") == 2
-    assert capsys.readouterr().err == "error: run 'wrods': there is no such run; did you mean 'words'?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: run 'wrods': there is no such run; did you mean 'words'?\n"
+    )
     assert not (checkout / "manifests").exists()
 
 
@@ -592,7 +805,9 @@ def test_a_wrong_run_among_right_ones_leaves_what_was_written_alone(checkout, ca
 def test_check_names_the_stale_manifest_and_its_first_changed_field(checkout, capsys):
     assert orrery("render") == 0 and orrery("check") == 0
     capsys.readouterr()
-    edited(checkout, "memory/plain.libsonnet", "lm_head_chunk_tokens: 64", "lm_head_chunk_tokens: 32")
+    edited(
+        checkout, "memory/plain.libsonnet", "lm_head_chunk_tokens: 64", "lm_head_chunk_tokens: 32"
+    )
     assert orrery("check", "words") == 2
     err = capsys.readouterr().err
     assert "manifests/words.json: is stale (trainer.memory.lm_head_chunk_tokens: 64 → 32)" in err
@@ -600,7 +815,9 @@ def test_check_names_the_stale_manifest_and_its_first_changed_field(checkout, ca
 
 def test_check_finds_a_manifest_whose_run_is_gone(checkout, capsys):
     assert orrery("render") == 0
-    (checkout / "manifests" / "old_run.json").write_text((checkout / "manifests" / "sums.json").read_text())
+    (checkout / "manifests" / "old_run.json").write_text(
+        (checkout / "manifests" / "sums.json").read_text()
+    )
     assert orrery("check") == 2
     assert "manifests/old_run.json: no run has this name" in capsys.readouterr().err
 
@@ -614,8 +831,12 @@ def test_rendering_again_changes_no_file(checkout, capsys):
 
 @pytest.mark.parametrize("stem", TARGETS)
 def test_a_spec_file_called_like_a_rule_of_the_pipeline_is_refused(stem, checkout):
-    (checkout / "jsonnet" / "runs" / "sums.jsonnet").rename(checkout / "jsonnet" / "runs" / f"{stem}.jsonnet")
-    with pytest.raises(OrreryError, match=rf"jsonnet/runs/{stem}\.jsonnet: the pipeline has a rule called '{stem}'"):
+    (checkout / "jsonnet" / "runs" / "sums.jsonnet").rename(
+        checkout / "jsonnet" / "runs" / f"{stem}.jsonnet"
+    )
+    with pytest.raises(
+        OrreryError, match=rf"jsonnet/runs/{stem}\.jsonnet: the pipeline has a rule called '{stem}'"
+    ):
         render_all(Workspace(checkout))
 
 
@@ -626,26 +847,44 @@ def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
     assert orrery("check", str(good)) == 0
     assert orrery("check", str(good), str(bad)) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit") and err.count("\n") == 1
+    assert (
+        err.startswith(
+            f"error: {bad}: tasks.evaluation[0]: task 'words': args.min_length: 0 does not fit"
+        )
+        and err.count("\n") == 1
+    )
 
 
 RANK_1024 = {**ADAPTERS, "rank": 1024}
-IN_VAIN = "it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024"
+IN_VAIN = (
+    "it is planned and refuses to start: transport.weights 'adapters' with trainer.lora.rank 1024"
+)
 
 
 def test_a_manifest_that_asks_for_something_in_vain_is_refused_by_its_path(tmp_path, capsys):
     good, path = tmp_path / "good.json", tmp_path / "direct.json"
     good.write_text(json.dumps(GOOD))
-    path.write_text(json.dumps(broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), RANK_1024))))
+    path.write_text(
+        json.dumps(
+            broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), RANK_1024))
+        )
+    )
     assert orrery("check", str(good), str(path)) == 2
     out, err = capsys.readouterr()
     assert out == f"{good}: words is a manifest\n"
     assert err.startswith(f"error: {path}: {IN_VAIN}") and err.count("\n") == 1
 
 
-def test_a_run_that_asks_for_something_in_vain_is_refused_by_name_and_noted_among_all(checkout, capsys):
+def test_a_run_that_asks_for_something_in_vain_is_refused_by_name_and_noted_among_all(
+    checkout, capsys
+):
     lora = "lora: { rank: 1024, alpha: 8.0, targets: ['attention'], seed: 1 }"
-    edited(checkout, "runs/sums.jsonnet", "trainer+: {", f"transport+: {{ weights: 'adapters' }}, trainer+: {{ {lora},")
+    edited(
+        checkout,
+        "runs/sums.jsonnet",
+        "trainer+: {",
+        f"transport+: {{ weights: 'adapters' }}, trainer+: {{ {lora},",
+    )
     assert orrery("render") == 0 and orrery("check", "words") == 0
     capsys.readouterr()
     assert orrery("check", "words", "sums") == 2
@@ -653,7 +892,11 @@ def test_a_run_that_asks_for_something_in_vain_is_refused_by_name_and_noted_amon
     assert orrery("check") == 0
     listed = capsys.readouterr().out.splitlines()
     notes = [number for number, line in enumerate(listed) if line.startswith("  note: ")]
-    assert len(notes) == 1 and listed[notes[0]].startswith(f"  note: {IN_VAIN}") and listed[notes[0] - 1].startswith("sums ")
+    assert (
+        len(notes) == 1
+        and listed[notes[0]].startswith(f"  note: {IN_VAIN}")
+        and listed[notes[0] - 1].startswith("sums ")
+    )
 
 
 def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):
@@ -672,7 +915,12 @@ def without_weights(checkout):
     """Give every run a pretrained tokenizer that is not on this machine."""
     file = checkout / "jsonnet" / "models" / "dense.libsonnet"
     away = f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},\n    vocab_size: 100,"
-    file.write_text("".join(f"    {away}\n" if "tokenizer:" in line else line for line in file.read_text().splitlines(keepends=True)))
+    file.write_text(
+        "".join(
+            f"    {away}\n" if "tokenizer:" in line else line
+            for line in file.read_text().splitlines(keepends=True)
+        )
+    )
 
 
 def test_a_pretrained_tokenizer_that_is_elsewhere_is_not_asked_for(checkout, monkeypatch):
@@ -684,10 +932,14 @@ def test_a_pretrained_tokenizer_that_is_elsewhere_is_not_asked_for(checkout, mon
 
 
 GYM = "{ family: 'leg_counting', config: {}, split: 'train' }"
-LONG = "{ family: 'chain_sum', config: { min_terms: 50000000, max_terms: 50000000 }, split: 'train' }"
+LONG = (
+    "{ family: 'chain_sum', config: { min_terms: 50000000, max_terms: 50000000 }, split: 'train' }"
+)
 TEXT = "{ alphabet: 'ab', min_lenght: 1, max_length: 2, instruction: '', split: 'train' }"
 NO_FAMILY = "reasoning-gym has no 'legcounting'; did you mean 'leg_counting'?"
-NO_OPTION = "args.args.config: family leg_counting has no option 'max_animal'; did you mean 'max_animals'?"
+NO_OPTION = (
+    "args.args.config: family leg_counting has no option 'max_animal'; did you mean 'max_animals'?"
+)
 
 
 def few_shot(kind, args):
@@ -697,9 +949,18 @@ def few_shot(kind, args):
 ARGS = {
     "a misspelt arg": ("reverse_text", TEXT, "args: there is no 'min_lenght'"),
     "a family": ("reasoning_gym", GYM.replace("leg_", "leg"), f"args.family: {NO_FAMILY}"),
-    "a family within few_shot": (*few_shot("reasoning_gym", GYM.replace("leg_", "leg")), f"args.args.family: {NO_FAMILY}"),
-    "a config within few_shot": (*few_shot("reasoning_gym", GYM.replace("{}", "{ max_animal: 2 }")), NO_OPTION),
-    "a kind within few_shot": (*few_shot("reasoning_gim", GYM), "args.kind: there is no 'reasoning_gim'; did you mean 'reasoning_gym'?"),
+    "a family within few_shot": (
+        *few_shot("reasoning_gym", GYM.replace("leg_", "leg")),
+        f"args.args.family: {NO_FAMILY}",
+    ),
+    "a config within few_shot": (
+        *few_shot("reasoning_gym", GYM.replace("{}", "{ max_animal: 2 }")),
+        NO_OPTION,
+    ),
+    "a kind within few_shot": (
+        *few_shot("reasoning_gim", GYM),
+        "args.kind: there is no 'reasoning_gim'; did you mean 'reasoning_gym'?",
+    ),
     "problems without end": ("reasoning_gym", LONG, "take more than 3 s; make them smaller"),
 }
 
@@ -712,21 +973,34 @@ def test_args_of_a_task_are_checked_without_weights(what, checkout, capsys):
     run = checkout / "jsonnet" / "runs" / "words.jsonnet"
     capsys.readouterr()
     task = f"{{ name: 'it', kind: '{kind}', args: {args}, weight: 1.0, seed: 1, max_turns: 1 }}"
-    run.write_text(f"local runs = {run.read_text()};\nruns {{ words+: {{ tasks+: {{ train: [{task}] }} }} }}\n")
+    run.write_text(
+        f"local runs = {run.read_text()};\nruns {{ words+: {{ tasks+: {{ train: [{task}] }} }} }}\n"
+    )
     assert orrery("check", "words") == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'it': ") and err.count("\n") == 1
+    assert (
+        not out
+        and err.startswith("error: jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'it': ")
+        and err.count("\n") == 1
+    )
     assert sentence in err
 
 
-def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(checkout, monkeypatch, capsys):
+def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(
+    checkout, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert orrery("render") == 2
-    assert capsys.readouterr().err.startswith("error: the check of tasks broke (it ended with code 1)")
+    assert capsys.readouterr().err.startswith(
+        "error: the check of tasks broke (it ended with code 1)"
+    )
     assert not (checkout / "manifests").exists()
 
 
-@pytest.mark.parametrize(("text", "kind"), [("[1, 2]", "a list"), ("'words'", "a text"), ("null", "null"), ("3", "a number")])
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("[1, 2]", "a list"), ("'words'", "a text"), ("null", "null"), ("3", "a number")],
+)
 def test_a_spec_that_is_no_object_is_one_sentence(text, kind, checkout, capsys):
     (checkout / "jsonnet/runs/odd.jsonnet").write_text(text)
     assert orrery("check") == 2
@@ -748,13 +1022,19 @@ def test_a_spec_that_nests_too_deep_or_cannot_be_read_is_one_sentence(checkout, 
     path.unlink()
     path.mkdir()
     assert orrery("check") == 2
-    assert "error: import 'runs/odd.jsonnet': under jsonnet/ it is no file that can be read" in capsys.readouterr().err
+    assert (
+        "error: import 'runs/odd.jsonnet': under jsonnet/ it is no file that can be read"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_absurd_size_in_a_spec_is_refused_at_once(checkout, capsys):
     edited(checkout, "models/dense.libsonnet", "num_heads: 4,", "num_heads: 1e15,")
     assert orrery("check", "words") == 2
-    assert "model.num_heads = 1000000000000000: should be less than or equal to 65536" in capsys.readouterr().err
+    assert (
+        "model.num_heads = 1000000000000000: should be less than or equal to 65536"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_what_to_do():
@@ -789,8 +1069,16 @@ def test_an_absurd_size_is_refused_by_name(path):
 
 def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
     mesh = {**GOOD["trainer"]["mesh"], "dp_replicate": 60_000, "dp_shard": 60_000}
-    with pytest.raises(OrreryError, match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: a trainer has at most 65536 ranks"):
+    with pytest.raises(
+        OrreryError,
+        match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: a trainer has at most 65536 ranks",
+    ):
         check(broken(("trainer", "mesh"), mesh), "here")
-    inference = {**GOOD["inference"], "num_replicas": 60_000, "tensor_parallel": 60_000, "router": ROUTER}
+    inference = {
+        **GOOD["inference"],
+        "num_replicas": 60_000,
+        "tensor_parallel": 60_000,
+        "router": ROUTER,
+    }
     with pytest.raises(OrreryError, match="at most 65536 devices together"):
         check(broken(("inference",), inference), "here")

@@ -12,7 +12,13 @@ def test_the_digest_of_one_file_is_its_own_and_of_several_that_of_their_lines(tm
         (tmp_path / name).write_bytes(name.encode() * 1000)
     files = [tmp_path / name for name in names]
     assert sha256_of(files[:1]) == hashlib.sha256(files[0].read_bytes()).hexdigest()
-    in_a_shell = subprocess.run("sha256sum model-*.safetensors | sha256sum", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    in_a_shell = subprocess.run(
+        "sha256sum model-*.safetensors | sha256sum",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert sha256_of(files) == sha256_of(files[::-1]) == in_a_shell.stdout.split()[0]
 
 

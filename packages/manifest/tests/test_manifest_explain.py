@@ -28,19 +28,32 @@ def why(workspace):
 @pytest.fixture(scope="module")
 def spells(workspace):
     """The line that a place names really has that field on it."""
-    return lambda place, name: f"{name}:" in (workspace.root / place.file).read_text().splitlines()[place.line - 1]
+    return lambda place, name: (
+        f"{name}:" in (workspace.root / place.file).read_text().splitlines()[place.line - 1]
+    )
 
 
 def test_explain_names_the_file_line_and_axis_that_set_a_field(why, spells):
     one = why("words_sparse", "model.moe.num_experts")
-    assert (one.how, one.value, one.place.axis, one.place.file) == ("axis", 4, "models", "jsonnet/models/sparse.libsonnet")
+    assert (one.how, one.value, one.place.axis, one.place.file) == (
+        "axis",
+        4,
+        "models",
+        "jsonnet/models/sparse.libsonnet",
+    )
     assert spells(one.place, "num_experts")
-    assert why("sums", "trainer.optimizer.beta2").place.file == "jsonnet/algorithms/groups.libsonnet"
+    assert (
+        why("sums", "trainer.optimizer.beta2").place.file == "jsonnet/algorithms/groups.libsonnet"
+    )
 
 
 def test_explain_says_when_the_run_file_overrides_an_axis(why, spells):
     one = why("words_wide", "orchestrator.admission.max_in_flight")
-    assert (one.how, one.value, one.place.file) == ("run file", 8, "jsonnet/runs/words_wide.jsonnet")
+    assert (one.how, one.value, one.place.file) == (
+        "run file",
+        8,
+        "jsonnet/runs/words_wide.jsonnet",
+    )
     assert spells(one.place, "max_in_flight")
     assert one.overrides == 16 and one.sources[0].axis == "hardware"
     assert "over 16 of jsonnet/hardware/two_cores.libsonnet" in str(one)
@@ -49,19 +62,36 @@ def test_explain_says_when_the_run_file_overrides_an_axis(why, spells):
 
 def test_explain_says_from_what_a_value_is_derived(why):
     one = why("words_sparse", "inference.num_replicas")
-    assert (one.how, one.place.file, [s.axis for s in one.sources]) == ("derived", "jsonnet/lib/run.libsonnet", ["hardware"])
+    assert (one.how, one.place.file, [s.axis for s in one.sources]) == (
+        "derived",
+        "jsonnet/lib/run.libsonnet",
+        ["hardware"],
+    )
     both = why("words_wide", "inference.num_replicas")
-    assert [s.file for s in both.sources] == ["jsonnet/hardware/two_cores.libsonnet", "jsonnet/runs/words_wide.jsonnet"]
+    assert [s.file for s in both.sources] == [
+        "jsonnet/hardware/two_cores.libsonnet",
+        "jsonnet/runs/words_wide.jsonnet",
+    ]
     assert [s.axis for s in why("words", "tasks.train[0].args.max_length").sources] == ["tasks"]
-    assert why("words_seed_2", "model.init.seed").sources[0].file == "jsonnet/runs/words_seeds.jsonnet"
+    assert (
+        why("words_seed_2", "model.init.seed").sources[0].file == "jsonnet/runs/words_seeds.jsonnet"
+    )
 
 
 def test_explain_says_from_what_the_shape_over_nodes_follows(why):
     prefill = why("words_nodes", "inference.prefill_replicas")
     assert (prefill.how, prefill.value) == ("derived", 2)
-    assert [s.file for s in prefill.sources] == ["jsonnet/hardware/two_cores.libsonnet", "jsonnet/runs/words_nodes.jsonnet"]
+    assert [s.file for s in prefill.sources] == [
+        "jsonnet/hardware/two_cores.libsonnet",
+        "jsonnet/runs/words_nodes.jsonnet",
+    ]
     nodes = why("words_nodes", "hardware.num_nodes")
-    assert (nodes.how, nodes.value, nodes.overrides, nodes.place.file) == ("run file", 5, 1, "jsonnet/runs/words_nodes.jsonnet")
+    assert (nodes.how, nodes.value, nodes.overrides, nodes.place.file) == (
+        "run file",
+        5,
+        1,
+        "jsonnet/runs/words_nodes.jsonnet",
+    )
 
 
 def test_explain_knows_the_fields_of_a_run_on_gpus():
@@ -79,20 +109,32 @@ def test_explain_knows_the_fields_of_a_run_on_gpus():
 
 @pytest.mark.parametrize("name", ["words", "words_wide", "words_nodes", "words_seed_2", "sums"])
 def test_every_leaf_of_a_run_can_be_explained(name, workspace):
-    found = {e.field: e.value for part in ("trainer", "inference", "transport", "stages.rl") for e in explain(workspace, name, part)}
+    found = {
+        e.field: e.value
+        for part in ("trainer", "inference", "transport", "stages.rl")
+        for e in explain(workspace, name, part)
+    }
     data = render(workspace, name).manifest.model_dump(mode="json")
-    assert found and all(fields.lookup(data, fields.parse(field), "") == value for field, value in found.items())
+    assert found and all(
+        fields.lookup(data, fields.parse(field), "") == value for field, value in found.items()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(run_files(manifest_specs.REPOSITORY)))
 def test_every_setting_of_a_checked_in_run_can_be_explained(name):
     found = {e.field: e.value for e in explain(manifest_specs.REPOSITORY, name, "orchestrator")}
     data = render(manifest_specs.REPOSITORY, name).manifest.model_dump(mode="json")
-    assert found == {fields.spelled(("orchestrator", *path)): value for path, value in fields.leaves(data["orchestrator"])}
+    assert found == {
+        fields.spelled(("orchestrator", *path)): value
+        for path, value in fields.leaves(data["orchestrator"])
+    }
 
 
 def test_an_unknown_field_is_met_with_the_nearest(workspace):
-    with pytest.raises(OrreryError, match=r"there is no field 'trainer.optimiser'; did you mean 'trainer.optimizer'"):
+    with pytest.raises(
+        OrreryError,
+        match=r"there is no field 'trainer.optimiser'; did you mean 'trainer.optimizer'",
+    ):
         explain(workspace, "words", "trainer.optimiser.lr")
 
 
@@ -108,10 +150,19 @@ def test_lines_are_found_by_braces_and_not_by_text(tmp_path):
 
 def test_diff_lists_what_differs_and_nothing_else(workspace):
     one, two = (render(workspace, f"words_seed_{n}").manifest for n in (1, 2))
-    assert [d.field for d in diff(one, two)] == ["model.init.seed", "name", "seed", "stages.sft.data.task.seed", "tasks.train[0].seed"]
+    assert [d.field for d in diff(one, two)] == [
+        "model.init.seed",
+        "name",
+        "seed",
+        "stages.sft.data.task.seed",
+        "tasks.train[0].seed",
+    ]
     assert str(diff(one, two)[2]) == "seed: 1 → 2"
     assert diff(one, one) == []
-    router = {d.field: d for d in diff(render(workspace, "words").manifest, render(workspace, "words_wide").manifest)}
+    router = {
+        d.field: d
+        for d in diff(render(workspace, "words").manifest, render(workspace, "words_wide").manifest)
+    }
     assert router["inference.router.policy"].before == "absent"
 
 
@@ -141,7 +192,12 @@ def test_the_plan_of_a_run_is_the_table_of_stages_and_processes(workspace):
         ("trainer", 1, "itself"),
     ]
     assert [p.role for p in stages["init"].processes] == ["trainer"]
-    assert [p.role for p in stages["evaluate"].processes] == ["inference", "inference", "router", "orchestrator"]
+    assert [p.role for p in stages["evaluate"].processes] == [
+        "inference",
+        "inference",
+        "router",
+        "orchestrator",
+    ]
 
 
 def test_without_a_warm_start_rl_follows_init_and_without_a_router_there_is_none(workspace):

@@ -13,7 +13,15 @@ from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import axes
 from orrery.manifest.identity import canonical_json, id12, load, pretty_json, run_dir, run_id
-from orrery.manifest.render import Evaluator, closure, import_of, quoted, render, render_all, run_files
+from orrery.manifest.render import (
+    Evaluator,
+    closure,
+    import_of,
+    quoted,
+    render,
+    render_all,
+    run_files,
+)
 from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()
@@ -28,7 +36,9 @@ def rendered():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checked_in_manifest_is_what_its_spec_renders_to(name):
-    assert WORKSPACE.manifest_path(name).read_text() == pretty_json(render(WORKSPACE, name).manifest)
+    assert WORKSPACE.manifest_path(name).read_text() == pretty_json(
+        render(WORKSPACE, name).manifest
+    )
 
 
 def test_every_checked_in_manifest_has_a_run_and_every_run_a_manifest(rendered):
@@ -42,15 +52,33 @@ def test_a_file_rendered_whole_and_a_run_rendered_alone_agree(rendered, name):
     assert canonical_json(whole.manifest) == canonical_json(render(WORKSPACE, name).manifest)
 
 
-@pytest.mark.parametrize("name", ["reverse_text", "reverse_text_moe", "calculator", "reasoning_gym", "reverse_text_smoke", "glm5_run"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reverse_text",
+        "reverse_text_moe",
+        "calculator",
+        "reasoning_gym",
+        "reverse_text_smoke",
+        "glm5_run",
+    ],
+)
 def test_every_order_of_the_axes_gives_the_same_manifest(name):
     run = render(WORKSPACE, name)
     files = list(axes(WORKSPACE, closure(WORKSPACE, run)))
-    assert sorted(axes(WORKSPACE, closure(WORKSPACE, run)).values()) == ["algorithms", "hardware", "memory", "models", "tasks"]
+    assert sorted(axes(WORKSPACE, closure(WORKSPACE, run)).values()) == [
+        "algorithms",
+        "hardware",
+        "memory",
+        "models",
+        "tasks",
+    ]
     expression = f"{import_of(WORKSPACE, run.file)}[{quoted(name)}]"
     for order in itertools.permutations(files):
         # the run file adds its imports in order, so swapping their contents swaps the order of the axes
-        evaluate = Evaluator(WORKSPACE, {place: file.read_bytes() for place, file in zip(files, order, strict=True)})
+        evaluate = Evaluator(
+            WORKSPACE, {place: file.read_bytes() for place, file in zip(files, order, strict=True)}
+        )
         assert check(evaluate(expression), name) == run.manifest
 
 
@@ -59,17 +87,31 @@ def test_an_order_that_mattered_would_be_seen(tmp_path):
     first, last = (p for p in closure(WORKSPACE, run) if p.parent.name in ("models", "memory"))
     loud = {first: b"{ trainer+: { compile: false } }", last: b"{ trainer: { compile: true } }"}
     evaluate = Evaluator(WORKSPACE, {**loud, WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
-    other = Evaluator(WORKSPACE, {first: loud[last], last: loud[first], WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
+    other = Evaluator(
+        WORKSPACE,
+        {
+            first: loud[last],
+            last: loud[first],
+            WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}",
+        },
+    )
     expression = f"{import_of(WORKSPACE, run.file)}.reverse_text.trainer.compile"
     assert evaluate(expression) != other(expression)
 
 
 def test_no_leaf_is_owned_by_two_axes():
     root = WORKSPACE.root / "jsonnet"
-    kinds = {kind: sorted((root / kind).glob("*.libsonnet")) for kind in ("models", "hardware", "algorithms", "tasks", "memory")}
+    kinds = {
+        kind: sorted((root / kind).glob("*.libsonnet"))
+        for kind in ("models", "hardware", "algorithms", "tasks", "memory")
+    }
     assert all(kinds.values())
     owned = {
-        kind: {path for file in files for path, _ in fields.leaves(Evaluator(WORKSPACE)(import_of(WORKSPACE, file)))}
+        kind: {
+            path
+            for file in files
+            for path, _ in fields.leaves(Evaluator(WORKSPACE)(import_of(WORKSPACE, file)))
+        }
         for kind, files in kinds.items()
     }
     for a, b in itertools.combinations(owned, 2):
@@ -87,7 +129,12 @@ def test_hidden_settings_belong_to_one_kind_of_axis():
             )
             for name in hidden:
                 owners.setdefault(name, set()).add(file.parent.name)
-    assert owners == {"layout": {"hardware"}, "problems": {"tasks"}, "context_tokens": {"tasks"}, "answer_tokens": {"tasks"}}
+    assert owners == {
+        "layout": {"hardware"},
+        "problems": {"tasks"},
+        "context_tokens": {"tasks"},
+        "answer_tokens": {"tasks"},
+    }
 
 
 def test_the_id_is_stable_under_key_order_and_number_spelling():
@@ -116,11 +163,17 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
 
 
 def test_a_run_carries_the_digest_of_the_python_locks_of_all_its_roles(rendered):
-    locks = {"cpu": ["cpu.txt"], "h200": ["orchestrator.txt", "trainer.cuda.txt", "inference.cuda.txt"]}
+    locks = {
+        "cpu": ["cpu.txt"],
+        "h200": ["orchestrator.txt", "trainer.cuda.txt", "inference.cuda.txt"],
+    }
     runs = [run.manifest for run in rendered]
     assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
     for manifest in runs:
-        lock = b"".join((WORKSPACE.root / "locks" / name).read_bytes() for name in locks[manifest.hardware.accelerator])
+        lock = b"".join(
+            (WORKSPACE.root / "locks" / name).read_bytes()
+            for name in locks[manifest.hardware.accelerator]
+        )
         assert manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
 
 
@@ -128,11 +181,19 @@ def test_what_follows_from_a_setting_of_a_run_file_does_so_where_another_sets_it
     run = render(WORKSPACE, "reverse_text_smoke")
 
     def changed(how: str):
-        return check(Evaluator(WORKSPACE)(f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + {how}"), "test")
+        return check(
+            Evaluator(WORKSPACE)(
+                f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + {how}"
+            ),
+            "test",
+        )
 
     router = changed("{ inference+: { router+: { policy: 'round_robin' } } }").inference.router
     assert (router.balance_abs_threshold, router.balance_rel_threshold) == (None, None)
-    assert changed("{ orchestrator+: { max_off_policy_steps: 0 } }").orchestrator.max_batches_ahead == 0
+    assert (
+        changed("{ orchestrator+: { max_off_policy_steps: 0 } }").orchestrator.max_batches_ahead
+        == 0
+    )
 
 
 def test_the_kitchen_sink_is_a_recipe_in_one_axis_and_the_laws_say_where_its_mesh_does_not_fit():
@@ -140,19 +201,38 @@ def test_the_kitchen_sink_is_a_recipe_in_one_axis_and_the_laws_say_where_its_mes
         axis = f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + (import 'memory/kitchen_sink.libsonnet') + {how}"
         return check(Evaluator(WORKSPACE)(axis), "test").trainer
 
-    mixture, dense, small = (render(WORKSPACE, name) for name in ("qwen3_30b_a3b_16k", "qwen3_4b_16k", "reverse_text"))
+    mixture, dense, small = (
+        render(WORKSPACE, name) for name in ("qwen3_30b_a3b_16k", "qwen3_4b_16k", "reverse_text")
+    )
     pulled = made(mixture)
     assert pulled == render(WORKSPACE, "qwen3_30b_a3b_16k_kitchen_sink").manifest.trainer
     assert (pulled.mesh.dp_shard, pulled.mesh.cp, pulled.mesh.ep, pulled.compile) == (4, 2, 8, True)
     memory = pulled.memory
-    assert (memory.activation_checkpointing.kind, memory.activation_offload, memory.optimizer_offload) == ("full", True, True)
+    assert (
+        memory.activation_checkpointing.kind,
+        memory.activation_offload,
+        memory.optimizer_offload,
+    ) == ("full", True, True)
     assert memory.lm_head_chunk_tokens == 1024
-    assert made(mixture, "{ layout+:: { trainer_ranks: 16 }, hardware+: { num_nodes: 3 } }").mesh.dp_shard == 8
-    with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8 does not divide dp_shard·cp = 4; choose ep from 1, 2, 4 "):
+    assert (
+        made(
+            mixture, "{ layout+:: { trainer_ranks: 16 }, hardware+: { num_nodes: 3 } }"
+        ).mesh.dp_shard
+        == 8
+    )
+    with pytest.raises(
+        OrreryError,
+        match=r"trainer\.mesh\.ep: 8 does not divide dp_shard·cp = 4; choose ep from 1, 2, 4 ",
+    ):
         made(mixture, "{ layout+:: { trainer_ranks: 4, engines: 4 }, hardware+: { num_nodes: 1 } }")
-    with pytest.raises(OrreryError, match=r"trainer\.mesh: dp_replicate·cp = 2 does not divide 1 trainer ranks"):
+    with pytest.raises(
+        OrreryError, match=r"trainer\.mesh: dp_replicate·cp = 2 does not divide 1 trainer ranks"
+    ):
         made(mixture, "{ layout+:: { trainer_ranks: 1 } }")
-    with pytest.raises(OrreryError, match=r"trainer\.mesh\.ep: 8, but family 'qwen3' has no experts to spread; set ep to 1 "):
+    with pytest.raises(
+        OrreryError,
+        match=r"trainer\.mesh\.ep: 8, but family 'qwen3' has no experts to spread; set ep to 1 ",
+    ):
         made(dense)
     assert made(dense, "{ trainer+: { mesh+: { ep: 1 } } }").mesh.cp == 2
     assert not small.manifest.trainer.compile
@@ -174,4 +254,6 @@ def test_nothing_reaches_a_spec_from_outside():
 def test_no_lock_holds_an_address():
     for path in (WORKSPACE.root / "locks").glob("*.txt"):
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        assert not any("://" in line or "--find-links" in line or "index-url" in line for line in lines), path
+        assert not any(
+            "://" in line or "--find-links" in line or "index-url" in line for line in lines
+        ), path

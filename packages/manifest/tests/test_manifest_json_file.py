@@ -24,13 +24,17 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text, sentence", TEXTS, ids=[sentence[:24] + str(i) for i, (_, sentence) in enumerate(TEXTS)])
+@pytest.mark.parametrize(
+    "text, sentence", TEXTS, ids=[sentence[:24] + str(i) for i, (_, sentence) in enumerate(TEXTS)]
+)
 def test_what_is_no_object_of_json_is_one_sentence_with_the_remedy(tmp_path, text, sentence):
     path = tmp_path / "a.json"
     path.write_bytes(text)
     with pytest.raises(OrreryError, match=sentence) as error:
         read_object(path, "write it again")
-    assert str(error.value).startswith(f"{path}: ") and str(error.value).endswith("; write it again")
+    assert str(error.value).startswith(f"{path}: ") and str(error.value).endswith(
+        "; write it again"
+    )
 
 
 def test_the_deepest_value_that_is_read_is_read():
@@ -44,7 +48,13 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with open(tmp_path / "large", "wb") as file:
         file.truncate(MAX_BYTES + 1)
-    sentences = {"pipe": "no regular file", "folder": "a folder", "loop": "symbolic links", "large": "bytes", "none": "No such file"}
+    sentences = {
+        "pipe": "no regular file",
+        "folder": "a folder",
+        "loop": "symbolic links",
+        "large": "bytes",
+        "none": "No such file",
+    }
     for name, sentence in sentences.items():
         with pytest.raises(OrreryError, match=f"{name}: cannot be read .*{sentence}"):
             load(tmp_path / name)
@@ -55,5 +65,7 @@ def test_a_value_of_another_type_is_named_by_its_field(tmp_path):
     path.write_text('{"a": {"b": 1}}')
     assert read_as(path, dict[str, dict[str, int]], "") == {"a": {"b": 1}}
     path.write_text('{"a": {"b": "1"}}')
-    with pytest.raises(OrreryError, match=r"digests\.json: a\.b: should be a valid integer; remove it"):
+    with pytest.raises(
+        OrreryError, match=r"digests\.json: a\.b: should be a valid integer; remove it"
+    ):
         read_as(path, dict[str, dict[str, int]], "remove it")

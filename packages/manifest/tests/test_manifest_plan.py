@@ -19,7 +19,10 @@ def shown(one: StagePlan) -> list[str]:
     lines = [f"{group.name} {group.first_node}+{group.num_nodes}" for group in one.groups]
     for node in range(one.num_nodes):
         here = [process for process in one.processes if process.node == node]
-        lines.append(f"{node}: " + " ".join(f"{process.role}{process.index}/{process.num_devices}" for process in here))
+        lines.append(
+            f"{node}: "
+            + " ".join(f"{process.role}{process.index}/{process.num_devices}" for process in here)
+        )
     return lines
 
 
@@ -28,7 +31,10 @@ def ranks(first: int) -> str:
 
 
 def glm5(trainer_nodes: int) -> dict[str, list[str]]:
-    engines = ["0: inference0/8 orchestrator0/0", *(f"{node}: inference{node}/8" for node in range(1, 16))]
+    engines = [
+        "0: inference0/8 orchestrator0/0",
+        *(f"{node}: inference{node}/8" for node in range(1, 16)),
+    ]
     trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
     return {
         "init": ["all 0+1", "0: trainer0/1"],
@@ -53,12 +59,22 @@ GOLDEN = {
             "2: trainer0/1",
             "3: trainer1/1",
         ],
-        "evaluate": ["prefill 0+1", "decode 1+1", "0: inference0/1 orchestrator0/0", "1: inference1/1"],
+        "evaluate": [
+            "prefill 0+1",
+            "decode 1+1",
+            "0: inference0/1 orchestrator0/0",
+            "1: inference1/1",
+        ],
         "report": ["all 0+1", "0: report0/0"],
     },
     "qwen3_30b_a3b_16k_wide": {
         "init": ["all 0+1", "0: trainer0/1"],
-        "rl": ["inference 0+1", "trainer 1+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0", f"1: {ranks(0)}"],
+        "rl": [
+            "inference 0+1",
+            "trainer 1+1",
+            "0: inference0/4 inference1/4 router0/0 orchestrator0/0",
+            f"1: {ranks(0)}",
+        ],
         "evaluate": ["inference 0+1", "0: inference0/4 inference1/4 router0/0 orchestrator0/0"],
         "report": ["all 0+1", "0: report0/0"],
     },
@@ -67,7 +83,9 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_run_of_several_nodes_is_placed_as_written_here(name):
-    assert {one.name: shown(one) for one in plan(load(WORKSPACE.manifest_path(name)))} == GOLDEN[name]
+    assert {one.name: shown(one) for one in plan(load(WORKSPACE.manifest_path(name)))} == GOLDEN[
+        name
+    ]
 
 
 def test_a_run_of_one_node_has_one_group_in_every_stage():
@@ -88,8 +106,14 @@ def test_a_store_that_engines_share_is_planned_before_them_wherever_they_serve()
     }
     store = stage(manifest, "rl").processes[0]
     assert (store.module, store.ends) == ("orrery.inference.kv_store", "with_stage")
-    data = shape(per_node=1, wide=1, prefill_nodes=0, other_nodes=2, trainer_nodes=1).model_dump(mode="json")
-    data["inference"]["kv_offload"] = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 26}
+    data = shape(per_node=1, wide=1, prefill_nodes=0, other_nodes=2, trainer_nodes=1).model_dump(
+        mode="json"
+    )
+    data["inference"]["kv_offload"] = {
+        "kind": "mooncake",
+        "protocol": "tcp",
+        "segment_bytes": 1 << 26,
+    }
     assert shown(stage(check(data, "shape"), "evaluate")) == [
         "inference 0+2",
         "0: kv_store0/0 inference0/1 router0/0 orchestrator0/0",
@@ -97,14 +121,24 @@ def test_a_store_that_engines_share_is_planned_before_them_wherever_they_serve()
     ]
 
 
-ROUTER = {"kind": "vllm_router", "policy": "cache_aware", "balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+ROUTER = {
+    "kind": "vllm_router",
+    "policy": "cache_aware",
+    "balance_abs_threshold": 2,
+    "balance_rel_threshold": 1.1,
+}
 
 
-def shape(per_node: int, wide: int, prefill_nodes: int, other_nodes: int, trainer_nodes: int) -> Manifest:
+def shape(
+    per_node: int, wide: int, prefill_nodes: int, other_nodes: int, trainer_nodes: int
+) -> Manifest:
     """A run of engines of `wide` devices over so many whole nodes."""
     data = load(WORKSPACE.manifest_path("glm5_shape_smoke")).model_dump(mode="json")
     engines = per_node // wide
-    data["hardware"] |= {"num_nodes": prefill_nodes + other_nodes + trainer_nodes, "devices_per_node": per_node}
+    data["hardware"] |= {
+        "num_nodes": prefill_nodes + other_nodes + trainer_nodes,
+        "devices_per_node": per_node,
+    }
     data["inference"] |= {
         "num_replicas": (prefill_nodes + other_nodes) * engines,
         "prefill_replicas": prefill_nodes * engines,
@@ -129,7 +163,8 @@ def test_every_shape_fills_its_nodes_in_order_and_mixes_no_groups():
         for one in plan(manifest):
             # groups follow one another without a gap, and nobody is outside them
             assert [group.first_node for group in one.groups] == [
-                sum(group.num_nodes for group in one.groups[:number]) for number in range(len(one.groups))
+                sum(group.num_nodes for group in one.groups[:number])
+                for number in range(len(one.groups))
             ]
             assert {process.node for process in one.processes} == set(range(one.num_nodes))
             for node in range(one.num_nodes):
@@ -140,14 +175,29 @@ def test_every_shape_fills_its_nodes_in_order_and_mixes_no_groups():
             for role in ("inference", "trainer"):
                 nodes = [process.node for process in one.processes if process.role == role]
                 assert nodes == sorted(nodes)
-            assert all(process.node == 0 for process in one.processes if process.role in ("router", "orchestrator", "report"))
+            assert all(
+                process.node == 0
+                for process in one.processes
+                if process.role in ("router", "orchestrator", "report")
+            )
         rl = stage(manifest, "rl")
         assert rl.num_nodes == manifest.hardware.num_nodes
-        first = {group.name: range(group.first_node, group.first_node + group.num_nodes) for group in rl.groups}
-        assert list(first) == (["prefill", "decode", "trainer"] if prefill else ["inference", "trainer"])
+        first = {
+            group.name: range(group.first_node, group.first_node + group.num_nodes)
+            for group in rl.groups
+        }
+        assert list(first) == (
+            ["prefill", "decode", "trainer"] if prefill else ["inference", "trainer"]
+        )
         if prefill:
-            apart = [process.node in first["prefill"] for process in rl.processes if process.role == "inference"]
-            assert apart.count(True) == manifest.inference.prefill_replicas and apart == sorted(apart, reverse=True)
+            apart = [
+                process.node in first["prefill"]
+                for process in rl.processes
+                if process.role == "inference"
+            ]
+            assert apart.count(True) == manifest.inference.prefill_replicas and apart == sorted(
+                apart, reverse=True
+            )
         assert stage(manifest, "sft").num_nodes == trainer
         assert stage(manifest, "evaluate").groups == rl.groups[:-1]
 
@@ -161,5 +211,8 @@ def test_a_shape_with_a_node_too_many_or_too_few_is_refused(change):
             continue  # one node holds everything: what follows is the law of one machine
         left = (nodes[-1] + change) * per_node  # what engines leave for the trainer
         instead = f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left else ""
-        with pytest.raises(OrreryError, match=rf"nodes are {sum(nodes)}; set hardware.num_nodes to {sum(nodes)}{instead}$"):
+        with pytest.raises(
+            OrreryError,
+            match=rf"nodes are {sum(nodes)}; set hardware.num_nodes to {sum(nodes)}{instead}$",
+        ):
             check(data, "shape")

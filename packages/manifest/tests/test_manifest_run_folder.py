@@ -32,7 +32,10 @@ def test_a_new_folder_has_the_layout_and_an_old_one_does_not_get_it(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, f"an older release of Orrery began this run (layout 1, and this release reads layout {LAYOUT} alone)"),
+        (
+            None,
+            f"an older release of Orrery began this run (layout 1, and this release reads layout {LAYOUT} alone)",
+        ),
         (str(LAYOUT + 1), "a newer release of Orrery began this run"),
         ("", "does not hold a number"),
         ("two", "does not hold a number"),
@@ -46,7 +49,9 @@ def test_another_layout_is_refused_with_what_to_type(tmp_path, content, sentence
     with pytest.raises(OrreryError) as refused:
         check_layout(folder)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
-    assert f"type `mv {folder} {tmp_path / '.run'}` and start the run again to begin anew" in str(refused.value)
+    assert f"type `mv {folder} {tmp_path / '.run'}` and start the run again to begin anew" in str(
+        refused.value
+    )
 
 
 def test_an_attempts_number_is_given_once_though_many_ask_at_once(tmp_path):
@@ -65,12 +70,26 @@ def test_an_attempts_number_is_given_once_though_many_ask_at_once(tmp_path):
 
 
 def test_checkpoints_are_ordered_by_step_then_by_attempt_and_other_names_are_passed_over(tmp_path):
-    names = ("step_9.attempt_2", "step_10.attempt_1", "step_10.attempt_2", "step_10.attempt_10", "step_11", "step_12.attempt_1_good")
+    names = (
+        "step_9.attempt_2",
+        "step_10.attempt_1",
+        "step_10.attempt_2",
+        "step_10.attempt_10",
+        "step_11",
+        "step_12.attempt_1_good",
+    )
     for name in (*names, "step_13.attempt_1"):
         (folder := checkpoints_dir(tmp_path) / name).mkdir(parents=True)
         if name in names:
             (folder / "COMPLETE").touch()
     found = whole_checkpoints(tmp_path)
-    assert [one.name for one in found] == ["step_9.attempt_2", "step_10.attempt_1", "step_10.attempt_2", "step_10.attempt_10"]
-    assert [checkpoint_named(one.name) for one in found] == found and checkpoint_named("step_11") is None
+    assert [one.name for one in found] == [
+        "step_9.attempt_2",
+        "step_10.attempt_1",
+        "step_10.attempt_2",
+        "step_10.attempt_10",
+    ]
+    assert [checkpoint_named(one.name) for one in found] == found and checkpoint_named(
+        "step_11"
+    ) is None
     assert found[-1] == Checkpoint(step=10, attempt=10) and whole_checkpoints(tmp_path, "sft") == []

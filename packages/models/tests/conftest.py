@@ -21,7 +21,12 @@ def make_model():
             "score": "softmax",
             "routed_scale": 1.0,
         }
-        glm = {"num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.5}
+        glm = {
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "score": "sigmoid",
+            "routed_scale": 1.5,
+        }
         moe["num_experts"] = fields.pop("num_experts", moe["num_experts"])
         moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}}.get(family)
         return Model.model_validate(
@@ -59,7 +64,9 @@ def make_pack():
     """(token_ids, positions, cu_seqlens) of documents of the given lengths."""
 
     def make(lengths, vocab_size=61, seed=0):
-        token_ids = torch.randint(0, vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+        token_ids = torch.randint(
+            0, vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed)
+        )
         positions = torch.cat([torch.arange(length) for length in lengths])
         return token_ids, positions, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 

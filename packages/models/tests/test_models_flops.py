@@ -14,23 +14,36 @@ def _manifest(name):
 
 def _with(trainer, checkpointing, **fields):
     row = trainer.model_dump() | fields
-    return type(trainer).model_validate(row | {"memory": row["memory"] | {"activation_checkpointing": checkpointing}})
+    return type(trainer).model_validate(
+        row | {"memory": row["memory"] | {"activation_checkpointing": checkpointing}}
+    )
 
 
 # GFLOP a token of this project's goals: products with the LM head; attention of one document of 16384 and 65536 tokens
-@pytest.mark.parametrize(("name", "length", "whole"), [("qwen3_30b_a3b_16k", 16384, 37.6), ("qwen3_30b_a3b_64k", 65536, 18.3 + 77.3)])
+@pytest.mark.parametrize(
+    ("name", "length", "whole"),
+    [("qwen3_30b_a3b_16k", 16384, 37.6), ("qwen3_30b_a3b_64k", 65536, 18.3 + 77.3)],
+)
 def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, length, whole):
     model = _manifest(name).model
     work = true_work(model, [length])
-    block = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768  # queries and output, keys and values, router, experts
+    block = (
+        2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
+    )  # queries and output, keys and values, router, experts
     assert active_parameters(model).total == 48 * block + 151936 * 2048
-    assert work.total / length / 1e9 == pytest.approx(whole, abs=0.1)  # the sum of two numbers given to one decimal
+    assert work.total / length / 1e9 == pytest.approx(
+        whole, abs=0.1
+    )  # the sum of two numbers given to one decimal
 
 
 def test_short_documents_cost_less_attention_and_the_same_products():
     model = _manifest("qwen3_8b_8k").model
     one, two = true_work(model, [16384]), true_work(model, [8192, 8192])
-    assert two.attention == one.attention / 2 and two.projections == one.projections and two.lm_head == one.lm_head
+    assert (
+        two.attention == one.attention / 2
+        and two.projections == one.projections
+        and two.lm_head == one.lm_head
+    )
 
 
 def test_only_what_is_computed_again_is_executed_more():
@@ -59,18 +72,27 @@ def test_what_compiled_parts_hide_between_exchanges_is_executed_again(mesh, agai
     assert manifest.trainer.compile
     compiled = _with(manifest.trainer, every, mesh=manifest.trainer.mesh.model_dump() | mesh)
     true, found = true_work(manifest.model, [1024]), executed_work(manifest.model, compiled, [1024])
-    assert found.projections / true.projections == pytest.approx(8 / 6 if "projections" in again else 1)
+    assert found.projections / true.projections == pytest.approx(
+        8 / 6 if "projections" in again else 1
+    )
     assert found.experts / true.experts == pytest.approx(8 / 6 if "experts" in again else 1)
-    assert found.attention / true.attention == pytest.approx((4.5 if "attention" in again else 3.5) / 3)
+    assert found.attention / true.attention == pytest.approx(
+        (4.5 if "attention" in again else 3.5) / 3
+    )
     eager = executed_work(manifest.model, _with(compiled, every, compile=False), [1024])
     assert eager.projections == true.projections and eager.experts == true.experts
 
 
 def test_operations_of_a_network_of_transformers_are_not_told_from_the_manifest(make_model):
-    with pytest.raises(OrreryError, match=r"model\.family 'hugging_face': its operations are not counted"):
+    with pytest.raises(
+        OrreryError, match=r"model\.family 'hugging_face': its operations are not counted"
+    ):
         true_work(make_model("hugging_face", hf_config={"model_type": "gpt2"}), [64])
 
 
 def test_frozen_weights_need_no_gradient():
     model = _manifest("qwen3_0_6b_16k").model
-    assert true_work(model, [64], frozen=True).projections == true_work(model, [64]).projections * 4 / 6
+    assert (
+        true_work(model, [64], frozen=True).projections
+        == true_work(model, [64]).projections * 4 / 6
+    )

@@ -29,18 +29,43 @@ SIZES = {
     "eos_token_id": None,
     **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"], 1e-6),
 }
-SAME = {"intermediate_size": 40, "head_dim": 8, "max_positions": 64, "rope_theta": 10000.0}  # the manifest's
+SAME = {
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "max_positions": 64,
+    "rope_theta": 10000.0,
+}  # the manifest's
 LAYERS = ["sliding_attention", "full_attention"]
 TIED, UNTIED = {**SIZES, "tie_word_embeddings": True}, {**SIZES, "tie_word_embeddings": False}
 ARCHITECTURES = {
-    "gemma2: soft caps, a window": {"model_type": "gemma2", **TIED, "sliding_window": 6, "layer_types": LAYERS},
-    "gemma3: two rotations, scaled embeddings": {"model_type": "gemma3_text", **TIED, "sliding_window": 6, "layer_types": LAYERS},
-    "gpt_neox: biases, half of a head turns": {"model_type": "gpt_neox", **UNTIED, "rotary_pct": 0.5},
+    "gemma2: soft caps, a window": {
+        "model_type": "gemma2",
+        **TIED,
+        "sliding_window": 6,
+        "layer_types": LAYERS,
+    },
+    "gemma3: two rotations, scaled embeddings": {
+        "model_type": "gemma3_text",
+        **TIED,
+        "sliding_window": 6,
+        "layer_types": LAYERS,
+    },
+    "gpt_neox: biases, half of a head turns": {
+        "model_type": "gpt_neox",
+        **UNTIED,
+        "rotary_pct": 0.5,
+    },
     "olmo2: norms behind": {"model_type": "olmo2", **UNTIED},
     "phi3: fused projections": {"model_type": "phi3", **UNTIED},
     "gpt2: learned positions, dropout": {"model_type": "gpt2", **TIED, "n_positions": 64},
     "phi: a head with a bias": {"model_type": "phi", **UNTIED},
-    "opt: a part of the body is asked": {"model_type": "opt", **UNTIED, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
+    "opt: a part of the body is asked": {
+        "model_type": "opt",
+        **UNTIED,
+        "ffn_dim": 40,
+        "word_embed_proj_dim": 32,
+        "pad_token_id": 1,
+    },
     "mamba: the dtype of the head is asked": {"model_type": "mamba", **UNTIED, "state_size": 4},
     "mixtral: experts one by one in files": {
         "model_type": "mixtral",
@@ -50,7 +75,13 @@ ARCHITECTURES = {
         "rope_theta": 1e4,
     },
     "qwen2_moe: an expert for all": {
-        **{"model_type": "qwen2_moe", **UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{
+            "model_type": "qwen2_moe",
+            **UNTIED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
         **{"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
     },
 }
@@ -60,7 +91,12 @@ architectures = pytest.mark.parametrize("content", ARCHITECTURES.values(), ids=A
 @pytest.fixture
 def make_network(make_model):
     def make(content, dtype=torch.float32, device="cpu", **fields):
-        model = make_model("hugging_face", hf_config=content, tie_embeddings=content["tie_word_embeddings"], **SAME | fields)
+        model = make_model(
+            "hugging_face",
+            hf_config=content,
+            tie_embeddings=content["tie_word_embeddings"],
+            **SAME | fields,
+        )
         return model, build(model, dtype, device)
 
     return make
@@ -71,26 +107,45 @@ def filled(model, module):
     with torch.no_grad():  # norms of one and biases of zero would hide one that is not loaded
         for index, parameter in enumerate(module.parameters()):
             if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+                parameter.add_(
+                    0.2
+                    * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+                )
     return module
 
 
 @architectures
-def test_log_probs_gradients_and_files_are_those_of_transformers(content, make_network, make_pack, tmp_path):
+def test_log_probs_gradients_and_files_are_those_of_transformers(
+    content, make_network, make_pack, tmp_path
+):
     model, module = make_network(content, device="meta")
     filled(model, module)
     weights.save(module, model, tmp_path)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     lengths, temperature = [17, 1, 9], torch.linspace(0.5, 1.5, 27)
     token_ids, positions, cu_seqlens = make_pack(lengths)
     target = token_ids.roll(-1)
-    logprob, entropy = module.log_probs(module(token_ids, positions, cu_seqlens), target, temperature, chunk_tokens=10)
-    logits = torch.cat([theirs(document[None]).logits[0] for document in token_ids.split(lengths)]) / temperature[:, None]
+    logprob, entropy = module.log_probs(
+        module(token_ids, positions, cu_seqlens), target, temperature, chunk_tokens=10
+    )
+    logits = (
+        torch.cat([theirs(document[None]).logits[0] for document in token_ids.split(lengths)])
+        / temperature[:, None]
+    )
     expected = logits.log_softmax(-1)
     assert logits.std() > 0.05
-    torch.testing.assert_close(module.logits(token_ids, positions, cu_seqlens), logits * temperature[:, None], rtol=0, atol=1e-4)
-    torch.testing.assert_close(logprob, expected.gather(1, target[:, None])[:, 0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        module.logits(token_ids, positions, cu_seqlens),
+        logits * temperature[:, None],
+        rtol=0,
+        atol=1e-4,
+    )
+    torch.testing.assert_close(
+        logprob, expected.gather(1, target[:, None])[:, 0], rtol=0, atol=1e-4
+    )
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-4)
     logprob.mean().backward()
     expected.gather(1, target[:, None]).mean().backward()
@@ -121,30 +176,41 @@ def test_a_head_of_bfloat16_has_float32_logits(name, keep_logits, make_network):
     reference.sum().backward()
     for found, of in zip((hidden.grad, head._weight().grad), wide, strict=True):
         # Roundings to bfloat16: of the logits' gradient, of the result, and of the weight's sum over three chunks.
-        assert torch.linalg.vector_norm(found.float() - of.grad) < 2**-7 * torch.linalg.vector_norm(of.grad)
+        assert torch.linalg.vector_norm(found.float() - of.grad) < 2**-7 * torch.linalg.vector_norm(
+            of.grad
+        )
 
 
 def test_the_length_of_a_chunk_changes_no_log_prob_of_a_capped_head(make_network, make_pack):
     model, module = make_network(ARCHITECTURES["gemma2: soft caps, a window"])
     filled(model, module)
     pack, temperature = make_pack([7, 9]), torch.ones(16)
-    scores = [module.log_probs(module(*pack), pack[0].roll(-1), temperature, chunk_tokens) for chunk_tokens in (3, 16, "auto")]
+    scores = [
+        module.log_probs(module(*pack), pack[0].roll(-1), temperature, chunk_tokens)
+        for chunk_tokens in (3, 16, "auto")
+    ]
     for other in scores[1:]:
         torch.testing.assert_close(other, scores[0], rtol=0, atol=1e-5)
 
 
 @architectures
-def test_a_network_of_transformers_is_read_from_its_folder(content, make_network, make_pack, tmp_path):
+def test_a_network_of_transformers_is_read_from_its_folder(
+    content, make_network, make_pack, tmp_path
+):
     model, module = make_network(content)
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content), dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**content), dtype=torch.float32
+    ).eval()
     theirs.save_pretrained(tmp_path)
     check_config(model, tmp_path)
     weights.load(module, tmp_path)
     token_ids, positions, cu_seqlens = make_pack([30])
     with torch.no_grad():
         expected = theirs(token_ids[None]).logits[0]
-    torch.testing.assert_close(module.logits(token_ids, positions, cu_seqlens), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        module.logits(token_ids, positions, cu_seqlens), expected, rtol=0, atol=1e-4
+    )
 
 
 @architectures
@@ -167,7 +233,9 @@ def test_initial_weights_follow_the_manifests_std_and_seed_and_transformers_rule
     assert (layer.input_layernorm.weight == 0).all()  # which Gemma adds to one
     _, again = make_network(ARCHITECTURES["gemma3: two rotations, scaled embeddings"])
     weights.initialize(again, model)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
     assert len(fsdp_units(module)) == 2
 
 
@@ -182,12 +250,22 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
         "rms_norm_eps": ("rms_norm_eps", 1e-5, "rms_norm_eps 1e-06: "),
     }
     for ours, (theirs, value, told) in differ.items():
-        with pytest.raises(OrreryError, match=rf"model\.{told}model\.hf_config\.{theirs} is {value}; write the same") as caught:
+        with pytest.raises(
+            OrreryError,
+            match=rf"model\.{told}model\.hf_config\.{theirs} is {value}; write the same",
+        ) as caught:
             make_network({**content, theirs: value})
         assert f"model.{ours} " in str(caught.value)
-    with pytest.raises(OrreryError, match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16; write the same"):
-        make_network({**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16})
-    make_network({**ARCHITECTURES["gpt_neox: biases, half of a head turns"], "num_key_value_heads": 1})  # which nothing reads there
+    with pytest.raises(
+        OrreryError,
+        match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16; write the same",
+    ):
+        make_network(
+            {**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16}
+        )
+    make_network(
+        {**ARCHITECTURES["gpt_neox: biases, half of a head turns"], "num_key_value_heads": 1}
+    )  # which nothing reads there
 
 
 REFUSED = {
@@ -204,15 +282,21 @@ REFUSED = {
     "parts",
     [
         lambda stack: {f"{e}.up": one.T for e, one in enumerate(stack)},
-        lambda stack: {f"{e}.{half}": one[half::2] for e, one in enumerate(stack) for half in (0, 1)},
+        lambda stack: {
+            f"{e}.{half}": one[half::2] for e, one in enumerate(stack) for half in (0, 1)
+        },
         lambda stack: {"even": stack[::2], "odd": stack[1::2]},
     ],
     ids=["turned", "interleaved", "two groups of experts"],
 )
-def test_files_that_hold_experts_in_any_other_way_are_refused_in_a_sentence(parts, make_network, monkeypatch):
+def test_files_that_hold_experts_in_any_other_way_are_refused_in_a_sentence(
+    parts, make_network, monkeypatch
+):
     def revert(network, state):
         return {
-            there: part for name, stack in state.items() for there, part in (parts(stack) if stack.ndim == 3 else {name: stack}).items()
+            there: part
+            for name, stack in state.items()
+            for there, part in (parts(stack) if stack.ndim == 3 else {name: stack}).items()
         }
 
     monkeypatch.setattr(model_module, "revert_weight_conversion", revert)
@@ -225,8 +309,14 @@ def test_an_experts_initial_weights_are_those_of_its_stack_however_it_is_wrapped
     model, module = make_network(ARCHITECTURES["mixtral: experts one by one in files"])
     weights.initialize(module, model)
     held = {name: tensor.clone() for name, tensor in weights.named_hf_tensors(module)}
-    experts = [tensor for name, tensor in held.items() if ".experts." in name and name.endswith("w1.weight")]
-    assert len(experts) == 6 and all(abs(one.std() - model.init.std) < 0.2 * model.init.std for one in experts)
+    experts = [
+        tensor
+        for name, tensor in held.items()
+        if ".experts." in name and name.endswith("w1.weight")
+    ]
+    assert len(experts) == 6 and all(
+        abs(one.std() - model.init.std) < 0.2 * model.init.std for one in experts
+    )
     assert not torch.equal(experts[0], experts[1])
     for index, layer in enumerate(module.layers):
         module.layers[index] = checkpoint_wrapper(layer)
@@ -238,16 +328,23 @@ def test_an_experts_initial_weights_are_those_of_its_stack_however_it_is_wrapped
 def test_a_type_that_cannot_be_built_is_refused_in_a_sentence(kind, make_network):
     content = {**ARCHITECTURES["olmo2: norms behind"], "model_type": kind, "rope_theta": 10000.0}
     if kind == "xlnet":
-        content = {name: value for name, value in content.items() if name != "max_position_embeddings"} | {"d_head": 8, "d_inner": 40}
+        content = {
+            name: value for name, value in content.items() if name != "max_position_embeddings"
+        } | {"d_head": 8, "d_inner": 40}
     with pytest.raises(OrreryError, match=REFUSED[kind]) as caught:
         make_network(content)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gpt2: learned positions, dropout", "opt: a part of the body is asked"])
+@pytest.mark.parametrize(
+    "name", ["gpt2: learned positions, dropout", "opt: a part of the body is asked"]
+)
 def test_more_positions_than_a_network_without_rotation_has_are_refused(name, make_network):
     field = "n_positions" if name.startswith("gpt2") else "max_position_embeddings"
-    with pytest.raises(OrreryError, match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*; write 64, or less"):
+    with pytest.raises(
+        OrreryError,
+        match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*; write 64, or less",
+    ):
         make_network(ARCHITECTURES[name], max_positions=65)
 
 
@@ -256,21 +353,37 @@ def test_a_network_without_a_table_of_positions_may_have_more_than_its_config(na
     make_network(ARCHITECTURES[name], max_positions=65)
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 8.0]}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 5.0, 6.0, 8.0],
+}
 ROTATIONS = {  # as of configs, the field that bounds them, and its value
     "longrope": (
-        {"model_type": "phi3", **UNTIED, "original_max_position_embeddings": 16, "rope_parameters": LONG},
+        {
+            "model_type": "phi3",
+            **UNTIED,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": LONG,
+        },
         ("original_max_position_embeddings", 16),
     ),
     "dynamic": (
-        {"model_type": "llama", **UNTIED, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+        {
+            "model_type": "llama",
+            **UNTIED,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
         ("max_position_embeddings", 64),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", ROTATIONS)
-def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_it_is_one(kind, make_network, make_pack):
+def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_it_is_one(
+    kind, make_network, make_pack
+):
     content, (field, most) = ROTATIONS[kind]
     before = copy.deepcopy(content)
     told = rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, beyond which rope_type '{kind}' rotates"
@@ -282,12 +395,20 @@ def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_
     (token_ids, positions, _), alone = make_pack([9]), torch.tensor([0, 9], dtype=torch.int32)
     expected = module.logits(token_ids, positions, alone)
     beside = torch.arange(most) % 61
-    pack = torch.cat([beside, token_ids]), torch.cat([torch.arange(most), positions]), torch.tensor([0, most, most + 9], dtype=torch.int32)
+    pack = (
+        torch.cat([beside, token_ids]),
+        torch.cat([torch.arange(most), positions]),
+        torch.tensor([0, most, most + 9], dtype=torch.int32),
+    )
     torch.testing.assert_close(module.logits(*pack)[most:], expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(module.logits(token_ids, positions, alone), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden_size": "wide"}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}],
+    ids=str,
+)
 def test_a_value_that_transformers_does_not_take_is_told_in_a_sentence(wrong, make_network):
     with pytest.raises(OrreryError, match=r"model\.hf_config") as caught:
         make_network({**ARCHITECTURES["olmo2: norms behind"], **wrong})

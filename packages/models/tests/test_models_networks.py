@@ -20,15 +20,27 @@ UNNORMALIZED = {
     "score": "softmax",
     "routed_scale": 1.0,
 }
-LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_max_positions": 16}
+LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+    "original_max_positions": 16,
+}
 VARIANTS = {
     "dense, tied": ("qwen3", {}),
-    "dense, untied, every head its own key": ("qwen3", {"tie_embeddings": False, "num_kv_heads": 4}),
+    "dense, untied, every head its own key": (
+        "qwen3",
+        {"tie_embeddings": False, "num_kv_heads": 4},
+    ),
     "dense, one key head, heads wider than hidden": ("qwen3", {"num_kv_heads": 1, "head_dim": 24}),
     "mixture, untied": ("qwen3_moe", {"tie_embeddings": False}),
     "mixture, tied, scores as they are": ("qwen3_moe", {"moe": UNNORMALIZED}),
     "llama, tied": ("llama", {"rope_theta": 10000.0}),
-    "llama, untied, slowed rotation, one key head": ("llama", {"tie_embeddings": False, "num_kv_heads": 1, "rope_scaling": LLAMA3}),
+    "llama, untied, slowed rotation, one key head": (
+        "llama",
+        {"tie_embeddings": False, "num_kv_heads": 1, "rope_scaling": LLAMA3},
+    ),
     "glm": ("glm4_moe", {"tie_embeddings": False}),
     "glm, norms, no biases, scores as they are, two shared experts": (
         "glm4_moe",
@@ -36,10 +48,18 @@ VARIANTS = {
             "tie_embeddings": False,
             "attention_bias": False,
             "num_kv_heads": 4,
-            "moe": {**UNNORMALIZED, "num_shared_experts": 2, "score": "sigmoid", "routed_scale": 2.5},
+            "moe": {
+                **UNNORMALIZED,
+                "num_shared_experts": 2,
+                "score": "sigmoid",
+                "routed_scale": 2.5,
+            },
         },
     ),
-    "glm, tied, no norms, all of a head turns": ("glm4_moe", {"qk_norm": False, "num_kv_heads": 1, "rotary_fraction": 1.0}),
+    "glm, tied, no norms, all of a head turns": (
+        "glm4_moe",
+        {"qk_norm": False, "num_kv_heads": 1, "rotary_fraction": 1.0},
+    ),
 }
 variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=VARIANTS)
 
@@ -47,7 +67,9 @@ variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=
 def initialized(model, dtype=torch.float32):
     module = build(model, dtype)
     weights.initialize(module, model)
-    with torch.no_grad():  # norms of one and biases of zero would hide one that is applied in the wrong place
+    with (
+        torch.no_grad()
+    ):  # norms of one and biases of zero would hide one that is applied in the wrong place
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
             if name.endswith("norm.weight"):
@@ -67,11 +89,15 @@ def transformers():
 
 
 @variants
-def test_transformers_reads_our_directory_and_computes_our_logits(family, fields, make_model, make_pack, tmp_path, transformers):
+def test_transformers_reads_our_directory_and_computes_our_logits(
+    family, fields, make_model, make_pack, tmp_path, transformers
+):
     model = make_model(family, **fields)
     module = initialized(model)
     weights.save(module, model, tmp_path / "hf")
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     token_ids, positions, cu_seqlens = make_pack([50])
     with torch.no_grad():
@@ -81,10 +107,14 @@ def test_transformers_reads_our_directory_and_computes_our_logits(family, fields
 
 
 @variants
-def test_we_read_a_directory_that_transformers_wrote(family, fields, make_model, make_pack, tmp_path, transformers):
+def test_we_read_a_directory_that_transformers_wrote(
+    family, fields, make_model, make_pack, tmp_path, transformers
+):
     model = make_model(family, **fields)
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config(model)), dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**hf_config(model)), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
@@ -103,23 +133,33 @@ def test_we_read_a_directory_that_transformers_wrote(family, fields, make_model,
 
 
 @variants
-def test_a_training_gradient_equals_the_one_of_transformers(family, fields, make_model, make_pack, tmp_path, transformers):
+def test_a_training_gradient_equals_the_one_of_transformers(
+    family, fields, make_model, make_pack, tmp_path, transformers
+):
     model = make_model(family, **fields)
     module = initialized(model)
     weights.save(module, model, tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     token_ids, positions, cu_seqlens = make_pack([30])
-    logprob, _ = module.log_probs(module(token_ids, positions, cu_seqlens), token_ids.roll(-1), torch.ones(30), chunk_tokens=7)
+    logprob, _ = module.log_probs(
+        module(token_ids, positions, cu_seqlens), token_ids.roll(-1), torch.ones(30), chunk_tokens=7
+    )
     logprob[:-1].mean().backward()
-    torch.log_softmax(theirs(token_ids[None]).logits[0, :-1], -1).gather(1, token_ids[1:, None]).mean().backward()
+    torch.log_softmax(theirs(token_ids[None]).logits[0, :-1], -1).gather(
+        1, token_ids[1:, None]
+    ).mean().backward()
     expected = dict(theirs.named_parameters())
     compared = 0
     for hf in weights.hf_tensors(module):
         if hf.expert is None and hf.name in expected:  # a buffer has no gradient
             ours = module.get_parameter(hf.parameter_name).grad
-            assert (ours - expected[hf.name].grad).abs().max() <= 1e-4 * expected[hf.name].grad.abs().max() + 1e-7, hf.name
+            assert (ours - expected[hf.name].grad).abs().max() <= 1e-4 * expected[
+                hf.name
+            ].grad.abs().max() + 1e-7, hf.name
             compared += 1
-    for layer in range(model.moe.num_dense_layers if model.moe else model.num_layers, model.num_layers):
+    for layer in range(
+        model.moe.num_dense_layers if model.moe else model.num_layers, model.num_layers
+    ):
         experts = module.layers[layer].mlp.experts
         reference = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"].grad
         assert (experts.gate_up_proj.grad - reference).abs().max() <= 1e-4 * reference.abs().max()
@@ -139,7 +179,9 @@ def test_a_pack_gives_what_its_documents_give_alone(family, fields, make_model, 
 
 
 @variants
-def test_log_probs_are_the_log_softmax_of_the_logits_at_each_temperature(family, fields, make_model, make_pack):
+def test_log_probs_are_the_log_softmax_of_the_logits_at_each_temperature(
+    family, fields, make_model, make_pack
+):
     module = initialized(make_model(family, **fields))
     pack = make_pack([9, 12])
     target, temperature = pack[0].roll(-1), torch.linspace(0.5, 1.5, 21)
@@ -152,10 +194,14 @@ def test_log_probs_are_the_log_softmax_of_the_logits_at_each_temperature(family,
 def test_the_router_is_computed_in_float32_under_bfloat16_weights(make_model, make_pack):
     module = initialized(make_model("qwen3_moe"), torch.bfloat16)
     scores = []
-    module.layers[0].mlp.gate.register_forward_hook(lambda _module, inputs, output: scores.append((inputs[0], output[0])))
+    module.layers[0].mlp.gate.register_forward_hook(
+        lambda _module, inputs, output: scores.append((inputs[0], output[0]))
+    )
     hidden = module(*make_pack([20]))
     x, score = scores[0]
-    expected = torch.softmax(x.float() @ module.layers[0].mlp.gate.weight.float().T, dim=-1).topk(2).values
+    expected = (
+        torch.softmax(x.float() @ module.layers[0].mlp.gate.weight.float().T, dim=-1).topk(2).values
+    )
     assert hidden.dtype == torch.bfloat16 and score.dtype == torch.float32
     torch.testing.assert_close(score, expected / expected.sum(-1, keepdim=True))
 
@@ -181,13 +227,23 @@ def test_blocks_compile_as_one_graph_each_and_compute_the_same(family, make_mode
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     expected.square().mean().backward()
     hidden.square().mean().backward()
-    for (name, one), (_, other) in zip(module.named_parameters(), compiled.named_parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, one), (_, other) in zip(
+        module.named_parameters(), compiled.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            other.grad,
+            one.grad,
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_a_glm_that_engines_would_read_differently_is_refused(make_model):
     moe = make_model("glm4_moe").moe.model_dump()
-    with pytest.raises(OrreryError, match=r"model\.moe\.score 'softmax': GLM-4\.5 scores by sigmoids only"):
+    with pytest.raises(
+        OrreryError, match=r"model\.moe\.score 'softmax': GLM-4\.5 scores by sigmoids only"
+    ):
         build(make_model("glm4_moe", moe={**moe, "score": "softmax"}))
     with pytest.raises(OrreryError, match=r"model\.moe\.num_shared_experts 0"):
         build(make_model("glm4_moe", moe={**moe, "num_shared_experts": 0}))

@@ -13,7 +13,13 @@ from orrery.models.pretrained import check_config
 
 pytest.importorskip("transformers")
 
-LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_max_positions": 16}
+LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+    "original_max_positions": 16,
+}
 THEIR_LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
 }  # fmt: skip
@@ -61,8 +67,14 @@ DIFFERENT = [  # family, key of config.json, value there, the sentence
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "key", "value", "sentence"), DIFFERENT, ids=lambda one: one if isinstance(one, str) else "")
-def test_what_a_network_computes_with_is_the_same_in_manifest_and_folder(family, key, value, sentence, make_model, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "key", "value", "sentence"),
+    DIFFERENT,
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_a_network_computes_with_is_the_same_in_manifest_and_folder(
+    family, key, value, sentence, make_model, tmp_path
+):
     model = make_model(family)
     check_config(model, written(tmp_path, model))
     assert sentence in refusal(model, written(tmp_path, model, **{key: value}))
@@ -71,7 +83,9 @@ def test_what_a_network_computes_with_is_the_same_in_manifest_and_folder(family,
 def test_a_folder_that_scales_otherwise_than_the_manifest_is_refused(make_model, tmp_path):
     model, plain = make_model("llama", rope_scaling=LLAMA3), make_model("llama")
     check_config(model, written(tmp_path, model))
-    assert refusal(model, written(tmp_path, plain)).endswith("says rope_scaling null; write model.rope_scaling: null")
+    assert refusal(model, written(tmp_path, plain)).endswith(
+        "says rope_scaling null; write model.rope_scaling: null"
+    )
     factor = written(tmp_path, model, rope_scaling={**THEIR_LLAMA3, "factor": 32.0})
     assert '"factor": 32.0' in refusal(model, factor).partition("; write model.rope_scaling: ")[2]
 
@@ -79,13 +93,21 @@ def test_a_folder_that_scales_otherwise_than_the_manifest_is_refused(make_model,
 def test_a_model_of_transformers_has_the_folder_s_config(make_model, tmp_path):
     content = copy.deepcopy(GEMMA)
     model = make_model("hugging_face", hf_config=content)
-    check_config(model, written(tmp_path, model, hidden_dropout=0.1, eos_token_id=7, dtype="bfloat16"))
+    check_config(
+        model, written(tmp_path, model, hidden_dropout=0.1, eos_token_id=7, dtype="bfloat16")
+    )
     assert refusal(model, written(tmp_path, model, sliding_window=7)) == (
         "model.hf_config.sliding_window 6: config.json says sliding_window 7; write model.hf_config.sliding_window: 7"
     )
-    assert "model.hf_config.attn_logit_softcapping 50.0: " in refusal(model, written(tmp_path, model, attn_logit_softcapping=30.0))
-    assert 'model.hf_config.model_type "gemma2": ' in refusal(model, written(tmp_path, model, model_type="gemma"))
-    assert refusal(model, written(tmp_path, model, rope_theta=500.0)).startswith("model.hf_config.rope_parameters {")
+    assert "model.hf_config.attn_logit_softcapping 50.0: " in refusal(
+        model, written(tmp_path, model, attn_logit_softcapping=30.0)
+    )
+    assert 'model.hf_config.model_type "gemma2": ' in refusal(
+        model, written(tmp_path, model, model_type="gemma")
+    )
+    assert refusal(model, written(tmp_path, model, rope_theta=500.0)).startswith(
+        "model.hf_config.rope_parameters {"
+    )
     assert content == GEMMA
 
 
@@ -112,9 +134,13 @@ def test_what_is_not_computed_with_and_what_one_side_leaves_out_may_differ(make_
     check_config(model, tmp_path)
     for family in ("qwen3_moe", "glm4_moe"):  # whose classes know no head_dim of their own
         model = make_model(family, head_dim=8)
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in hf_config(model).items() if k != "head_dim"}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({k: v for k, v in hf_config(model).items() if k != "head_dim"})
+        )
         check_config(model, tmp_path)
-        assert "model.head_dim 16: config.json says head_dim 8;" in refusal(make_model(family), tmp_path)
+        assert "model.head_dim 16: config.json says head_dim 8;" in refusal(
+            make_model(family), tmp_path
+        )
 
 
 def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_model, tmp_path):
@@ -124,13 +150,17 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
     weights.save(module, model, directory)
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     written(directory, model, rope_theta=1e7)
-    pretrained = make_model(init={"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest})
+    pretrained = make_model(
+        init={"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest}
+    )
     again = build(pretrained)
     with pytest.raises(OrreryError, match=r"model\.rope_theta 50000\.0: "):
         weights.initialize(again, pretrained)
     assert all(parameter.isnan().all() for parameter in again.parameters())
     with pytest.raises(OrreryError, match=r"model\.rope_theta 50000\.0: "):
-        weights.write_initial(pretrained, tmp_path / "out", build(pretrained).embed_tokens.weight.dtype)
+        weights.write_initial(
+            pretrained, tmp_path / "out", build(pretrained).embed_tokens.weight.dtype
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +169,10 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
         (None, r"model\.init\.path: .* holds no config\.json; name a Hugging Face directory"),
         ("{", r"config\.json: not JSON \(.*\); copy the directory again"),
         ("[]", r"config\.json: holds a list, and an object is expected; copy the directory again"),
-        ('{"rope_scaling": {"rope_type": "yarn"}}', r"config\.json: transformers refuses the config \(.*factor.*\); mend"),
+        (
+            '{"rope_scaling": {"rope_type": "yarn"}}',
+            r"config\.json: transformers refuses the config \(.*factor.*\); mend",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_a_sentence(text, sentence, make_model, tmp_path):

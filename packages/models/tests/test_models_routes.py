@@ -23,7 +23,11 @@ def own_routes(module, pack):
     found, hooks = [], []
     for layer in module.layers:
         if hasattr(layer.mlp, "gate"):
-            hooks.append(layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: found.append(output[1])))
+            hooks.append(
+                layer.mlp.gate.register_forward_hook(
+                    lambda _module, _inputs, output: found.append(output[1])
+                )
+            )
     with torch.no_grad():
         module(*pack)
     for hook in hooks:
@@ -35,9 +39,15 @@ def learned(module, pack, routes=None):
     """(loss, gradients, choices that differ)."""
     module.zero_grad()
     target = pack[0].roll(-1)
-    logprob, _ = module.log_probs(module(*pack, routes), target, torch.ones(len(target)), chunk_tokens=7)
+    logprob, _ = module.log_probs(
+        module(*pack, routes), target, torch.ones(len(target)), chunk_tokens=7
+    )
     logprob.mean().backward()
-    return logprob.detach(), {name: one.grad.clone() for name, one in module.named_parameters()}, module.num_routes_differ
+    return (
+        logprob.detach(),
+        {name: one.grad.clone() for name, one in module.named_parameters()},
+        module.num_routes_differ,
+    )
 
 
 @families
@@ -46,7 +56,11 @@ def test_own_choices_replayed_are_the_same_bits(family, dtype, make_model, make_
     model, module = of_family(family, make_model)
     pack = make_pack([9, 12])
     routes = own_routes(module, pack).to(dtype)
-    assert routes.shape == (21, model.num_layers - model.moe.num_dense_layers, model.moe.num_experts_per_token)
+    assert routes.shape == (
+        21,
+        model.num_layers - model.moe.num_dense_layers,
+        model.moe.num_experts_per_token,
+    )
     loss, gradients, differ = learned(module, pack)
     assert differ is None
     again, gradients_again, differ = learned(module, pack, routes)
@@ -68,7 +82,9 @@ def test_the_order_of_a_tokens_experts_is_of_no_meaning(family, make_model, make
 
 
 @families
-def test_a_token_without_a_route_is_routed_afresh_and_the_others_are_not(family, make_model, make_pack):
+def test_a_token_without_a_route_is_routed_afresh_and_the_others_are_not(
+    family, make_model, make_pack
+):
     model, module = of_family(family, make_model)
     pack = make_pack([9, 12])
     own = own_routes(module, pack)
@@ -76,7 +92,9 @@ def test_a_token_without_a_route_is_routed_afresh_and_the_others_are_not(family,
     missing = other.to(torch.uint8)
     missing[3:, 0] = 255
     filled = other.clone()
-    filled[3:, 0] = own[3:, 0]  # what stands before the first mixture is the same, so its own choices are
+    filled[3:, 0] = own[
+        3:, 0
+    ]  # what stands before the first mixture is the same, so its own choices are
     found, expected = learned(module, pack, missing), learned(module, pack, filled)
     assert torch.equal(found[0], expected[0]) and found[2] == expected[2] > 0
     assert not torch.equal(found[0], learned(module, pack, other)[0])
@@ -90,7 +108,9 @@ def test_a_recomputed_block_replays_the_same_routes(family, make_model, make_pac
     routes[::4] = 255
     loss, gradients, differ = learned(module, pack, routes)
     for layer in module.layers:
-        layer.forward = lambda *inputs, forward=layer.forward: checkpoint(forward, *inputs, use_reentrant=False)
+        layer.forward = lambda *inputs, forward=layer.forward: checkpoint(
+            forward, *inputs, use_reentrant=False
+        )
     again, gradients_again, differ_again = learned(module, pack, routes)
     assert torch.equal(loss, again) and differ == differ_again
     for name, gradient in gradients.items():
@@ -99,7 +119,9 @@ def test_a_recomputed_block_replays_the_same_routes(family, make_model, make_pac
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_scores_are_the_routers_own_at_the_replayed_experts_and_a_gradient_reaches_it(kind, normalize):
+def test_scores_are_the_routers_own_at_the_replayed_experts_and_a_gradient_reaches_it(
+    kind, normalize
+):
     router = Router(6, 5, 2, normalize, kind=kind, scale=2.5)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

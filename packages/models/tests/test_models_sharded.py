@@ -44,10 +44,16 @@ CASES = {
     "glm": ("glm4_moe", {"tie_embeddings": False}, None),
     "hugging_face": ("hugging_face", {"hf_config": GEMMA2}, None),
     "spread, each rank two experts": ("qwen3_moe", {"tie_embeddings": False, "num_experts": 8}, 0),
-    "spread, each expert in two parts": ("glm4_moe", {"tie_embeddings": False, "num_experts": 2}, 1),
+    "spread, each expert in two parts": (
+        "glm4_moe",
+        {"tie_embeddings": False, "num_experts": 2},
+        1,
+    ),
 }
 cases = pytest.mark.parametrize("case", CASES)
-computing = pytest.mark.parametrize("case", [case for case, (_, _, cut) in CASES.items() if cut is None])
+computing = pytest.mark.parametrize(
+    "case", [case for case, (_, _, cut) in CASES.items() if cut is None]
+)
 
 
 class Scorer(nn.Module):
@@ -59,7 +65,9 @@ class Scorer(nn.Module):
 
     def forward(self, token_ids, positions, cu_seqlens):
         hidden = self.network(token_ids, positions, cu_seqlens)
-        return self.network.log_probs(hidden, token_ids.roll(-1), torch.full((len(token_ids),), 0.7), 5)
+        return self.network.log_probs(
+            hidden, token_ids.roll(-1), torch.full((len(token_ids),), 0.7), 5
+        )
 
 
 def score_and_gradients(scorer, pack):
@@ -70,7 +78,9 @@ def score_and_gradients(scorer, pack):
 
 def gradients(module):
     return {
-        f"grad.{name}": (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).contiguous()
+        f"grad.{name}": (
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        ).contiguous()
         for name, p in module.named_parameters()
     }
 
@@ -80,7 +90,12 @@ def gradients(module):
 
 def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(directory / "store"), WORLD_SIZE),
+        rank=rank,
+        world_size=WORLD_SIZE,
+    )
     for case, (_, _, cut) in CASES.items():
         compute(rank, directory / case, cut)
     gc.collect()  # the modules hold the process group, whose threads must not outlive the interpreter
@@ -96,8 +111,18 @@ def sharded(model: Model, cut: int | None) -> Scorer:
         for experts in expert_modules(module):
             for name, parameter in list(experts.named_parameters()):
                 local = parameter.chunk(2)[0].detach()
-                experts.register_parameter(name, nn.Parameter(DTensor.from_local(local, expert_mesh["ep"], [Shard(0)], run_check=False)))
-            fully_shard(experts, mesh=expert_mesh["expert_fsdp"], mp_policy=policy, shard_placement_fn=lambda _: Shard(cut))
+                experts.register_parameter(
+                    name,
+                    nn.Parameter(
+                        DTensor.from_local(local, expert_mesh["ep"], [Shard(0)], run_check=False)
+                    ),
+                )
+            fully_shard(
+                experts,
+                mesh=expert_mesh["expert_fsdp"],
+                mp_policy=policy,
+                shard_placement_fn=lambda _: Shard(cut),
+            )
     for unit in fsdp_units(module):
         fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy)
     return fully_shard(Scorer(module), mesh=mesh, mp_policy=policy)
@@ -112,16 +137,27 @@ def compute(rank: int, directory: Path, cut: int | None) -> None:
     for (name, a), (_, b) in zip(drawn.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
     written, write_file = [], hf_folder.write_file
-    hf_folder.write_file = lambda path, tensors: (written.append(path.name), write_file(path, tensors))
+    hf_folder.write_file = lambda path, tensors: (
+        written.append(path.name),
+        write_file(path, tensors),
+    )
     weights.save(loaded, model, directory / "from_ranks", max_file_bytes=20_000)
     hf_folder.write_file = write_file
     (directory / f"written_{rank}.json").write_text(json.dumps(written))
-    slices = {f"{hf.name}@{','.join(f'{a}:{b}' for a, b in box)}": t.clone() for hf, box, t in weights.named_hf_slices(loaded)}
+    slices = {
+        f"{hf.name}@{','.join(f'{a}:{b}' for a, b in box)}": t.clone()
+        for hf, box, t in weights.named_hf_slices(loaded)
+    }
     save_file(slices, directory / f"slices_{rank}.safetensors")
     if cut is None:
         tensors = load_file(directory / "pack.safetensors")
-        logprob, entropy = score_and_gradients(scorer, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"]))
-        save_file({"logprob": logprob, "entropy": entropy, **gradients(loaded)}, directory / f"outcome_{rank}.safetensors")
+        logprob, entropy = score_and_gradients(
+            scorer, (tensors["token_ids"], tensors["positions"], tensors["cu_seqlens"])
+        )
+        save_file(
+            {"logprob": logprob, "entropy": entropy, **gradients(loaded)},
+            directory / f"outcome_{rank}.safetensors",
+        )
 
 
 # The test that starts them -----------------------------------------------------------------------------------------------
@@ -137,7 +173,10 @@ def ranks(make_model, make_pack, tmp_path_factory):
         weights.initialize(module, model)
         weights.save(module, model, root / case / "whole")
         (root / case / "model.json").write_text(model.model_dump_json())
-        save_file(dict(zip(("token_ids", "positions", "cu_seqlens"), pack, strict=True)), root / case / "pack.safetensors")
+        save_file(
+            dict(zip(("token_ids", "positions", "cu_seqlens"), pack, strict=True)),
+            root / case / "pack.safetensors",
+        )
         wholes[case] = root / case, model, module
     processes = [
         subprocess.Popen(
@@ -168,7 +207,13 @@ def test_ranks_have_the_scores_and_gradients_of_one(case, ranks, make_pack):
         actual = load_file(directory / f"outcome_{rank}.safetensors")
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                actual[name],
+                tensor,
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 @cases
@@ -176,9 +221,13 @@ def test_ranks_write_the_weights_of_one_each_rank_its_share_of_the_files(case, r
     directory, model, module = ranks[case]
     again = build(model)
     weights.load(again, directory / "from_ranks")
-    for (name, before), (_, after) in zip(module.named_parameters(), again.named_parameters(), strict=True):
+    for (name, before), (_, after) in zip(
+        module.named_parameters(), again.named_parameters(), strict=True
+    ):
         assert torch.equal(before, after), name
-    written = [json.loads((directory / f"written_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    written = [
+        json.loads((directory / f"written_{rank}.json").read_text()) for rank in range(WORLD_SIZE)
+    ]
     assert sorted(name for names in written for name in names) == sorted(
         path.name for path in (directory / "from_ranks").glob("*.safetensors")
     )
@@ -197,7 +246,10 @@ def test_the_slices_of_all_ranks_are_every_tensor_once(case, ranks):
             assert torch.equal(whole[name][where], tensor), key
             covered[name][where] += 1
     whole_on_each = {hf.name for hf in weights.hf_tensors(module) if hf.parameter_name in buffers}
-    assert all((count == (WORLD_SIZE if name in whole_on_each else 1)).all() for name, count in covered.items())
+    assert all(
+        (count == (WORLD_SIZE if name in whole_on_each else 1)).all()
+        for name, count in covered.items()
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 13])

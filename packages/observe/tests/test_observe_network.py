@@ -49,10 +49,17 @@ def test_a_role_listens_on_loopback_unless_an_interface_is_named(environ, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["ib9", "down0"])
-def test_an_interface_that_cannot_be_used_is_a_sentence_with_those_that_can(environ, monkeypatch, name):
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses(lo="127.0.0.1", ib0="10.1.2.3", down0=None))
+def test_an_interface_that_cannot_be_used_is_a_sentence_with_those_that_can(
+    environ, monkeypatch, name
+):
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: addresses(lo="127.0.0.1", ib0="10.1.2.3", down0=None)
+    )
     environ["ORRERY_INTERFACE"] = name
-    with pytest.raises(OrreryError, match=rf"ORRERY_INTERFACE: {name} is not .*; it has ib0 \(10\.1\.2\.3\), lo \(127\.0\.0\.1\); set"):
+    with pytest.raises(
+        OrreryError,
+        match=rf"ORRERY_INTERFACE: {name} is not .*; it has ib0 \(10\.1\.2\.3\), lo \(127\.0\.0\.1\); set",
+    ):
         network.address()
 
 
@@ -70,7 +77,9 @@ def test_ports_are_distinct_free_and_below_the_ephemeral_range():
         (port,) = network.free_ports(1, seed=3)
         taken.bind(("127.0.0.1", port))
         ports = network.free_ports(50, seed=3)
-    assert len(set(ports)) == 50 and port not in ports and all(one in network.PORTS for one in ports)
+    assert (
+        len(set(ports)) == 50 and port not in ports and all(one in network.PORTS for one in ports)
+    )
 
 
 def test_ports_that_do_not_suffice_are_a_sentence(monkeypatch):
@@ -79,7 +88,9 @@ def test_ports_that_do_not_suffice_are_a_sentence(monkeypatch):
     assert network.free_ports(1) == [port]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
-        with pytest.raises(RunFailed, match=rf"ports {port} to {port}: 0 are free on 127.0.0.1, 1 are needed"):
+        with pytest.raises(
+            RunFailed, match=rf"ports {port} to {port}: 0 are free on 127.0.0.1, 1 are needed"
+        ):
             network.free_ports(1)
 
 
@@ -95,7 +106,9 @@ def test_deadlines_are_multiplied_by_what_the_site_says(environ):
     assert scaled(60) == 150
     for wrong in ("", "0", "-1", "nan", "inf", "two"):
         environ["ORRERY_DEADLINE_SCALE"] = wrong
-        with pytest.raises(OrreryError, match=f"ORRERY_DEADLINE_SCALE: '{wrong}' is not a positive number"):
+        with pytest.raises(
+            OrreryError, match=f"ORRERY_DEADLINE_SCALE: '{wrong}' is not a positive number"
+        ):
             scaled(60)
 
 

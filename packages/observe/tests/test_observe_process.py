@@ -23,14 +23,32 @@ def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
     lines = "\n".join("    " + line for line in body.splitlines())
     code = f"import time, sys, os\nfrom orrery.observe.process import role_process\nfrom orrery.manifest.errors import *\n{prelude}\n"
     code += f"with role_process('trainer') as me:\n{lines}\n"
-    argv = ["--run-dir", str(tmp_path), "--stage", "rl", "--index", "1", "--attempt", "3", "--port", "7"]
+    argv = [
+        "--run-dir",
+        str(tmp_path),
+        "--stage",
+        "rl",
+        "--index",
+        "1",
+        "--attempt",
+        "3",
+        "--port",
+        "7",
+    ]
     return subprocess.Popen(
-        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
 def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
-    process = role(tmp_path, "me.metrics.write(4, loss=1.5)\nassert (me.port, me.stage, me.name) == (7, 'rl', 'trainer.1')")
+    process = role(
+        tmp_path,
+        "me.metrics.write(4, loss=1.5)\nassert (me.port, me.stage, me.name) == (7, 'rl', 'trainer.1')",
+    )
     assert process.wait(20) == 0, process.stderr.read()
     assert read_health(tmp_path, "rl", attempt=3)["trainer.1"].doing == "done"
     row = json.loads((tmp_path / "metrics/trainer.1.jsonl").read_text())
@@ -39,7 +57,9 @@ def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
 
 def test_a_role_may_open_as_many_files_as_its_user(tmp_path):
     prelude = "from resource import *\nmost = getrlimit(RLIMIT_NOFILE)[1]\nsetrlimit(RLIMIT_NOFILE, (64, most))"
-    process = role(tmp_path, "assert getrlimit(RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude)
+    process = role(
+        tmp_path, "assert getrlimit(RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude
+    )
     assert process.wait(20) == 0, process.stderr.read()
 
 
@@ -53,11 +73,16 @@ def test_an_orrery_error_is_one_line_without_a_traceback(tmp_path, error, code):
 
 
 @pytest.mark.parametrize(
-    ("level", "said"), [("debug", ["DEBUG", "INFO"]), ("Info", ["INFO"]), ("", ["INFO"]), ("warning", [])], ids=lambda value: str(value)
+    ("level", "said"),
+    [("debug", ["DEBUG", "INFO"]), ("Info", ["INFO"]), ("", ["INFO"]), ("warning", [])],
+    ids=lambda value: str(value),
 )
 def test_a_role_logs_from_the_named_level_on(tmp_path, monkeypatch, level, said):
     monkeypatch.setenv("ORRERY_LOG_LEVEL", level)
-    process = role(tmp_path, "me.log.info('by itself')\nwith me.health.waiting('batch 4 from orchestrator'):\n    pass")
+    process = role(
+        tmp_path,
+        "me.log.info('by itself')\nwith me.health.waiting('batch 4 from orchestrator'):\n    pass",
+    )
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 0, stderr
     assert sorted({line.split()[2] for line in stderr.splitlines()}) == said
@@ -69,7 +94,10 @@ def test_a_level_that_there_is_not_is_one_line(tmp_path, monkeypatch):
     process = role(tmp_path, "pass")
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 2
-    assert stderr.strip() == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; choose from debug, info, warning, error"
+    assert (
+        stderr.strip()
+        == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; choose from debug, info, warning, error"
+    )
 
 
 def test_another_exception_leaves_a_traceback_and_its_name_in_health(tmp_path):
@@ -85,11 +113,17 @@ def test_a_role_whose_body_calls_exit_has_failed_whatever_the_code(tmp_path, cod
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1 and "Traceback" in stderr
     health = read_health(tmp_path, "rl")["trainer.1"]
-    assert (health.doing, health.error) == ("failed", f"exit({code or None}) was called before its work was done")
+    assert (health.doing, health.error) == (
+        "failed",
+        f"exit({code or None}) was called before its work was done",
+    )
 
 
 def test_sigterm_runs_finally_blocks(tmp_path):
-    process = role(tmp_path, "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', flush=True)")
+    process = role(
+        tmp_path,
+        "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', flush=True)",
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "tidy\n"
@@ -97,21 +131,30 @@ def test_sigterm_runs_finally_blocks(tmp_path):
     assert read_health(tmp_path, "rl")["trainer.1"].doing == "terminated"
 
 
-def test_a_role_that_winds_down_has_an_exit_code_of_its_own_and_is_neither_failed_nor_done(tmp_path):
+def test_a_role_that_winds_down_has_an_exit_code_of_its_own_and_is_neither_failed_nor_done(
+    tmp_path,
+):
     process = role(tmp_path, "from orrery.observe.wind_down import WoundDown\nraise WoundDown(7)")
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 75 and "Traceback" not in stderr
-    assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO trainer\.1: .*wound down at step 7", stderr), "its log says the day too"
+    assert re.search(
+        r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO trainer\.1: .*wound down at step 7", stderr
+    ), "its log says the day too"
     health = read_health(tmp_path, "rl")["trainer.1"]
     assert health.sentence() == "wound down at step 7" and health.error is None
     assert watchdog.look({"trainer.1": health}, health.time_s + 1e6) is None
 
 
 def test_sigusr1_writes_stacks(tmp_path):
-    process = role(tmp_path, "def stuck_here():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_here()")
+    process = role(
+        tmp_path,
+        "def stuck_here():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_here()",
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
-    assert any("stuck_here" in line for line in iter(process.stderr.readline, "")), "no stack arrived"
+    assert any("stuck_here" in line for line in iter(process.stderr.readline, "")), (
+        "no stack arrived"
+    )
     process.kill()
     process.wait(20)
 
@@ -128,7 +171,9 @@ def test_a_role_whose_parent_is_killed_runs_its_callbacks_and_takes_its_children
     with role(tmp_path, body) as unused:  # only for its argv
         unused.kill()
         argv = unused.args
-    parent = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True
+    )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     parent.kill()
     parent.wait(20)
@@ -157,17 +202,27 @@ def gone(pids: list[int], within_s: float) -> bool:
 def test_health_names_the_wait_that_runs_out_first_and_forgets_closed_ones(tmp_path):
     health = HealthFile(tmp_path, "rl", "orchestrator", 0, 1)
     health.doing("dispatching", step=2)
-    with health.waiting("rollouts from inference", behind_s=40.0), health.waiting("version 3 from trainer", deadline_s=30):
+    with (
+        health.waiting("rollouts from inference", behind_s=40.0),
+        health.waiting("version 3 from trainer", deadline_s=30),
+    ):
         row = json.loads(health.path.read_text())
-        assert row["waiting_for"] == "version 3 from trainer" and row["deadline_s"] == pytest.approx(row["since_s"] + 30)
+        assert row["waiting_for"] == "version 3 from trainer" and row[
+            "deadline_s"
+        ] == pytest.approx(row["since_s"] + 30)
         waits = {wait.what: wait for wait in read_health(tmp_path, "rl")["orchestrator.0"].waits}
-        assert {what: wait.behind_s for what, wait in waits.items()} == {"rollouts from inference": 40.0, "version 3 from trainer": None}
+        assert {what: wait.behind_s for what, wait in waits.items()} == {
+            "rollouts from inference": 40.0,
+            "version 3 from trainer": None,
+        }
     after = read_health(tmp_path, "rl")["orchestrator.0"]
     assert after.wait is None and (after.doing, after.step) == ("dispatching", 2)
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_when_orphaned(tmp_path, monkeypatch, launched):
+def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_when_orphaned(
+    tmp_path, monkeypatch, launched
+):
     run_dir = tmp_path / f"r-{os.urandom(6).hex()}"
     weights = shared_memory.SHARED_MEMORY / f"{shared_memory.prefix(run_dir)}attempt1"
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
@@ -183,10 +238,14 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
 
 
 def test_a_full_disk_is_named_in_health_with_the_file_and_what_to_do(tmp_path):
-    process = role(tmp_path, "import errno\nraise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/runs/x')")
+    process = role(
+        tmp_path, "import errno\nraise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/runs/x')"
+    )
     process.communicate(timeout=20)
     error = read_health(tmp_path, "rl")["trainer.1"].error
-    assert process.returncode == 1 and error.startswith("/runs/x: No space left on device; free some")
+    assert process.returncode == 1 and error.startswith(
+        "/runs/x: No space left on device; free some"
+    )
 
 
 def test_on_a_full_disk_health_is_written_in_place(tmp_path):
@@ -214,13 +273,17 @@ def test_health_files_that_nobody_of_ours_wrote_are_passed_over(tmp_path):
     assert list(read_health(tmp_path, "rl")) == ["trainer.0"]
 
 
-def test_a_pulse_changes_nothing_that_is_said_and_a_deed_ends_how_long_the_one_before_might_stand_still(tmp_path):
+def test_a_pulse_changes_nothing_that_is_said_and_a_deed_ends_how_long_the_one_before_might_stand_still(
+    tmp_path,
+):
     health = HealthFile(tmp_path, "rl", "trainer", 0, 1)
     health.doing("training", step=2, still_s=40.0)
     before = read_health(tmp_path, "rl")["trainer.0"]
     for beats in (1, 2):
         health.beat(5, 4, 1)
-        assert read_health(tmp_path, "rl")["trainer.0"] == replace(before, pulse=Pulse(beats, 5, 4, 1))
+        assert read_health(tmp_path, "rl")["trainer.0"] == replace(
+            before, pulse=Pulse(beats, 5, 4, 1)
+        )
     health.doing("publishing version 2")
     assert read_health(tmp_path, "rl")["trainer.0"].still_s is None
 
@@ -238,7 +301,10 @@ for _ in range(2):  # the second never comes back, also not for a signal
     process = role(tmp_path, code)
     try:
         limit_s = time.monotonic() + 20
-        while "trainer.1" not in (now := read_health(tmp_path, "rl")) or now["trainer.1"].doing != "stuck in a library":
+        while (
+            "trainer.1" not in (now := read_health(tmp_path, "rl"))
+            or now["trainer.1"].doing != "stuck in a library"
+        ):
             assert time.monotonic() < limit_s
             time.sleep(0.02)
         for _ in range(2):
@@ -250,4 +316,6 @@ for _ in range(2):  # the second never comes back, also not for a signal
     finally:
         process.kill()
     _, stderr = process.communicate(timeout=20)
-    assert stderr.count("most recent call first") >= 4, "twice the stacks of the main thread and of others"
+    assert stderr.count("most recent call first") >= 4, (
+        "twice the stacks of the main thread and of others"
+    )

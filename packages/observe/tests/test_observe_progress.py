@@ -20,7 +20,9 @@ from orrery.observe.tensorboard import TensorBoardSink, named
 
 @pytest.fixture
 def progress():
-    made = Progress("reverse_text-0123456789ab", "rl", 2, ("init", "rl", "report"), ("init",), 40, 1000.0)
+    made = Progress(
+        "reverse_text-0123456789ab", "rl", 2, ("init", "rl", "report"), ("init",), 40, 1000.0
+    )
     stamp = {"stage": "rl", "attempt": 2}
     made.add(
         "orchestrator.0",
@@ -37,12 +39,30 @@ def progress():
     )
     made.add("trainer.0", {**stamp, "step": 12, "loss": 0.1, "tokens_per_s": 900.0})
     made.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 99, "loss": 7.0})
-    made.add("launcher.0", {**stamp, "event": "usage", "processes": {"trainer.0": {"cpu_percent": 88.0, "rss_bytes": 3 * 2**20}}})
+    made.add(
+        "launcher.0",
+        {
+            **stamp,
+            "event": "usage",
+            "processes": {"trainer.0": {"cpu_percent": 88.0, "rss_bytes": 3 * 2**20}},
+        },
+    )
     return made
 
 
 HEALTH = {
-    "trainer.0": Health("trainer", 0, 1055.0, 1, 2, "training", 1055.0, 12, None, (Wait("batch 13 from orchestrator", 1058.0, None),))
+    "trainer.0": Health(
+        "trainer",
+        0,
+        1055.0,
+        1,
+        2,
+        "training",
+        1055.0,
+        12,
+        None,
+        (Wait("batch 13 from orchestrator", 1058.0, None),),
+    )
 }
 
 
@@ -61,22 +81,39 @@ def test_the_plain_line_says_step_reward_staleness_speed_and_who_waits(progress)
 
 
 def test_the_clock_goes_on_after_a_day(progress):
-    shown = [line(progress, {}, 1000.0 + seconds).split("]")[0] for seconds in (3599.9, 86_399, 86_400, 3_600_000)]
+    shown = [
+        line(progress, {}, 1000.0 + seconds).split("]")[0]
+        for seconds in (3599.9, 86_399, 86_400, 3_600_000)
+    ]
     assert shown == ["[59:59", "[23:59:59", "[1 d 00:00:00", "[41 d 16:00:00"]
 
 
 def test_the_live_view_shows_stages_processes_and_use(progress):
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(panel(progress, HEALTH, {"trainer.0": "running", "inference.0": "running"}, 1060.0))
+    console.print(
+        panel(progress, HEALTH, {"trainer.0": "running", "inference.0": "running"}, 1060.0)
+    )
     text = console.export_text()
-    for part in ("✓ init", "▶ rl", "· report", "12/40", "waiting 2 s for batch 13", "88 %", "3 MiB", "inference.0"):
+    for part in (
+        "✓ init",
+        "▶ rl",
+        "· report",
+        "12/40",
+        "waiting 2 s for batch 13",
+        "88 %",
+        "3 MiB",
+        "inference.0",
+    ):
         assert part in text
 
 
 def test_the_validation_loss_stands_beside_the_loss_and_is_no_step():
     sft = Progress("reverse_text-0123456789ab", "sft", 1, ("init", "sft"), ("init",), 40, 1000.0)
     sft.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 3, "loss": 0.5})
-    sft.add("trainer.0", {"stage": "sft", "attempt": 1, "step": 4, "event": "validation", "validation_loss": 0.75})
+    sft.add(
+        "trainer.0",
+        {"stage": "sft", "attempt": 1, "step": 4, "event": "validation", "validation_loss": 0.75},
+    )
     assert "sft 3/40 · loss 0.5 · validation loss 0.75" in line(sft, {}, 1060.0)
 
 
@@ -114,7 +151,9 @@ def test_the_tail_yields_every_whole_row_once_and_waits_for_a_torn_one(tmp_path)
     assert list(whole.new_rows()) == []
 
 
-def test_a_file_that_cannot_be_read_at_one_look_keeps_its_rows_for_the_next_and_no_others_back(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_at_one_look_keeps_its_rows_for_the_next_and_no_others_back(
+    tmp_path, monkeypatch
+):
     for role in ("engine", "orchestrator", "trainer"):
         MetricsFile(tmp_path, "rl", role, 0, 1).write(1)
     tail, seen, read, failing = MetricsTail(tmp_path), [], open_regular, ["orchestrator.0.jsonl"]
@@ -155,11 +194,20 @@ def test_scalars_are_named_by_event_and_stepped_by_step_or_version():
 
 def test_what_a_row_is_about_is_in_its_scalars_names_so_that_no_two_series_are_one():
     stamp = {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": None}
-    evaluation = {**stamp, "event": "evaluation", "version": 4, "reward_mean": 0.5, "failures": {"timeout": 2}}
+    evaluation = {
+        **stamp,
+        "event": "evaluation",
+        "version": 4,
+        "reward_mean": 0.5,
+        "failures": {"timeout": 2},
+    }
     assert named("orchestrator.0", {**evaluation, "task": "swe"})[1] == {
         "evaluation/swe/reward_mean": 0.5, "evaluation/swe/failures/timeout": 2.0,
     }  # fmt: skip
-    assert "evaluation/swe/after/reward_mean" in named("orchestrator.0", {**evaluation, "task": "swe", "policy": "after"})[1]
+    assert (
+        "evaluation/swe/after/reward_mean"
+        in named("orchestrator.0", {**evaluation, "task": "swe", "policy": "after"})[1]
+    )
     load = {**stamp, "event": "engine", "kv_usage": 0.25}
     assert [named("orchestrator.0", {**load, "engine": index})[1] for index in (0, 1)] == [
         {"engine/0/kv_usage": 0.25}, {"engine/1/kv_usage": 0.25},
@@ -173,10 +221,16 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
 
     sink = TensorBoardSink(tmp_path)
     for step in (1, 2):
-        sink.write("trainer.0", {"time_s": 100.0 + step, "stage": "rl", "attempt": 1, "step": step, "loss": step / 4})
+        sink.write(
+            "trainer.0",
+            {"time_s": 100.0 + step, "stage": "rl", "attempt": 1, "step": step, "loss": step / 4},
+        )
     sink.close()
     events = EventAccumulator(str(tmp_path / "metrics/tensorboard/rl/trainer.0")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
 
 
 def test_wandb_is_used_only_when_configured_and_its_absence_is_a_sentence(tmp_path, monkeypatch):
@@ -193,18 +247,39 @@ def test_wandb_is_used_only_when_configured_and_its_absence_is_a_sentence(tmp_pa
 
 def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
     logged, started = [], {}
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda quiet: started.update(finished=quiet))
+    run = SimpleNamespace(
+        define_metric=lambda *_, **__: None,
+        log=logged.append,
+        finish=lambda quiet: started.update(finished=quiet),
+    )
     monkeypatch.setenv("WANDB_PROJECT", "p")
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: started.update(settings) or run))
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        SimpleNamespace(init=lambda **settings: started.update(settings) or run),
+    )
     sink = weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
     sink.write("trainer.0", {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": 7, "loss": 0.5})
     for engine in (0, 1):
-        sink.write("orchestrator.0", {"time_s": 1.0, "stage": "rl", "event": "engine", "engine": engine, "kv_usage": 0.5})
+        sink.write(
+            "orchestrator.0",
+            {"time_s": 1.0, "stage": "rl", "event": "engine", "engine": engine, "kv_usage": 0.5},
+        )
     sink.close()
-    assert (started["name"], started["resume"], started["finished"]) == ("reverse_text-0123456789ab", "allow", True)
+    assert (started["name"], started["resume"], started["finished"]) == (
+        "reverse_text-0123456789ab",
+        "allow",
+        True,
+    )
     ids = [started["id"]]
     for checkout in (tmp_path, tmp_path / "other"):
         weights_and_biases.WandbSink(checkout / "reverse_text-0123456789ab")
         ids.append(started["id"])
-    assert ids[0] == ids[1] != ids[2] and all(one.startswith("0123456789ab-") for one in ids), "resumed, but not by another checkout"
-    assert logged == [{"rl/trainer/loss": 0.5, "rl/step": 7}, {"rl/engine/0/kv_usage": 0.5}, {"rl/engine/1/kv_usage": 0.5}]
+    assert ids[0] == ids[1] != ids[2] and all(one.startswith("0123456789ab-") for one in ids), (
+        "resumed, but not by another checkout"
+    )
+    assert logged == [
+        {"rl/trainer/loss": 0.5, "rl/step": 7},
+        {"rl/engine/0/kv_usage": 0.5},
+        {"rl/engine/1/kv_usage": 0.5},
+    ]

@@ -17,7 +17,9 @@ WALL_S = 1_800_000_000.0
 
 def waiting(wall_s=WALL_S, deadline_s=600.0, pid=1):
     """Return the health of a rank that has just begun to wait, by its own wall clock."""
-    wait = Wait("batch 4 from orchestrator", wall_s, None if deadline_s is None else wall_s + deadline_s)
+    wait = Wait(
+        "batch 4 from orchestrator", wall_s, None if deadline_s is None else wall_s + deadline_s
+    )
     return Health("trainer", 1, wall_s, pid, 1, "training", wall_s - 5, 3, waits=(wait,))
 
 
@@ -33,11 +35,15 @@ def looks(sight, health, begin_s, end_s):
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 1200.0, -3600.0])
-def test_a_deadline_is_counted_from_when_the_looker_saw_the_wait_whatever_the_writers_clock_says(ahead_s):
+def test_a_deadline_is_counted_from_when_the_looker_saw_the_wait_whatever_the_writers_clock_says(
+    ahead_s,
+):
     """A clock 20 minutes ahead must not end a wait. One an hour behind must not extend it."""
     stall, found_s = looks(Sight(), waiting(WALL_S + ahead_s), 50.0, 1000.0)
     assert found_s == 50.0 + 600.0 + watchdog.GRACE_S + 0.5
-    assert stall.sentence == ("stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s past its deadline)")
+    assert stall.sentence == (
+        "stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s past its deadline)"
+    )
 
 
 def test_a_clock_that_is_set_between_two_waits_changes_neither():
@@ -46,7 +52,10 @@ def test_a_clock_that_is_set_between_two_waits_changes_neither():
     second = Wait("engines to take version 3 (inference)", WALL_S - 3600, WALL_S - 3600 + 900)
     both = replace(first, time_s=WALL_S - 3600, waits=(*first.waits, second))
     [seen] = sight.look({"trainer.1": both}, 500.5).values()
-    assert [(wait.since_s, wait.deadline_s) for wait in seen.waits] == [(0.0, 600.0), (500.5, 1400.5)]
+    assert [(wait.since_s, wait.deadline_s) for wait in seen.waits] == [
+        (0.0, 600.0),
+        (500.5, 1400.5),
+    ]
     assert seen.wait.what == "batch 4 from orchestrator", "the one that runs out first"
     assert seen.time_s == 500.5 and seen.since_s == 0.0
 
@@ -64,19 +73,27 @@ def test_a_new_deed_a_new_process_and_an_end_are_new():
     sight.look({"trainer.1": health}, 0.0)
     [seen] = sight.look({"trainer.1": health}, 8.0).values()
     assert (seen.time_s, seen.since_s, seen.deadline_s) == (0.0, 0.0, 90.0)
-    [seen] = sight.look({"trainer.1": replace(health, since_s=WALL_S, deadline_s=WALL_S + 90)}, 9.0).values()
+    [seen] = sight.look(
+        {"trainer.1": replace(health, since_s=WALL_S, deadline_s=WALL_S + 90)}, 9.0
+    ).values()
     assert (seen.since_s, seen.deadline_s) == (9.0, 99.0)
     for pid, doing, clock_s in ((2, "training", 10.0), (2, FAILED, 11.0), (3, DONE, 12.0)):
-        [seen] = sight.look({"trainer.1": replace(health, pid=pid, doing=doing, deadline_s=None)}, clock_s).values()
+        [seen] = sight.look(
+            {"trainer.1": replace(health, pid=pid, doing=doing, deadline_s=None)}, clock_s
+        ).values()
         assert (seen.since_s, seen.deadline_s) == (clock_s, None)
 
 
 def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_their_clocks_have_nothing_in_common():
     sight, said = Sight(), {}
-    for number, (name, boot, up_s) in enumerate((("trainer.0", "a", 0.0), ("trainer.1", "b", 86_400.0), ("trainer.2", "b", 86_400.0))):
+    for number, (name, boot, up_s) in enumerate(
+        (("trainer.0", "a", 0.0), ("trainer.1", "b", 86_400.0), ("trainer.2", "b", 86_400.0))
+    ):
         said[name] = replace(waiting(), index=number, boot=boot, clock_s=up_s)
     for step in range(1, 20):  # the delay from a change to the look grows with each look
-        said = {name: replace(one, step=step, clock_s=one.clock_s + 1.0) for name, one in said.items()}
+        said = {
+            name: replace(one, step=step, clock_s=one.clock_s + 1.0) for name, one in said.items()
+        }
         sight.look(said, 500.0 + step + 0.02 * step)
     for name, after_s in (("trainer.2", 0.30), ("trainer.1", 0.31), ("trainer.0", 0.40)):
         said[name] = replace(said[name], doing=FAILED, clock_s=said[name].clock_s + after_s)
@@ -86,10 +103,24 @@ def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_the
 
 def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatever_else_its_process_says():
     sight = Sight()
-    loop = Health("orchestrator", 0, WALL_S, 1, 1, "generating for batch 4", WALL_S, 4, turns=Turns(7, WALL_S + 500, 90.0))
+    loop = Health(
+        "orchestrator",
+        0,
+        WALL_S,
+        1,
+        1,
+        "generating for batch 4",
+        WALL_S,
+        4,
+        turns=Turns(7, WALL_S + 500, 90.0),
+    )
     late = replace(waiting(deadline_s=7200.0), turns=None)
     clock_s = 0.0
-    while not (stall := watchdog.look(sight.look({"orchestrator.0": loop, "trainer.1": late}, clock_s), sight.now_s)):
+    while not (
+        stall := watchdog.look(
+            sight.look({"orchestrator.0": loop, "trainer.1": late}, clock_s), sight.now_s
+        )
+    ):
         clock_s += 0.5
         loop = replace(loop, time_s=loop.time_s + 0.5, step=loop.step + 1)  # another thread runs
         if clock_s < 300.0:
@@ -101,7 +132,9 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatev
     )
 
 
-def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(tmp_path, monkeypatch):
+def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")  # the loop beats every 22 ms
 
     def turns():

@@ -14,12 +14,28 @@ LOOK_S = 1.0
 
 def rank(index, begun=50, completed=50, doing="training", still_s=STILL_S, waits=(), behind_s=None):
     open_waits = tuple(Wait(what, 0.0, 600.0, behind_s) for what in waits)
-    return Health("trainer", index, 0.0, 1, 1, doing, 0.0, 7, waits=open_waits, still_s=still_s, pulse=Pulse(1, begun, completed, 8))
+    return Health(
+        "trainer",
+        index,
+        0.0,
+        1,
+        1,
+        doing,
+        0.0,
+        7,
+        waits=open_waits,
+        still_s=still_s,
+        pulse=Pulse(1, begun, completed, 8),
+    )
 
 
 def beating(health, now_s):
     """Its pulse goes on, and nothing else."""
-    return replace(health, pulse=replace(health.pulse, beats=int(now_s) + 2)) if health.pulse else health
+    return (
+        replace(health, pulse=replace(health.pulse, beats=int(now_s) + 2))
+        if health.pulse
+        else health
+    )
 
 
 def watched(*ranks, silent=(), for_s=STILL_S + 3, change=lambda name, health, now_s: health):
@@ -27,7 +43,9 @@ def watched(*ranks, silent=(), for_s=STILL_S + 3, change=lambda name, health, no
     stillness, now_s = Stillness(), 0.0
     while now_s <= for_s:
         seen = {one.name: one if one.name in silent else beating(one, now_s) for one in ranks}
-        if stall := stillness.look({name: change(name, health, now_s) for name, health in seen.items()}, now_s):
+        if stall := stillness.look(
+            {name: change(name, health, now_s) for name, health in seen.items()}, now_s
+        ):
             assert now_s > STILL_S
             return stall
         now_s += LOOK_S
@@ -49,16 +67,25 @@ def test_a_rank_that_is_not_even_heard_is_to_blame_also_while_it_says_that_it_wa
         "stall: trainer.1 gave no sign of life for 41 s while waiting for batch 8 from orchestrator (step 7); "
         "trainer.0 waits in a collective"
     )
-    assert watched(rank(0, 53, 50), waiting) is None, "it is heard: its wait has a deadline of its own"
+    assert watched(rank(0, 53, 50), waiting) is None, (
+        "it is heard: its wait has a deadline of its own"
+    )
 
 
 @pytest.mark.parametrize("others", [[], [1]], ids=["alone", "beside one that waits too"])
-def test_a_rank_that_is_not_heard_while_all_wait_is_to_blame_though_no_collective_holds_anybody(others):
-    waiting = [rank(index, still_s=None, waits=["batch 8 from orchestrator"]) for index in (0, *others)]
+def test_a_rank_that_is_not_heard_while_all_wait_is_to_blame_though_no_collective_holds_anybody(
+    others,
+):
+    waiting = [
+        rank(index, still_s=None, waits=["batch 8 from orchestrator"]) for index in (0, *others)
+    ]
     assert watched(*waiting, silent=["trainer.0"], for_s=HANG_S) is None
     stall = watched(*waiting, silent=["trainer.0"], for_s=HANG_S + 3)
     assert stall.blamed == ("trainer.0",)
-    assert stall.sentence == "stall: trainer.0 gave no sign of life for 91 s while waiting for batch 8 from orchestrator (step 7)"
+    assert (
+        stall.sentence
+        == "stall: trainer.0 gave no sign of life for 91 s while waiting for batch 8 from orchestrator (step 7)"
+    )
 
 
 def late(index, begun=50):
@@ -74,7 +101,9 @@ def test_a_rank_that_still_waits_for_what_all_others_have_is_to_blame():
         "trainer.0, trainer.2 wait in a collective"
     )
     assert watched(rank(0, 53, 50), late(1), late(2)).blamed == ("trainer.1", "trainer.2")
-    assert watched(rank(0, 53, 50), late(1), rank(2)).blamed == ("trainer.2",), "it does not even say that it waits"
+    assert watched(rank(0, 53, 50), late(1), rank(2)).blamed == ("trainer.2",), (
+        "it does not even say that it waits"
+    )
     assert watched(rank(0, 53, 50), late(1), rank(2), silent=["trainer.2"]).blamed == ("trainer.2",)
 
 
@@ -83,7 +112,10 @@ def test_how_long_the_others_have_been_gone_counts_and_not_how_long_it_has_waite
         return health if name == "trainer.1" or now_s > 300 else beating(late(0), now_s)
 
     assert watched(rank(0, 53, 50), late(1), for_s=300 + STILL_S, change=leave) is None
-    assert "for 41 s while waiting" in watched(rank(0, 53, 50), late(1), for_s=303 + STILL_S, change=leave).sentence
+    assert (
+        "for 41 s while waiting"
+        in watched(rank(0, 53, 50), late(1), for_s=303 + STILL_S, change=leave).sentence
+    )
     through_files = rank(1, waits=["batch 8 from orchestrator"], behind_s=300.0)
     assert watched(rank(0, 53, 50), through_files, for_s=300) is None
     assert watched(rank(0, 53, 50), through_files, for_s=303).blamed == ("trainer.1",)
@@ -94,10 +126,18 @@ def test_how_long_the_others_have_been_gone_counts_and_not_how_long_it_has_waite
     [
         [late(0)],
         [rank(0, 53, 50), rank(2, doing="copying a checkpoint", still_s=None)],
-        [rank(0, 53, 50), replace(late(2), waits=(Wait("the compiler", 0.0, 600.0), *late(2).waits))],
+        [
+            rank(0, 53, 50),
+            replace(late(2), waits=(Wait("the compiler", 0.0, 600.0), *late(2).waits)),
+        ],
         [rank(0)],
     ],
-    ids=["all wait", "one is at something else", "one has another wait besides", "no collective holds anybody"],
+    ids=[
+        "all wait",
+        "one is at something else",
+        "one has another wait besides",
+        "no collective holds anybody",
+    ],
 )
 def test_a_rank_may_wait_as_long_as_others_do_not_wait_for_it(others):
     assert watched(*others, late(1), for_s=300) is None
@@ -129,14 +169,21 @@ def test_nobody_is_stuck_while_one_has_a_reason_to_take_its_time(other):
     assert watched(rank(0, 53, 50), other, for_s=300) is None
 
 
-@pytest.mark.parametrize(("doing", "limit_s"), [("publishing version 7", STILL_S), ("loading weights", 300.0)])
+@pytest.mark.parametrize(
+    ("doing", "limit_s"), [("publishing version 7", STILL_S), ("loading weights", 300.0)]
+)
 @pytest.mark.parametrize("silent", [[], ["trainer.1"]], ids=["still", "silent"])
-def test_a_rank_that_is_stuck_between_steps_is_to_blame_after_the_time_that_its_deed_may_take(doing, limit_s, silent):
+def test_a_rank_that_is_stuck_between_steps_is_to_blame_after_the_time_that_its_deed_may_take(
+    doing, limit_s, silent
+):
     ranks = rank(0, 53, 50, doing=doing, still_s=limit_s), rank(1, doing=doing, still_s=limit_s)
     assert watched(*ranks, silent=silent, for_s=limit_s) is None
     stall = watched(*ranks, silent=silent, for_s=limit_s + 3)
     assert stall.blamed == ("trainer.1",)
-    assert f"for {limit_s + 1:.0f} s while {doing} (step 7); trainer.0 waits in a collective" in stall.sentence
+    assert (
+        f"for {limit_s + 1:.0f} s while {doing} (step 7); trainer.0 waits in a collective"
+        in stall.sentence
+    )
 
 
 def test_a_rank_between_steps_may_take_its_time_part_by_part():
@@ -152,7 +199,11 @@ def test_a_rank_between_steps_may_take_its_time_part_by_part():
 def test_a_slow_rank_is_not_stuck_as_long_as_it_moves(what):
     def move(name, health, now_s):
         count = getattr(health.pulse, what) + int(now_s // (STILL_S - 1))
-        return replace(health, pulse=replace(health.pulse, **{what: count})) if name == "trainer.1" else health
+        return (
+            replace(health, pulse=replace(health.pulse, **{what: count}))
+            if name == "trainer.1"
+            else health
+        )
 
     assert watched(rank(0, 53, 50), rank(1), for_s=10 * STILL_S, change=move) is None
 
@@ -168,7 +219,9 @@ def test_a_looker_that_could_not_look_begins_anew():
     stillness = Stillness()
 
     def look(now_s):
-        return stillness.look({one.name: beating(one, now_s) for one in (rank(0, 53, 50), rank(1))}, float(now_s))
+        return stillness.look(
+            {one.name: beating(one, now_s) for one in (rank(0, 53, 50), rank(1))}, float(now_s)
+        )
 
     back_s = int(STILL_S - 1 + AWAY_S + 1)
     assert not any(map(look, [*range(int(STILL_S)), *range(back_s, back_s + int(STILL_S) + 1)]))
@@ -183,5 +236,8 @@ def test_an_attempt_that_begins_anew_has_not_stood_still_before():
 
 
 def test_names_are_drawn_together_only_where_they_are_neighbours():
-    assert listed([f"trainer.{index}" for index in (7, 0, 1, 2, 4, 5)] + ["router.0"]) == "trainer.0-2, trainer.4-5, trainer.7, router.0"
+    assert (
+        listed([f"trainer.{index}" for index in (7, 0, 1, 2, 4, 5)] + ["router.0"])
+        == "trainer.0-2, trainer.4-5, trainer.7, router.0"
+    )
     assert listed([]) == ""

@@ -14,7 +14,9 @@ from orrery.observe.usage import PERIOD_S, TICKS_PER_S, Sampler, UsageRows, pars
 
 def test_a_name_with_brackets_and_blanks_does_not_shift_the_fields():
     before = "S 1 " + " ".join(["0"] * 9)
-    stat = parse(f"42 (a) b) {before} {3 * TICKS_PER_S} {TICKS_PER_S} " + " ".join(["0"] * 8) + " 7 0 0\n")
+    stat = parse(
+        f"42 (a) b) {before} {3 * TICKS_PER_S} {TICKS_PER_S} " + " ".join(["0"] * 8) + " 7 0 0\n"
+    )
     assert stat.cpu_s == 4.0 and stat.rss_bytes == 7 * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -30,7 +32,9 @@ print(flush=True)
 input()
 """
     sampler = Sampler(os.getpid())
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         child.stdout.readline()
         held = sampler.sample()["rss_bytes"]
@@ -51,10 +55,15 @@ below = "held = bytearray(200 << 20); print(flush=True); input()"
 held = bytearray(200 << 20)
 subprocess.run([sys.executable, "-c", below])
 """
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         child.stdout.readline()
-        together, apart = Sampler(os.getpid()).sample(), Sampler(os.getpid(), without=[child.pid]).sample()
+        together, apart = (
+            Sampler(os.getpid()).sample(),
+            Sampler(os.getpid(), without=[child.pid]).sample(),
+        )
         assert Sampler(child.pid).sample()["rss_bytes"] > 400 << 20
         assert together["rss_bytes"] - apart["rss_bytes"] > 350 << 20
     finally:
@@ -63,7 +72,10 @@ subprocess.run([sys.executable, "-c", below])
 
 def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     metrics = MetricsFile(tmp_path, "rl", "trainer", 1, 3)
-    usage, path = UsageRows("trainer.1", metrics, period_s=0.05), tmp_path / "metrics" / "trainer.1.jsonl"
+    usage, path = (
+        UsageRows("trainer.1", metrics, period_s=0.05),
+        tmp_path / "metrics" / "trainer.1.jsonl",
+    )
     begin_s = time.monotonic()
     usage.start()
     while len(found := list(rows(path))) < 3:
@@ -73,12 +85,18 @@ def test_rows_come_at_their_period_until_the_role_ends(tmp_path):
     found = list(rows(path))
     time.sleep(0.2)
     assert list(rows(path)) == found
-    assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {("usage", "rl", 3, None)}
-    assert all(row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found)
+    assert {(row["event"], row["stage"], row["attempt"], row["step"]) for row in found} == {
+        ("usage", "rl", 3, None)
+    }
+    assert all(
+        row["processes"]["trainer.1"].keys() == {"cpu_percent", "rss_bytes"} for row in found
+    )
     metrics.close()
 
 
-def test_a_row_that_cannot_be_written_is_said_once_and_the_next_ones_come(tmp_path, monkeypatch, caplog):
+def test_a_row_that_cannot_be_written_is_said_once_and_the_next_ones_come(
+    tmp_path, monkeypatch, caplog
+):
     metrics, errors = MetricsFile(tmp_path, "rl", "trainer", 1, 3), [errno.EIO, errno.ESTALE]
     write = metrics.write
 
@@ -91,7 +109,10 @@ def test_a_row_that_cannot_be_written_is_said_once_and_the_next_ones_come(tmp_pa
     usage = UsageRows("trainer.1", metrics, period_s=0.01)
     usage.start()
     end_s = time.monotonic() + 20
-    while len(found := list(rows(tmp_path / "metrics" / "trainer.1.jsonl"))) < 3 and time.monotonic() < end_s:
+    while (
+        len(found := list(rows(tmp_path / "metrics" / "trainer.1.jsonl"))) < 3
+        and time.monotonic() < end_s
+    ):
         time.sleep(0.005)
     usage.stop()
     assert len(found) >= 3 and len({row["time_s"] for row in found}) == len(found)
@@ -124,7 +145,9 @@ def test_who_asks_more_often_gets_no_more_rows():
 
 
 def test_a_look_costs_less_than_half_a_percent_of_a_core():
-    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(4)]
+    children = [
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(4)
+    ]
     try:
         sampler, begin_s = Sampler(os.getpid()), time.process_time()
         for _ in range(20):

@@ -12,7 +12,18 @@ ROLES = ("trainer", "orchestrator", "inference", "router")
 
 def health(role, index=0, doing="acting", waits=(), changed_s=NOW - 1, deadline_s=None, step=None):
     """A process's health; `waits` are (text, since, deadline)."""
-    return Health(role, index, changed_s, 1, 1, doing, changed_s, step, deadline_s, tuple(Wait(*wait) for wait in waits))
+    return Health(
+        role,
+        index,
+        changed_s,
+        1,
+        1,
+        doing,
+        changed_s,
+        step,
+        deadline_s,
+        tuple(Wait(*wait) for wait in waits),
+    )
 
 
 def named(*processes):
@@ -30,7 +41,13 @@ def test_a_run_in_which_everyone_is_in_time_does_not_stall():
 
 def test_an_overdue_wait_names_the_whole_chain_and_blames_its_end():
     processes = named(
-        health("trainer", 1, "waiting for data", [("batch 4 from orchestrator", NOW - 320, NOW - 20)], step=3),
+        health(
+            "trainer",
+            1,
+            "waiting for data",
+            [("batch 4 from orchestrator", NOW - 320, NOW - 20)],
+            step=3,
+        ),
         health("orchestrator", 0, "filling", [("rollouts from inference", NOW - 310, None)]),
         health("inference", 0, "generating", changed_s=NOW - 300),
     )
@@ -49,12 +66,23 @@ def test_the_role_itself_gets_the_grace_time_to_raise_its_own_error():
 
 
 def test_a_deed_with_a_deadline_can_be_overdue_too():
-    stall = look(named(health("trainer", doing="publishing", changed_s=NOW - 90, deadline_s=NOW - 30, step=7)), NOW)
-    assert stall.sentence == "stall: trainer.0 has been at publishing (step 7) for 90 s (30 s past its deadline)"
+    stall = look(
+        named(
+            health("trainer", doing="publishing", changed_s=NOW - 90, deadline_s=NOW - 30, step=7)
+        ),
+        NOW,
+    )
+    assert (
+        stall.sentence
+        == "stall: trainer.0 has been at publishing (step 7) for 90 s (30 s past its deadline)"
+    )
 
 
 def test_processes_that_ended_wait_for_nobody():
-    ended = [health(role, doing=doing, waits=[("x from trainer", 0.0, 1.0)]) for role, doing in (("trainer", FAILED), ("inference", DONE))]
+    ended = [
+        health(role, doing=doing, waits=[("x from trainer", 0.0, 1.0)])
+        for role, doing in (("trainer", FAILED), ("inference", DONE))
+    ]
     assert look(named(*ended), NOW) is None
 
 
@@ -62,7 +90,11 @@ def test_a_circle_is_a_deadlock_only_when_all_of_it_is_silent_for_long():
     def circle(changed_s):
         return named(
             health("trainer", waits=[("batch 4 from orchestrator", 0, None)], changed_s=changed_s),
-            health("orchestrator", waits=[("version 3 from trainer", 0, None)], changed_s=NOW - DEADLOCK_S - 1),
+            health(
+                "orchestrator",
+                waits=[("version 3 from trainer", 0, None)],
+                changed_s=NOW - DEADLOCK_S - 1,
+            ),
             health("inference", changed_s=NOW - 10_000),
         )
 
@@ -73,8 +105,15 @@ def test_a_circle_is_a_deadlock_only_when_all_of_it_is_silent_for_long():
 
 
 def test_a_wait_for_a_role_that_is_done_is_a_stall_once_both_are_silent_for_long():
-    def run(*others, waited_s=NOW - 400, done_s=NOW - DEADLOCK_S - 1, waits=("batch 4 from orchestrator",)):
-        waiting = health("trainer", 0, "waiting", [(what, waited_s, NOW + 9000) for what in waits], waited_s)
+    def run(
+        *others,
+        waited_s=NOW - 400,
+        done_s=NOW - DEADLOCK_S - 1,
+        waits=("batch 4 from orchestrator",),
+    ):
+        waiting = health(
+            "trainer", 0, "waiting", [(what, waited_s, NOW + 9000) for what in waits], waited_s
+        )
         return named(waiting, health("orchestrator", doing=DONE, changed_s=done_s), *others)
 
     stall = look(run(), NOW)
@@ -86,28 +125,56 @@ def test_a_wait_for_a_role_that_is_done_is_a_stall_once_both_are_silent_for_long
     assert look(run(done_s=NOW - 2), NOW) is None, "what it sent last may be on its way"
     assert look(run(health("orchestrator", 1)), NOW) is None
     assert look(run(waits=("batch 4 from orchestrator", "a disk")), NOW) is None
-    assert look(run(health("trainer", 1, "exporting", changed_s=NOW - 5)), NOW) is not None, "others that go on help nobody"
-    assert look(named(health("orchestrator", doing=DONE, changed_s=0.0), health("trainer", changed_s=0.0)), NOW) is None
+    assert look(run(health("trainer", 1, "exporting", changed_s=NOW - 5)), NOW) is not None, (
+        "others that go on help nobody"
+    )
+    assert (
+        look(
+            named(
+                health("orchestrator", doing=DONE, changed_s=0.0), health("trainer", changed_s=0.0)
+            ),
+            NOW,
+        )
+        is None
+    )
 
 
 def test_a_process_with_a_second_wait_for_someone_free_is_not_deadlocked():
     processes = named(
         health("trainer", waits=[("batch 4 from orchestrator", 0, None)]),
-        health("orchestrator", waits=[("version 3 from trainer", 0, None), ("rollouts from inference", 0, None)]),
+        health(
+            "orchestrator",
+            waits=[("version 3 from trainer", 0, None), ("rollouts from inference", 0, None)],
+        ),
         health("inference"),
     )
     assert deadlocked(processes) == set()
 
 
 def test_a_wait_may_name_one_process_of_a_role():
-    processes = named(health("trainer", 0), health("trainer", 1), health("orchestrator", waits=[("step 2 from trainer.1", 0, None)]))
+    processes = named(
+        health("trainer", 0),
+        health("trainer", 1),
+        health("orchestrator", waits=[("step 2 from trainer.1", 0, None)]),
+    )
     assert awaited(processes["orchestrator.0"], processes) == [{"trainer.1"}]
 
 
-texts = st.lists(st.sampled_from([*ROLES, "trainer.1", "a store"]), max_size=2).map(lambda names: "it from " + " and ".join(names))
-waits = st.lists(st.tuples(texts, st.just(NOW - 1000), st.none() | st.floats(NOW - 100, NOW + 100)), max_size=3)
+texts = st.lists(st.sampled_from([*ROLES, "trainer.1", "a store"]), max_size=2).map(
+    lambda names: "it from " + " and ".join(names)
+)
+waits = st.lists(
+    st.tuples(texts, st.just(NOW - 1000), st.none() | st.floats(NOW - 100, NOW + 100)), max_size=3
+)
 processes = st.lists(
-    st.builds(health, st.sampled_from(ROLES), st.integers(0, 1), st.sampled_from(["acting", DONE]), waits, st.floats(NOW - 500, NOW)),
+    st.builds(
+        health,
+        st.sampled_from(ROLES),
+        st.integers(0, 1),
+        st.sampled_from(["acting", DONE]),
+        waits,
+        st.floats(NOW - 500, NOW),
+    ),
     max_size=6,
 ).map(lambda many: named(*many))
 
@@ -120,7 +187,8 @@ def test_the_deadlocked_are_exactly_those_whom_nobody_outside_can_move(living):
         can = {
             name
             for name, one in living.items()
-            if name not in moved and (not one.waits or any(not names or names & moved for names in awaited(one, living)))
+            if name not in moved
+            and (not one.waits or any(not names or names & moved for names in awaited(one, living)))
         }
         if not can:
             break
@@ -132,7 +200,12 @@ def test_the_deadlocked_are_exactly_those_whom_nobody_outside_can_move(living):
 def test_a_stall_names_living_processes_and_has_a_cause(living):
     stall = look(living, NOW)
     late = [
-        one for one in living.values() if one.doing != DONE and one.wait and one.wait.deadline_s and one.wait.deadline_s + GRACE_S < NOW
+        one
+        for one in living.values()
+        if one.doing != DONE
+        and one.wait
+        and one.wait.deadline_s
+        and one.wait.deadline_s + GRACE_S < NOW
     ]
     if late:
         assert stall is not None

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 for _name in ("fakes", "simulated_engine"):
-    _spec = importlib.util.spec_from_file_location(f"orchestrator_{_name}", Path(__file__).with_name(f"{_name}.py"))
+    _spec = importlib.util.spec_from_file_location(
+        f"orchestrator_{_name}", Path(__file__).with_name(f"{_name}.py")
+    )
     sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[_spec.name])

@@ -36,10 +36,24 @@ def manifest(**orchestrator: Any) -> Manifest:
     weights = orchestrator.pop("weights", (1.0,))
     max_in_flight = orchestrator.pop("max_in_flight", 8)
     max_model_len = orchestrator.pop("max_model_len_tokens", 64)
-    adamw = {"kind": "adamw", "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+    adamw = {
+        "kind": "adamw",
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
     schedule = {"kind": "constant", "warmup_steps": 0}
     tasks = [
-        {"name": f"task{i}", "kind": "fake", "args": {}, "weight": weight, "seed": i, "max_turns": max_turns}
+        {
+            "name": f"task{i}",
+            "kind": "fake",
+            "args": {},
+            "weight": weight,
+            "seed": i,
+            "max_turns": max_turns,
+        }
         for i, weight in enumerate(weights)
     ]
     checked = Manifest.model_validate({
@@ -87,7 +101,9 @@ def manifest(**orchestrator: Any) -> Manifest:
     })  # fmt: skip
     if max_in_flight >= 4:
         return checked
-    narrow = checked.orchestrator.model_copy(update={"admission": FixedAdmission(kind="fixed", max_in_flight=max_in_flight)})
+    narrow = checked.orchestrator.model_copy(
+        update={"admission": FixedAdmission(kind="fixed", max_in_flight=max_in_flight)}
+    )
     return checked.model_copy(update={"orchestrator": narrow})
 
 
@@ -113,14 +129,24 @@ def rollout(request: Request, versions: list[int], reward: float | None = None) 
 def routes(start: int, end: int) -> Routes:
     """What an engine of 2 layers and 2 experts a token says of the tokens in [start, end): experts t and t + 1 at position t."""
     file = io.BytesIO()
-    np.save(file, (np.arange(start, end)[:, None, None] + np.array([0, 1]) + np.zeros((2, 1))).astype(np.uint8))
+    np.save(
+        file,
+        (np.arange(start, end)[:, None, None] + np.array([0, 1]) + np.zeros((2, 1))).astype(
+            np.uint8
+        ),
+    )
     _, found = split(b'{"routed_experts":"' + base64.b64encode(file.getvalue()) + b'"}', start)
     assert found is not None
     return found
 
 
 def load(
-    running: int, waiting: int = 0, kv_usage: float = 0.0, preemptions_total: int = 0, kv_tokens: int = 0, tokens: int = 0
+    running: int,
+    waiting: int = 0,
+    kv_usage: float = 0.0,
+    preemptions_total: int = 0,
+    kv_tokens: int = 0,
+    tokens: int = 0,
 ) -> EngineMetrics:
     """What an engine says of itself."""
     return EngineMetrics(
@@ -149,7 +175,9 @@ class FakeTask:
     def judge(self, problem: Problem, messages: list[Message]) -> Judgement:
         if self.broken == "judge":
             raise OSError("the judge is gone")
-        return Judgement(float(messages[-1].content.split("/")[-1]) % 2, {"turns": float(len(messages))})
+        return Judgement(
+            float(messages[-1].content.split("/")[-1]) % 2, {"turns": float(len(messages))}
+        )
 
 
 class FakeRenderer:
@@ -186,11 +214,19 @@ class FakeFleet:
     is_still: bool = False  # holds requests without making tokens
     num_looks: int = 0
 
-    async def generate(self, token_ids: np.ndarray, *, max_tokens: int, request_id: str, **options: Any) -> Generation:
+    async def generate(
+        self, token_ids: np.ndarray, *, max_tokens: int, request_id: str, **options: Any
+    ) -> Generation:
         assert request_id not in self.in_flight, f"{request_id} twice in flight"
         assert max_tokens > 0 and options["temperature"] == 1.0
         self.requests.append(
-            {"token_ids": token_ids.copy(), "max_tokens": max_tokens, "request_id": request_id, "version": self.version, **options}
+            {
+                "token_ids": token_ids.copy(),
+                "max_tokens": max_tokens,
+                "request_id": request_id,
+                "version": self.version,
+                **options,
+            }
         )
         fate = self.script.get(request_id, "")
         self.in_flight[request_id] += 1
@@ -212,8 +248,20 @@ class FakeFleet:
                 versions[token] = self.version
             ids = (np.arange(n, dtype=np.int32) + sum(map(ord, request_id))) % 50 + 20
             reason = "length" if fate == "length" or n < self.num_tokens else "stop"
-            parts = () if options.get("routes_from") is None else (routes(options["routes_from"], len(token_ids) + n - 1),)
-            return Generation(request_id, ids, np.full(n, -0.25, np.float32), versions, fate if fate == "abort" else reason, 0, parts)
+            parts = (
+                ()
+                if options.get("routes_from") is None
+                else (routes(options["routes_from"], len(token_ids) + n - 1),)
+            )
+            return Generation(
+                request_id,
+                ids,
+                np.full(n, -0.25, np.float32),
+                versions,
+                fate if fate == "abort" else reason,
+                0,
+                parts,
+            )
         finally:
             del self.in_flight[request_id]
 
@@ -228,7 +276,14 @@ class FakeFleet:
         self.updates.append(published.version)
         await asyncio.sleep(0)
         self.paused = False
-        return SimpleNamespace(paused_s=0.0, update_s=0.0, attest_s=0.0, attested={"resident": 1}, canary_s=0.0, canary_difference=0.0)
+        return SimpleNamespace(
+            paused_s=0.0,
+            update_s=0.0,
+            attest_s=0.0,
+            attested={"resident": 1},
+            canary_s=0.0,
+            canary_difference=0.0,
+        )
 
     is_serving = True
     is_proving = False
@@ -264,13 +319,19 @@ class FakeTrainer:
         assert self.compared is not None or self.wound_down_at is not None
 
     async def send(self, batch: Any) -> None:
-        assert batch.step == self.version + 1 or batch.step == self.version + 2, "more than a batch ahead"
+        assert batch.step == self.version + 1 or batch.step == self.version + 2, (
+            "more than a batch ahead"
+        )
         if batch.info.get("wind_down"):
-            assert batch.step == self.version + 1 and [list(each) for each in batch.micro_batches] == [[]]
+            assert batch.step == self.version + 1 and [
+                list(each) for each in batch.micro_batches
+            ] == [[]]
             self.wound_down_at = self.version
             return
         if batch.info.get("compare"):
-            assert self.compared is None and batch.step == self.version + 1, "compared before the last version was made, or twice"
+            assert self.compared is None and batch.step == self.version + 1, (
+                "compared before the last version was made, or twice"
+            )
             self.compared = batch
             return
         self.batches.append(batch)
@@ -302,7 +363,9 @@ class FakeMe:
     def _write(self, step: int | None, **values: Any) -> None:
         self.rows.append({"step": step, **values})
 
-    def _add_span(self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any) -> None:
+    def _add_span(
+        self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any
+    ) -> None:
         self.spans.append({"name": name, "start_s": start_s, "end_s": end_s, "step": step, **attrs})
 
     @contextmanager

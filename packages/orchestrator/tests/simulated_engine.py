@@ -33,7 +33,12 @@ class Costs:
 
 class SimulatedEngine:
     def __init__(self, num_blocks, block_tokens=16, max_running=100_000, costs=None):
-        self.num_blocks, self.block_tokens, self.max_running, self.costs = num_blocks, block_tokens, max_running, costs or Costs()
+        self.num_blocks, self.block_tokens, self.max_running, self.costs = (
+            num_blocks,
+            block_tokens,
+            max_running,
+            costs or Costs(),
+        )
         self.free, self.running, self.waiting = num_blocks, [], deque()
         self.preemptions, self.generated, self.now_s = 0, 0, 0.0
 
@@ -42,7 +47,13 @@ class SimulatedEngine:
 
     def load(self):
         usage = 1 - self.free / self.num_blocks
-        return fakes.load(len(self.running), len(self.waiting), usage, self.preemptions, self.num_blocks * self.block_tokens)
+        return fakes.load(
+            len(self.running),
+            len(self.waiting),
+            usage,
+            self.preemptions,
+            self.num_blocks * self.block_tokens,
+        )
 
     def _blocks(self, tokens):
         return -(-tokens // self.block_tokens)
@@ -66,7 +77,12 @@ class SimulatedEngine:
                 sequence.blocks += want
                 index += 1
         prefilled = 0
-        while not preempted and self.waiting and len(self.running) < self.max_running and prefilled < 8192:
+        while (
+            not preempted
+            and self.waiting
+            and len(self.running) < self.max_running
+            and prefilled < 8192
+        ):
             want = self._blocks(self.waiting[0].tokens + 1)
             if want > self.free:
                 break
@@ -75,7 +91,11 @@ class SimulatedEngine:
             sequence.blocks = want
             prefilled += sequence.tokens
             self.running.append(sequence)
-        self.now_s += self.costs.step_s + self.costs.sequence_s * len(self.running) + self.costs.prefill_token_s * prefilled
+        self.now_s += (
+            self.costs.step_s
+            + self.costs.sequence_s * len(self.running)
+            + self.costs.prefill_token_s * prefilled
+        )
         finished = []
         for sequence in self.running:
             sequence.tokens += 1
@@ -96,16 +116,31 @@ class Played:
     limits: list[int]  # at every look
 
 
-def play(admission, engines, lengths, duration_s, warm_up_s, look_s=0.5, seed=0, on_look=lambda now_s: None):
+def play(
+    admission,
+    engines,
+    lengths,
+    duration_s,
+    warm_up_s,
+    look_s=0.5,
+    seed=0,
+    on_look=lambda now_s: None,
+):
     """Keep all permits used, each new rollout on the engine that has the fewest; `lengths(random)` gives (prompt, length)."""
     chance, limits, next_look_s, num_finished = random.Random(seed), [], 0.0, 0
     totals = None
     while (now_s := min(engine.now_s for engine in engines)) < duration_s:
         if totals is None and now_s >= warm_up_s:
-            totals = now_s, sum(engine.generated for engine in engines), sum(engine.preemptions for engine in engines)
+            totals = (
+                now_s,
+                sum(engine.generated for engine in engines),
+                sum(engine.preemptions for engine in engines),
+            )
             num_finished, limits = 0, []
         while admission.free:
-            min(engines, key=lambda engine: len(engine.running) + len(engine.waiting)).submit(Sequence(*lengths(chance)))
+            min(engines, key=lambda engine: len(engine.running) + len(engine.waiting)).submit(
+                Sequence(*lengths(chance))
+            )
             admission.take()
         finished = len(min(engines, key=lambda engine: engine.now_s).step())
         num_finished += finished

@@ -35,9 +35,14 @@ def adaptive(bounds=BOUNDS):
 def settled(kv_usage=0.5, num_engines=1):
     """A full pool that took `kv_usage` of engines' caches at its last look, and that look's loads."""
     admission = adaptive()
-    admission.observe({index: fakes.load(0, kv_tokens=50 * CONTEXT) for index in range(num_engines)})
+    admission.observe(
+        {index: fakes.load(0, kv_tokens=50 * CONTEXT) for index in range(num_engines)}
+    )
     fill(admission)
-    each = {index: fakes.load(admission.taken // num_engines, kv_usage=kv_usage) for index in range(num_engines)}
+    each = {
+        index: fakes.load(admission.taken // num_engines, kv_usage=kv_usage)
+        for index in range(num_engines)
+    }
     admission.observe(each)
     return admission, each
 
@@ -54,7 +59,12 @@ def turn_over(admission, count):
 
 
 @QUICK
-@given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), loads), st.integers(0, 40), st.booleans()), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.dictionaries(st.integers(0, 3), loads), st.integers(0, 40), st.booleans()),
+        max_size=30,
+    )
+)
 def test_whatever_engines_say_the_limit_stays_between_its_bounds_and_permits_are_kept(looks):
     admission = adaptive()
     for engines, num_ended, refill in looks:
@@ -64,12 +74,16 @@ def test_whatever_engines_say_the_limit_stays_between_its_bounds_and_permits_are
         taken = admission.taken
         admission.observe(engines)
         assert BOUNDS.min_in_flight <= admission.limit <= BOUNDS.max_in_flight
-        assert admission.taken == taken and admission.free == max(0, admission.limit - taken), "lowering never cancels"
+        assert admission.taken == taken and admission.free == max(0, admission.limit - taken), (
+            "lowering never cancels"
+        )
 
 
 @QUICK
 @given(loads, loads, st.integers(0, 60), st.data())
-def test_more_load_never_gives_a_higher_limit_and_more_ended_rollouts_never_a_lower_one(before, now, num_ended, data):
+def test_more_load_never_gives_a_higher_limit_and_more_ended_rollouts_never_a_lower_one(
+    before, now, num_ended, data
+):
     def limit(now, num_ended):
         admission = adaptive()
         admission.observe({0: before})
@@ -82,22 +96,32 @@ def test_more_load_never_gives_a_higher_limit_and_more_ended_rollouts_never_a_lo
         now,
         waiting=now.waiting + data.draw(st.integers(0, 50)),
         kv_usage=data.draw(st.floats(now.kv_usage, 1)),
-        preemptions_total=now.preemptions_total + data.draw(st.integers(0, 50)) if now.preemptions_total >= before.preemptions_total else 0,
+        preemptions_total=now.preemptions_total + data.draw(st.integers(0, 50))
+        if now.preemptions_total >= before.preemptions_total
+        else 0,
     )
     if heavier.preemptions_total >= now.preemptions_total:
         assert limit(heavier, num_ended) <= limit(now, num_ended)
-    if not now.waiting:  # else the count of ended rollouts says how many of those that wait have only just come
+    if (
+        not now.waiting
+    ):  # else the count of ended rollouts says how many of those that wait have only just come
         assert limit(now, num_ended + 1) >= limit(now, num_ended)
 
 
 @QUICK
 @given(st.floats(0.1, 1), st.integers(1, 500))
-def test_a_preemption_lowers_the_limit_by_what_did_not_fit_and_a_storm_by_a_bounded_part(kv_usage, num_preempted):
+def test_a_preemption_lowers_the_limit_by_what_did_not_fit_and_a_storm_by_a_bounded_part(
+    kv_usage, num_preempted
+):
     admission, engines = settled(kv_usage)
     before = admission.limit
     admission.observe({0: replace(engines[0], preemptions_total=num_preempted)})
     lowered = before - admission.limit
-    assert 1 <= lowered <= max(2, math.ceil(0.05 * before) + 1, before - 1 / (kv_usage / admission.taken))
+    assert (
+        1
+        <= lowered
+        <= max(2, math.ceil(0.05 * before) + 1, before - 1 / (kv_usage / admission.taken))
+    )
     assert admission.taken > admission.limit
     admission.observe({0: replace(engines[0], preemptions_total=2 * num_preempted)})
     assert before - admission.limit == lowered, "not again before the pool has come down"
@@ -105,14 +129,18 @@ def test_a_preemption_lowers_the_limit_by_what_did_not_fit_and_a_storm_by_a_boun
 
 @QUICK
 @given(st.floats(0.01, 0.5))
-def test_a_full_pool_without_pressure_grows_with_every_rollout_that_ends_up_to_what_the_caches_hold(kv_usage):
+def test_a_full_pool_without_pressure_grows_with_every_rollout_that_ends_up_to_what_the_caches_hold(
+    kv_usage,
+):
     admission, engines = settled(kv_usage)
     fits = admission.taken / kv_usage
     for _ in range(150):
         before = admission.limit
         turn_over(admission, admission.taken // 4)
         share = kv_usage / engines[0].running
-        admission.observe({0: fakes.load(admission.taken, kv_usage=min(1.0, share * admission.taken))})
+        admission.observe(
+            {0: fakes.load(admission.taken, kv_usage=min(1.0, share * admission.taken))}
+        )
         assert admission.limit >= before
     assert admission.limit == pytest.approx(min(fits, BOUNDS.max_in_flight), abs=2)
 
@@ -160,7 +188,10 @@ def test_a_restarted_engine_counts_from_zero_again_and_the_first_look_at_one_cou
     admission.give_back(admission.taken - admission.limit)
     for now in (
         {0: replace(engines[0], running=admission.taken, kv_usage=0.4)},
-        {0: replace(engines[0], running=admission.taken, kv_usage=0.4), 1: fakes.load(0, preemptions_total=9)},
+        {
+            0: replace(engines[0], running=admission.taken, kv_usage=0.4),
+            1: fakes.load(0, preemptions_total=9),
+        },
     ):
         admission.observe(now)
         assert admission.limit >= after
@@ -184,7 +215,9 @@ def test_preemptions_of_a_restarted_engine_lower_the_limit_as_new_ones_do():
 def test_it_starts_with_what_the_caches_hold_of_the_longest_rollouts_and_with_the_floor_where_they_do_not_say():
     admission = adaptive()
     assert admission.limit == BOUNDS.min_in_flight
-    admission.observe({0: fakes.load(0, kv_tokens=40 * CONTEXT), 1: fakes.load(0, kv_tokens=40 * CONTEXT)})
+    admission.observe(
+        {0: fakes.load(0, kv_tokens=40 * CONTEXT), 1: fakes.load(0, kv_tokens=40 * CONTEXT)}
+    )
     assert admission.limit == 80
     admission = adaptive()
     admission.observe({0: fakes.load(0)})
@@ -200,10 +233,16 @@ def test_a_fixed_limit_stays_whatever_engines_say():
 # Closed loops with simulated engines ---------------------------------------------------------------------------------
 
 LENGTHS = {
-    "log-normal": lambda chance: (128, 128 + int(min(3900, max(8, 300 * math.exp(0.8 * chance.gauss(0, 1)))))),
+    "log-normal": lambda chance: (
+        128,
+        128 + int(min(3900, max(8, 300 * math.exp(0.8 * chance.gauss(0, 1))))),
+    ),
     "uniform": lambda chance: (64, 64 + chance.randint(16, 1024)),
 }
-COSTS = {"prefill is cheap": Costs(), "prefill is dear": Costs(step_s=0.003, sequence_s=0.0005, prefill_token_s=0.0002)}
+COSTS = {
+    "prefill is cheap": Costs(),
+    "prefill is dear": Costs(step_s=0.003, sequence_s=0.0005, prefill_token_s=0.0002),
+}
 
 
 def engines(costs, count=1):
@@ -212,10 +251,16 @@ def engines(costs, count=1):
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm_and_stays_there(lengths, costs):
+def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm_and_stays_there(
+    lengths, costs
+):
     fixed = {
         limit: play(
-            Admission(FixedAdmission(kind="fixed", max_in_flight=limit), CONTEXT), engines(COSTS[costs]), LENGTHS[lengths], 400, 130
+            Admission(FixedAdmission(kind="fixed", max_in_flight=limit), CONTEXT),
+            engines(COSTS[costs]),
+            LENGTHS[lengths],
+            400,
+            130,
         )
         for limit in (48, 64, 80, 128)
     }
@@ -231,7 +276,9 @@ def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm
 def test_four_engines_get_four_times_as_many_as_one():
     one = play(adaptive(), engines(COSTS["prefill is dear"]), LENGTHS["uniform"], 200, 100)
     four = play(adaptive(), engines(COSTS["prefill is dear"], 4), LENGTHS["uniform"], 200, 100)
-    assert sum(four.limits) / len(four.limits) == pytest.approx(4 * sum(one.limits) / len(one.limits), rel=0.15)
+    assert sum(four.limits) / len(four.limits) == pytest.approx(
+        4 * sum(one.limits) / len(one.limits), rel=0.15
+    )
     assert four.preemptions_per_rollout < 1
 
 
@@ -248,9 +295,17 @@ class Fleet:
         return {index: answer for index, answer in enumerate(self.answers) if answer is not None}
 
 
-async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_limit_where_nobody_answers(tmp_path):
+async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_limit_where_nobody_answers(
+    tmp_path,
+):
     manifest = fakes.manifest(admission=BOUNDS.model_dump())
-    manifest = manifest.model_copy(update={"inference": manifest.inference.model_copy(update={"num_replicas": 3, "prefill_replicas": 1})})
+    manifest = manifest.model_copy(
+        update={
+            "inference": manifest.inference.model_copy(
+                update={"num_replicas": 3, "prefill_replicas": 1}
+            )
+        }
+    )
     me, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
     serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
@@ -258,7 +313,18 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
     assert admission.limit == 100
     assert list(await look(me, Fleet(prefill, None, serving), admission)) == [0, 2]
     assert admission.limit == 50
-    assert await look(me, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission) == {}
+    assert (
+        await look(
+            me, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
+        )
+        == {}
+    )
     assert admission.limit == 50
     assert [row["limit"] for row in me.events("admission")] == [100, 50]
-    assert [(row["engine"], row["external_hit_tokens"]) for row in me.events("engine")] == [(0, 0), (1, 96), (2, 96), (0, 0), (2, 96)]
+    assert [(row["engine"], row["external_hit_tokens"]) for row in me.events("engine")] == [
+        (0, 0),
+        (1, 96),
+        (2, 96),
+        (0, 0),
+        (2, 96),
+    ]

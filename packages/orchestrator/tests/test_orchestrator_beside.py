@@ -19,7 +19,10 @@ def test_calls_come_one_after_another_and_one_that_is_taken_back_never():
         return "one"
 
     async def run():
-        calls = [asyncio.create_task(beside(call)) for call in (first, lambda: done.append(2), lambda: done.append(3))]
+        calls = [
+            asyncio.create_task(beside(call))
+            for call in (first, lambda: done.append(2), lambda: done.append(3))
+        ]
         await asyncio.sleep(0.01)
         calls[1].cancel()
         await asyncio.sleep(0)
@@ -41,5 +44,7 @@ def test_a_call_that_hangs_keeps_no_process_from_its_end():
         "    assert not call.done()\n"
         "asyncio.run(main()); print('main is done')"
     )
-    ended = subprocess.run([sys.executable, "-c", program], timeout=60.0, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], timeout=60.0, capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stdout) == (0, "main is done\n")

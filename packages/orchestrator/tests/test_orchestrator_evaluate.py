@@ -14,13 +14,17 @@ from orrery.transport.weight_wire.files import WeightPublisher
 
 
 def stage(run_dir, weights="files"):
-    return SimpleNamespace(run_dir=run_dir, manifest=SimpleNamespace(transport=SimpleNamespace(weights=weights)))
+    return SimpleNamespace(
+        run_dir=run_dir, manifest=SimpleNamespace(transport=SimpleNamespace(weights=weights))
+    )
 
 
 def published(run_dir, digest, step=4):
     folder = checkpoints.checkpoint_dir(run_dir, step, 1)
     (folder / "trainer").mkdir(parents=True)
-    (folder / "trainer" / checkpoints.PUBLISHED).write_text(json.dumps({"3": "other", str(step): digest}))
+    (folder / "trainer" / checkpoints.PUBLISHED).write_text(
+        json.dumps({"3": "other", str(step): digest})
+    )
     checkpoints.complete(folder)
     return folder
 
@@ -40,7 +44,10 @@ def test_weights_that_the_trainer_did_not_publish_last_are_not_evaluated(rl):
     check_last(stage(run_dir), 4, folder, digest)
     save_file({"w": np.arange(1, 5, dtype=np.float32)}, folder / "model.safetensors")
     other = WeightPublisher(run_dir / "wire").publish_folder(5, folder).digest
-    with pytest.raises(RunFailed, match=f"weights/rl: has weights {other}, but the trainer published {digest} as its last version; remove"):
+    with pytest.raises(
+        RunFailed,
+        match=f"weights/rl: has weights {other}, but the trainer published {digest} as its last version; remove",
+    ):
         check_last(stage(run_dir), 4, folder, other)
     (checkpoint / "trainer" / checkpoints.PUBLISHED).write_text("{}")
     with pytest.raises(RunFailed, match="does not say what was published as version 4"):

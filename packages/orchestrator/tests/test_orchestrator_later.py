@@ -41,7 +41,9 @@ def test_the_remedy_for_a_damaged_later_state_is_to_remove_that_alone(wound_down
     damage(step / "later.attempt_1")
     with pytest.raises(OrreryError) as refused:
         snapshot.read(checkpoints.checkpoint_dir(wound_down, 2, 1), 2)
-    assert f"remove {step / 'later.attempt_1'} to go on from when batch 2 was cut" in str(refused.value)
+    assert f"remove {step / 'later.attempt_1'} to go on from when batch 2 was cut" in str(
+        refused.value
+    )
     shutil.rmtree(step / "later.attempt_1")
     assert snapshot.read(checkpoints.checkpoint_dir(wound_down, 2, 1), 2).evaluated == 1
     (step / "orchestrator" / "state.json").write_text("{}")
@@ -49,7 +51,9 @@ def test_the_remedy_for_a_damaged_later_state_is_to_remove_that_alone(wound_down
         snapshot.read(checkpoints.checkpoint_dir(wound_down, 2, 1), 2)
 
 
-def test_an_older_later_state_that_will_not_go_does_not_keep_the_newer_from_its_place(wound_down, monkeypatch):
+def test_an_older_later_state_that_will_not_go_does_not_keep_the_newer_from_its_place(
+    wound_down, monkeypatch
+):
     def will_not_go(folder, ignore_errors=False):
         if not ignore_errors:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))

@@ -35,12 +35,29 @@ from orrery.transport import checkpoints, rollout_store
 
 
 def loop_of(me, manifest, fleet, trainer, state=None, task=None, held_out=None):
-    tasks = {"train": [task or fakes.FakeTask() for _ in manifest.tasks.train], "evaluation": [held_out or fakes.FakeTask()]}
+    tasks = {
+        "train": [task or fakes.FakeTask() for _ in manifest.tasks.train],
+        "evaluation": [held_out or fakes.FakeTask()],
+    }
     return Loop(me, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
 
 
-def run(tmp_path, manifest, fleet=None, trainer=None, state=None, task=None, limit_s=20, attempt=1, held_out=None):
-    me, fleet, trainer = fakes.FakeMe(tmp_path, manifest, attempt=attempt), fleet or fakes.FakeFleet(), trainer or fakes.FakeTrainer()
+def run(
+    tmp_path,
+    manifest,
+    fleet=None,
+    trainer=None,
+    state=None,
+    task=None,
+    limit_s=20,
+    attempt=1,
+    held_out=None,
+):
+    me, fleet, trainer = (
+        fakes.FakeMe(tmp_path, manifest, attempt=attempt),
+        fleet or fakes.FakeFleet(),
+        trainer or fakes.FakeTrainer(),
+    )
     loop = loop_of(me, manifest, fleet, trainer, state, task, held_out)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
     return me, fleet, trainer, loop
@@ -71,22 +88,36 @@ def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated
     evaluated = [row["version"] for row in me.events("evaluation")]
     assert evaluated[0] == 0 and evaluated[-1] == 6
     assert fleet.updates == sorted(set(fleet.updates)) and fleet.updates[-1] == 6
-    versions = np.concatenate([part.token["version"][part.token["trained"]] for part in trained(trainer.compared)])
-    assert (versions == 6).all() and trainer.compared.totals["num_samples"] == me.events("evaluation")[-1]["num_rollouts"]
+    versions = np.concatenate(
+        [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
+    )
+    assert (versions == 6).all() and trainer.compared.totals["num_samples"] == me.events(
+        "evaluation"
+    )[-1]["num_rollouts"]
     assert not fleet.in_flight and loop.state.dispatch.admission.taken == 0
 
 
 def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_counts_it(tmp_path):
-    script = {f"{name}-0": "gone once" for name in ("evaluation-0-0", "evaluation-2-1", "train-1-2")}
-    me, fleet, _, loop = run(tmp_path, fakes.manifest(max_in_flight=4), fakes.FakeFleet(script=script))
+    script = {
+        f"{name}-0": "gone once" for name in ("evaluation-0-0", "evaluation-2-1", "train-1-2")
+    }
+    me, fleet, _, loop = run(
+        tmp_path, fakes.manifest(max_in_flight=4), fakes.FakeFleet(script=script)
+    )
     first = me.events("evaluation")[0]
     assert (first["num_rollouts"], first["num_failed"]) == (6, 0)
     asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
-    assert len(asked) == 2 and asked[0]["seed"] == asked[1]["seed"] is not None and asked[0]["cache_salt"] == asked[1]["cache_salt"]
+    assert (
+        len(asked) == 2
+        and asked[0]["seed"] == asked[1]["seed"] is not None
+        and asked[0]["cache_salt"] == asked[1]["cache_salt"]
+    )
     assert loop.state.sink.dropped["engine_gone"] == 1 and loop.state.dispatch.admission.taken == 0
 
 
-def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_version_and_training_has_none(tmp_path):
+def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_version_and_training_has_none(
+    tmp_path,
+):
     _, fleet, _, _ = run(tmp_path, fakes.manifest())
     seeds = {}
     for request in fleet.requests:
@@ -94,7 +125,9 @@ def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_v
         if purpose == "train":
             assert request["seed"] is None
         else:
-            seeds.setdefault((int(group) % 3, int(member)), {})[request["version"]] = request["seed"]
+            seeds.setdefault((int(group) % 3, int(member)), {})[request["version"]] = request[
+                "seed"
+            ]
     assert len(seeds) == 3 * 2 and all(of.keys() >= {0, 6} for of in seeds.values())
     assert all(len(set(of.values())) == 1 and None not in of.values() for of in seeds.values())
     assert len({of[0] for of in seeds.values()}) == 3 * 2
@@ -102,20 +135,29 @@ def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_v
 
 def test_the_seed_of_an_evaluation_rollout_follows_the_runs_seed_the_task_the_problem_and_the_member():
     def seed(run, task, problem, member, group_id=0, version=0):
-        return stage.evaluation_seed(run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version))
+        return stage.evaluation_seed(
+            run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version)
+        )
 
     assert len({seed(*each) for each in np.ndindex(3, 3, 3, 3)}) == 3**4
     assert seed(0, 1, 2, 3, group_id=5, version=6) == seed(0, 1, 2, 3)
 
 
-def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(tmp_path, monkeypatch):
+def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(stage, "GONE_PAUSE_S", 0.01)
-    manifest, fleet = fakes.manifest(rollout_timeout_s=0.2), fakes.FakeFleet(script={"evaluation-2-1-0": "gone, then hang"})
+    manifest, fleet = (
+        fakes.manifest(rollout_timeout_s=0.2),
+        fakes.FakeFleet(script={"evaluation-2-1-0": "gone, then hang"}),
+    )
     me = fakes.FakeMe(tmp_path, manifest)
 
     async def main():
         await asyncio.wait_for(loop_of(me, manifest, fleet, fakes.FakeTrainer()).run(), 20)
-        return list(fleet.aborted), dict(fleet.in_flight)  # before asyncio ends what nobody else has
+        return list(fleet.aborted), dict(
+            fleet.in_flight
+        )  # before asyncio ends what nobody else has
 
     assert asyncio.run(main()) == (["evaluation-2-1-0"], {})
     assert me.events("evaluation")[0]["failures"] == {"timeout": 1}
@@ -133,7 +175,14 @@ def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
         }  # fmt: skip
         assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
     assert any("reward/task1" in row for row in rows)
-    assert {span["name"] for span in me.spans} >= {"cut", "pack", "send", "update", "evaluation", "generate"}
+    assert {span["name"] for span in me.spans} >= {
+        "cut",
+        "pack",
+        "send",
+        "update",
+        "evaluation",
+        "generate",
+    }
 
 
 def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_path, caplog):
@@ -143,15 +192,25 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
 
     with caplog.at_level(logging.WARNING):
         me, _, trainer, loop = run(tmp_path, fakes.manifest(max_sampled_ratio=2.0), task=Learned())
-    assert len(trainer.batches) == 6 and all(not part.token["advantage"].any() for batch in trainer.batches for part in trained(batch))
-    assert all(batch.totals["rl"] == 8 * 4 for batch in trainer.batches), "ordinary members of the loss"
+    assert len(trainer.batches) == 6 and all(
+        not part.token["advantage"].any() for batch in trainer.batches for part in trained(batch)
+    )
+    assert all(batch.totals["rl"] == 8 * 4 for batch in trainer.batches), (
+        "ordinary members of the loss"
+    )
     rows = me.events("batch")
-    assert [row["num_zero_advantage"] for row in rows] == [8] * 6 and [row["num_without_signal"] for row in rows] == [
-        row["num_sampled"] for row in rows
-    ]
-    assert sum(row["num_sampled"] for row in rows) <= 6 * 2 * 8 and loop.state.dispatch.admission.taken == 0
+    assert [row["num_zero_advantage"] for row in rows] == [8] * 6 and [
+        row["num_without_signal"] for row in rows
+    ] == [row["num_sampled"] for row in rows]
+    assert (
+        sum(row["num_sampled"] for row in rows) <= 6 * 2 * 8
+        and loop.state.dispatch.admission.taken == 0
+    )
     (warning,) = [message for message in caplog.messages if "signal" in message]
-    assert warning.startswith("batch 1: 16 of 16 sampled rollouts carry no signal") and "make the task harder or easier" in warning
+    assert (
+        warning.startswith("batch 1: 16 of 16 sampled rollouts carry no signal")
+        and "make the task harder or easier" in warning
+    )
 
 
 def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
@@ -162,9 +221,16 @@ def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
         versions = np.concatenate([part.token["version"][part.token["trained"]] for part in parts])
         assert versions.min() >= batch.step - 1 - 1 and versions.max() <= batch.step - 1
         kept, _ = rollout_store.read_batch(tmp_path, batch.step)
-        assert sorted(kept.sample["group_id"].tolist()) == sorted(int(part.sample["group_id"][0]) for part in parts)
-        assert sum(part.num_tokens for part in parts) == kept.num_tokens == batch.totals["num_tokens"]
-    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()]
+        assert sorted(kept.sample["group_id"].tolist()) == sorted(
+            int(part.sample["group_id"][0]) for part in parts
+        )
+        assert (
+            sum(part.num_tokens for part in parts) == kept.num_tokens == batch.totals["num_tokens"]
+        )
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()
+    ]
     assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
     assert lines[0].keys() >= {"step", "version", "task", "messages", "reward"}
 
@@ -172,22 +238,48 @@ def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
 def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
     run(tmp_path, fakes.manifest(keep_batches=4))
     assert rollout_store.steps(tmp_path) == [3, 4, 5, 6]
-    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()
+    ]
     assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
 
 
-def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(tmp_path):
+def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(
+    tmp_path,
+):
     manifest = fakes.manifest(checkpoint_steps=2)
     me, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
-    sample = Sample(fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3)
+    sample = Sample(
+        fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
+    )
     # A whole batch, which is cut before any engine has been updated.
-    resumed = State(manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"}))
-    again, _, second, _ = run(tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed)
-    assert second.batches[0].info["digests"] == {"3": f"{3:016x}"} and again.events("batch")[0]["version"] == 3
-    for batch, row in zip([*first.batches, *second.batches], [*me.events("batch"), *again.events("batch")], strict=True):
-        versions = {int(version) for part in trained(batch) for version in part.token["version"][part.token["trained"]]}
-        assert batch.info["digests"] == row["digests"] == {str(version): f"{version:016x}" for version in sorted(versions)}
+    resumed = State(
+        manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"})
+    )
+    again, _, second, _ = run(
+        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed
+    )
+    assert (
+        second.batches[0].info["digests"] == {"3": f"{3:016x}"}
+        and again.events("batch")[0]["version"] == 3
+    )
+    for batch, row in zip(
+        [*first.batches, *second.batches],
+        [*me.events("batch"), *again.events("batch")],
+        strict=True,
+    ):
+        versions = {
+            int(version)
+            for part in trained(batch)
+            for version in part.token["version"][part.token["trained"]]
+        }
+        assert (
+            batch.info["digests"]
+            == row["digests"]
+            == {str(version): f"{version:016x}" for version in sorted(versions)}
+        )
     assert first.compared.info["digests"] == {"6": f"{6:016x}"}
     assert rollout_store.read_batch(tmp_path, 5)[1]["digests"] == {"3": f"{3:016x}"}
 
@@ -227,17 +319,25 @@ def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
             raise ValueError("a page that is no numbers")
 
     with pytest.raises(ValueError, match="a page that is no numbers"):
-        run(tmp_path, fakes.manifest(rollout_timeout_s=60.0), Odd(script={f"train-{i}-0-0": "hang" for i in range(99)}))
+        run(
+            tmp_path,
+            fakes.manifest(rollout_timeout_s=60.0),
+            Odd(script={f"train-{i}-0-0": "hang" for i in range(99)}),
+        )
 
 
 @pytest.mark.parametrize("max_batches_ahead", [0, 1])
-def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_are_kept(tmp_path, max_batches_ahead):
+def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_are_kept(
+    tmp_path, max_batches_ahead
+):
     """The trainer keeps `max_batches_ahead` + 3 versions: the one being loaded, and what the batches that are there can make."""
     newer = []
 
     class Slow(fakes.FakeFleet):
         async def update(self, published):
-            await asyncio.sleep(0.1)  # beyond what is there, the trainer gets nothing while engines are paused
+            await asyncio.sleep(
+                0.1
+            )  # beyond what is there, the trainer gets nothing while engines are paused
             newer.append(trainer.version - published.version)
             return await super().update(published)
 
@@ -245,10 +345,18 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
         async def send(self, batch):
             self.batches.append(batch)
             if not batch.info.get("compare"):
-                asyncio.get_running_loop().call_later(0.002 * (batch.step - self.version), self._trained, batch.step)
+                asyncio.get_running_loop().call_later(
+                    0.002 * (batch.step - self.version), self._trained, batch.step
+                )
 
     trainer = Trainer()
-    manifest = fakes.manifest(max_batches_ahead=max_batches_ahead, max_off_policy_steps=9, num_steps=12, interval_steps=4, max_in_flight=64)
+    manifest = fakes.manifest(
+        max_batches_ahead=max_batches_ahead,
+        max_off_policy_steps=9,
+        num_steps=12,
+        interval_steps=4,
+        max_in_flight=64,
+    )
     run(tmp_path, manifest, Slow(yields=0), trainer)
     assert 0 < max(newer) <= max_batches_ahead + 2
 
@@ -256,7 +364,9 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
 def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_begins(tmp_path):
     torn = checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer"
     torn.mkdir(parents=True)
-    assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
+    assemble.state(
+        SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger())
+    )
     assert not torn.parent.exists()
 
 
@@ -268,18 +378,29 @@ def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, capl
         checkpoints.complete(folder)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assemble.state(SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()))
-    assert checkpoints.steps(tmp_path, "sft") == [] and not list((tmp_path / "checkpoints").rglob("rank_0.json"))
+            assemble.state(
+                SimpleNamespace(
+                    run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()
+                )
+            )
+    assert checkpoints.steps(tmp_path, "sft") == [] and not list(
+        (tmp_path / "checkpoints").rglob("rank_0.json")
+    )
     assert caplog.messages == ["checkpoints of sft, which is done, are removed: steps 2, 4"]
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp_path):
     manifest = fakes.manifest()
     tokenizer = manifest.model.tokenizer.model_copy(update={"alphabet": "abcd"})
-    write_tokenizer(manifest.model.model_copy(update={"tokenizer": tokenizer, "vocab_size": 12}), tmp_path / "weights" / "init")
+    write_tokenizer(
+        manifest.model.model_copy(update={"tokenizer": tokenizer, "vocab_size": 12}),
+        tmp_path / "weights" / "init",
+    )
     renderer = assemble.renderer(fakes.FakeMe(tmp_path, manifest), "sft", "init")
     assert renderer.prompt([Message("user", "abc")])
-    with pytest.raises(OrreryError, match=r"model\.vocab_size: 11, and the tokenizer makes 'd' the token 11"):
+    with pytest.raises(
+        OrreryError, match=r"model\.vocab_size: 11, and the tokenizer makes 'd' the token 11"
+    ):
         renderer.prompt([Message("user", "abcd")])
 
 
@@ -293,7 +414,13 @@ def test_evaluation_rollouts_hold_one_version_each_time(tmp_path):
 
 
 def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
-    script = {"train-0-0-0": "fail", "train-1-1-0": "empty", "train-2-0-0": "fail", "train-2-1-0": "fail", "train-2-2-0": "fail"}
+    script = {
+        "train-0-0-0": "fail",
+        "train-1-1-0": "empty",
+        "train-2-0-0": "fail",
+        "train-2-1-0": "fail",
+        "train-2-2-0": "fail",
+    }
     me, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
     dropped = loop.state.sink.dropped
     assert dropped["engine"] == 4 and dropped["empty"] == 1 and dropped["too_few_survivors"] == 1
@@ -301,7 +428,9 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
 
 
 def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path, at_close):
-    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8)  # never stale, so only the time limit can end it
+    manifest = fakes.manifest(
+        rollout_timeout_s=0.2, max_off_policy_steps=8
+    )  # never stale, so only the time limit can end it
     _, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
     assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
@@ -313,19 +442,30 @@ def looks_often(monkeypatch):
     monkeypatch.setattr(evaluate, "ENGINE_POLL_S", 0.02)
 
 
-def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_manifest_says_so(tmp_path, looks_often):
+def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_manifest_says_so(
+    tmp_path, looks_often
+):
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
     me, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
     assert loop.state.sink.dropped["timeout"] == 1, "counted as one that does not train"
     first, second = me.events("evaluation")[:2]
-    assert (first["num_rollouts"], first["num_failed"], first["failures"], first["num_timeouts"]) == (6, 0, {}, 1)
+    assert (
+        first["num_rollouts"],
+        first["num_failed"],
+        first["failures"],
+        first["num_timeouts"],
+    ) == (6, 0, {}, 1)
     assert second["num_timeouts"] == 0
-    members = {int(part.sample["group_id"][0]): [] for batch in trainer.batches for part in trained(batch)}
+    members = {
+        int(part.sample["group_id"][0]): [] for batch in trainer.batches for part in trained(batch)
+    }
     for batch in trainer.batches:
         for part in trained(batch):
             advantage = part.token["advantage"][part.token["trained"]][0]
-            members[int(part.sample["group_id"][0])].append((float(part.sample["reward"][0]), float(advantage)))
+            members[int(part.sample["group_id"][0])].append(
+                (float(part.sample["reward"][0]), float(advantage))
+            )
     assert len(members[0]) == 3, "the one that timed out has no answer to train"
     mean = sum(reward for reward, _ in members[0]) / 4
     assert all(advantage == pytest.approx(reward - mean) for reward, advantage in members[0])
@@ -334,11 +474,17 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often, monkeypatch):
     monkeypatch.setattr(overdue, "PROOF_S", 0.2)
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
-    fleet = fakes.FakeFleet(script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True)
+    fleet = fakes.FakeFleet(
+        script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True
+    )
     me, _, _, loop = run(tmp_path, manifest, fleet)
     assert (loop.state.sink.dropped["engine_still"], loop.state.sink.dropped["timeout"]) == (1, 0)
     first = me.events("evaluation")[0]
-    assert (first["num_rollouts"], first["failures"], first["num_timeouts"]) == (5, {"engine_still": 1}, 0)
+    assert (first["num_rollouts"], first["failures"], first["num_timeouts"]) == (
+        5,
+        {"engine_still": 1},
+        0,
+    )
 
 
 def test_a_rollout_whose_judge_hangs_is_no_timeout(tmp_path, looks_often):
@@ -350,18 +496,38 @@ def test_a_rollout_whose_judge_hangs_is_no_timeout(tmp_path, looks_often):
 
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     _, _, trainer, loop = run(tmp_path, manifest, task=Hanging())
-    assert (loop.state.sink.dropped["no_answer"], loop.state.sink.dropped["timeout"]) == (4, 0) and len(trainer.batches) == 6
+    assert (loop.state.sink.dropped["no_answer"], loop.state.sink.dropped["timeout"]) == (
+        4,
+        0,
+    ) and len(trainer.batches) == 6
 
 
-@pytest.mark.parametrize(("on_timeout", "counts"), [("zero", (4, {}, 2)), ("failure", (2, {"timeout": 2}, 2))])
-def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(tmp_path, looks_often, on_timeout, counts):
+@pytest.mark.parametrize(
+    ("on_timeout", "counts"), [("zero", (4, {}, 2)), ("failure", (2, {"timeout": 2}, 2))]
+)
+def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
+    tmp_path, looks_often, on_timeout, counts
+):
     manifest = fakes.manifest(rollout_timeout_s=0.2, on_timeout=on_timeout)
     manifest = manifest.model_copy(
-        update={"stages": manifest.stages.model_copy(update={"evaluate": Evaluate(num_problems=2, rollouts_per_problem=2)})}
+        update={
+            "stages": manifest.stages.model_copy(
+                update={"evaluate": Evaluate(num_problems=2, rollouts_per_problem=2)}
+            )
+        }
     )
     script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
-    me, fleet = fakes.FakeMe(tmp_path, manifest, stage="evaluate"), fakes.FakeFleet(script=script, version=3)
-    held_out = evaluate.HeldOut(me, fleet, fakes.FakeRenderer(), {"train": [], "evaluation": [fakes.FakeTask()]}, last_step=3)
+    me, fleet = (
+        fakes.FakeMe(tmp_path, manifest, stage="evaluate"),
+        fakes.FakeFleet(script=script, version=3),
+    )
+    held_out = evaluate.HeldOut(
+        me,
+        fleet,
+        fakes.FakeRenderer(),
+        {"train": [], "evaluation": [fakes.FakeTask()]},
+        last_step=3,
+    )
     result = asyncio.run(asyncio.wait_for(held_out.run(3), 20))
     (row,) = result.rows
     assert (row["num_rollouts"], row["failures"], row["num_timeouts"]) == counts
@@ -371,7 +537,9 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(tmp_path, looks
 
 
 @pytest.mark.parametrize("set_by_s", [180.0, -3600.0])
-def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(tmp_path, monkeypatch, set_by_s):
+def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(
+    tmp_path, monkeypatch, set_by_s
+):
     class Setting(fakes.FakeFleet):
         async def generate(self, token_ids, **options):
             if options["request_id"] == "train-2-0-0":
@@ -391,13 +559,17 @@ def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_update
         async def update(self, published):
             known = {group.key for group in state.dispatch.open_train_groups()}
             others = {name for name in self.in_flight if name.rsplit("-", 2)[0] not in known}
-            left.append((state.sink.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others))
+            left.append(
+                (state.sink.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others)
+            )
             return await super().update(published)
 
     left, manifest = [], fakes.manifest(max_off_policy_steps=1)
     state = State(manifest)
     run(tmp_path, manifest, Noting(script={"train-0-3-0": "hang"}), state=state)
-    assert all(bool(num_stale) == is_aborted and not others for num_stale, is_aborted, others in left), left
+    assert all(
+        bool(num_stale) == is_aborted and not others for num_stale, is_aborted, others in left
+    ), left
     assert {is_aborted for _, is_aborted, _ in left} == {False, True}
 
 
@@ -406,9 +578,13 @@ def test_after_the_last_cut_training_leaves_the_engine(tmp_path, at_close):
         async def abort(self, request_ids):  # the last cut may fall into an update
             self.aborted.extend(request_ids)
 
-    manifest = fakes.manifest(max_off_policy_steps=8)  # never stale, so only the end of training can end it
+    manifest = fakes.manifest(
+        max_off_policy_steps=8
+    )  # never stale, so only the end of training can end it
     state, names = State(manifest), [f"train-99-{member}-0" for member in range(4)]
-    state.dispatch.offer(GroupRequest("train", 99, 0, 99, 4))  # one that no batch needs: of its own accord the state opens none
+    state.dispatch.offer(
+        GroupRequest("train", 99, 0, 99, 4)
+    )  # one that no batch needs: of its own accord the state opens none
     run(tmp_path, manifest, Noting(script=dict.fromkeys(names, "hang")), state=state)
     assert state.sink.dropped["run_over"] == 4
     assert sorted(at_close.aborted) == names and at_close.in_flight == {}
@@ -420,10 +596,17 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
 
 
 def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
-    me, fleet, trainer = fakes.FakeMe(tmp_path, fakes.manifest()), fakes.FakeFleet(), fakes.FakeTrainer()
+    me, fleet, trainer = (
+        fakes.FakeMe(tmp_path, fakes.manifest()),
+        fakes.FakeFleet(),
+        fakes.FakeTrainer(),
+    )
     loop = loop_of(me, me.manifest, fleet, trainer)
     group = GroupRequest("train", 0, 0, 0, 8)
-    queued = [Sample(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0) for member in range(8)]
+    queued = [
+        Sample(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
+        for member in range(8)
+    ]
 
     async def scenario():
         loop.state.updated(0)
@@ -443,7 +626,9 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
         await asyncio.gather(training, return_exceptions=True)
         return looked
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (1, 1, 8), "the trainer wants batch 1, and there is enough for it"
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (1, 1, 8), (
+        "the trainer wants batch 1, and there is enough for it"
+    )
     assert [batch.step for batch in trainer.batches] == [1]
 
 
@@ -451,34 +636,52 @@ def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
     class Corrupt(fakes.FakeFleet):
         async def update(self, published):
             if published.version >= 2:
-                raise RunFailed("engine 0: tensor 'lm_head.weight' differs from published version 2")
+                raise RunFailed(
+                    "engine 0: tensor 'lm_head.weight' differs from published version 2"
+                )
             return await super().update(published)
 
     with pytest.raises(RunFailed, match=r"lm_head\.weight"):
         run(tmp_path, fakes.manifest(), Corrupt())
 
 
-def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes_on_after_it(tmp_path):
+def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes_on_after_it(
+    tmp_path,
+):
     manifest = fakes.manifest(checkpoint_steps=2)
 
     class Checking(fakes.FakeTrainer):
         async def send(self, batch):
             if batch.step % 2 == 0:
-                assert snapshot.folder(tmp_path, batch.step, 1).exists(), f"batch {batch.step} was sent before its checkpoint"
+                assert snapshot.folder(tmp_path, batch.step, 1).exists(), (
+                    f"batch {batch.step} was sent before its checkpoint"
+                )
             await super().send(batch)
 
     _, _, first, _ = run(tmp_path, manifest, trainer=Checking())
     resumed = State(manifest, snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4))
-    _, fleet, second, _ = run(tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed)
+    _, fleet, second, _ = run(
+        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed
+    )
     assert [batch.step for batch in second.batches] == [5, 6] and fleet.updates[0] == 4
 
     def samples_of(batches):
-        return [(int(part.sample["group_id"][0]), part.token["token_id"].tobytes()) for batch in batches for part in trained(batch)]
+        return [
+            (int(part.sample["group_id"][0]), part.token["token_id"].tobytes())
+            for batch in batches
+            for part in trained(batch)
+        ]
 
     done = {group for group, _ in samples_of(batch for batch in first.batches if batch.step <= 4)}
-    queue = {sample.group_id for group in snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue for sample in group}
+    queue = {
+        sample.group_id
+        for group in snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue
+        for sample in group
+    }
     again = {group for group, _ in samples_of(second.batches)}
-    assert not (done - queue) & again, "a group that was trained before the checkpoint was trained again"
+    assert not (done - queue) & again, (
+        "a group that was trained before the checkpoint was trained again"
+    )
 
 
 class WindingDown(fakes.FakeTrainer):
@@ -486,7 +689,11 @@ class WindingDown(fakes.FakeTrainer):
 
     def __init__(self, run_dir, manifest, after, first_version=0):
         super().__init__(first_version)
-        self.run_dir, self.interval, self.after = run_dir, manifest.trainer.checkpoint.interval_steps, after
+        self.run_dir, self.interval, self.after = (
+            run_dir,
+            manifest.trainer.checkpoint.interval_steps,
+            after,
+        )
         self.first_version, self.state, self.attempt = first_version, None, 1
         self.ask_if(first_version)
 
@@ -510,7 +717,11 @@ class WindingDown(fakes.FakeTrainer):
         return result
 
     async def send(self, batch):
-        if batch.info.get("wind_down") and self.version != self.first_version and self.version % self.interval:
+        if (
+            batch.info.get("wind_down")
+            and self.version != self.first_version
+            and self.version % self.interval
+        ):
             self.complete(self.version)
         await super().send(batch)
         self.ask_if(batch.step)
@@ -522,7 +733,9 @@ class WindingDown(fakes.FakeTrainer):
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
-def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(tmp_path, monkeypatch, after):
+def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
+    tmp_path, monkeypatch, after
+):
     """Checkpoints are due after 2, 4 and 6, so the moments are before all batches, between two checkpoints, and just after one."""
     monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
@@ -533,7 +746,9 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(tmp_path
     step = ended.value.step
     assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
     assert max(checkpoints.steps(tmp_path), default=0) == step
-    assert (checkpoints.checkpoint_dir(tmp_path, step, 1) / "later.attempt_1").exists() == (step in (2, 4))
+    assert (checkpoints.checkpoint_dir(tmp_path, step, 1) / "later.attempt_1").exists() == (
+        step in (2, 4)
+    )
     wind_down.path(tmp_path, "rl").unlink()
 
     resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
@@ -549,7 +764,9 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(tmp_path
     assert len(set(trained_tokens)) == len(trained_tokens) == 6 * 8, "a rollout was trained twice"
 
 
-def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_ended_since(tmp_path, monkeypatch):
+def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_ended_since(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     for attempt in (1, 2):
@@ -561,7 +778,10 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
     assert step == trainer.wound_down_at and trainer.batches == []
     checkpoint = checkpoints.whole_dir(tmp_path, step)
     checkpoints.verify(checkpoint)
-    assert sorted(path.name for path in checkpoint.glob("later*")) == ["later.attempt_1", "later.attempt_2"]
+    assert sorted(path.name for path in checkpoint.glob("later*")) == [
+        "later.attempt_1",
+        "later.attempt_2",
+    ]
     newest = snapshot.read(checkpoint, step)
     for attempt in (2, 1):  # attempt 2's state is removed first
         shutil.rmtree(checkpoint / f"later.attempt_{attempt}")
@@ -576,7 +796,11 @@ class Ending(WindingDown):
         self.attempt = attempt
 
     async def send(self, batch):
-        if batch.info.get("compare") and self.version != self.first_version and self.version % self.interval:
+        if (
+            batch.info.get("compare")
+            and self.version != self.first_version
+            and self.version % self.interval
+        ):
             self.complete(self.version)
         await super().send(batch)
 
@@ -592,26 +816,49 @@ def improving(fleet, from_version):
 
 
 @pytest.mark.parametrize(("from_version", "checkpoint_steps"), [(2, 1), (2, 100), (0, 100)])
-def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to_that_end(tmp_path, from_version, checkpoint_steps):
-    manifest = fakes.manifest(num_steps=40, interval_steps=2, stop_at=0.9, checkpoint_steps=checkpoint_steps)
+def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to_that_end(
+    tmp_path, from_version, checkpoint_steps
+):
+    manifest = fakes.manifest(
+        num_steps=40, interval_steps=2, stop_at=0.9, checkpoint_steps=checkpoint_steps
+    )
     fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
-    me, _, _, loop = run(tmp_path, manifest, fleet, trainer, held_out=improving(fleet, from_version))
+    me, _, _, loop = run(
+        tmp_path, manifest, fleet, trainer, held_out=improving(fleet, from_version)
+    )
     last = trainer.version
-    assert from_version <= last <= from_version + 4 and [batch.step for batch in trainer.batches] == list(range(1, last + 1))
+    assert from_version <= last <= from_version + 4 and [
+        batch.step for batch in trainer.batches
+    ] == list(range(1, last + 1))
     evaluated = {row["version"]: row["reward_mean"] for row in me.events("evaluation")}
-    assert max(evaluated) == last and evaluated[last] == 1.0 and loop.state.dispatch.admission.taken == 0
-    versions = np.concatenate([part.token["version"][part.token["trained"]] for part in trained(trainer.compared)])
+    assert (
+        max(evaluated) == last
+        and evaluated[last] == 1.0
+        and loop.state.dispatch.admission.taken == 0
+    )
+    versions = np.concatenate(
+        [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
+    )
     assert (versions == last).all(), "the last version is compared"
     (ended,) = me.events("stopped_early")
-    assert (ended["version"], ended["step"], ended["num_steps"], ended["stop_at"]) == (last, last, 40, 0.9)
+    assert (ended["version"], ended["step"], ended["num_steps"], ended["stop_at"]) == (
+        last,
+        last,
+        40,
+        0.9,
+    )
     assert max(checkpoints.steps(tmp_path), default=0) == last
     if last:  # killed while the trainer compares or exports
         resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
         assert resumed.stopped_early and resumed.clock.num_batches == last
         fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, last, attempt=2)
-        again, _, _, _ = run(tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 99), attempt=2)
+        again, _, _, _ = run(
+            tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 99), attempt=2
+        )
         assert second.batches == [] and second.compared is not None
-        assert [row["version"] for row in again.events("evaluation")] == [last] and len(again.events("stopped_early")) == 1
+        assert [row["version"] for row in again.events("evaluation")] == [last] and len(
+            again.events("stopped_early")
+        ) == 1
 
 
 def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp_path):
@@ -632,15 +879,26 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
     resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
     assert step % 2 == 0 and not resumed.stopped_early
     fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, step, attempt=2)
-    me, _, _, _ = run(tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 3), attempt=2)
-    assert second.version < 12 and second.compared is not None and len(me.events("stopped_early")) == 1
+    me, _, _, _ = run(
+        tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 3), attempt=2
+    )
+    assert (
+        second.version < 12 and second.compared is not None and len(me.events("stopped_early")) == 1
+    )
 
 
 def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     _, _, trainer, _ = run(tmp_path, manifest, trainer=WindingDown(tmp_path, manifest, after=6))
-    assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6] and trainer.compared is not None
+    assert [batch.step for batch in trainer.batches] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ] and trainer.compared is not None
 
 
 @pytest.mark.parametrize("known", [{3: "of before the resume"}, {}])
@@ -648,11 +906,27 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
     async def none(*_):
         return None
 
-    gone_on = SimpleNamespace(update=none)  # the trainer has made the next version meanwhile, and nobody has this one
+    gone_on = SimpleNamespace(
+        update=none
+    )  # the trainer has made the next version meanwhile, and nobody has this one
     evaluations = SimpleNamespace(pinned=None)
-    state = SimpleNamespace(digests=dict(known), evaluations=evaluations, may_update=lambda _: True, drain=list, updating=False)
-    watch = SimpleNamespace(latest=lambda: SimpleNamespace(version=3, digest="of before the resume"))
-    updates = Updates(fakes.FakeMe(tmp_path, fakes.manifest()), state, SimpleNamespace(cancel=none), gone_on, watch)
+    state = SimpleNamespace(
+        digests=dict(known),
+        evaluations=evaluations,
+        may_update=lambda _: True,
+        drain=list,
+        updating=False,
+    )
+    watch = SimpleNamespace(
+        latest=lambda: SimpleNamespace(version=3, digest="of before the resume")
+    )
+    updates = Updates(
+        fakes.FakeMe(tmp_path, fakes.manifest()),
+        state,
+        SimpleNamespace(cancel=none),
+        gone_on,
+        watch,
+    )
     assert not asyncio.run(updates.take_newest())
     assert (state.digests, state.updating) == (known, False)
 
@@ -660,10 +934,23 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
 @pytest.mark.parametrize("stage", ["rl", "evaluate"])
 def test_sigterm_ends_the_wait_for_engines_in_order(tmp_path, stage):
     (tmp_path / "manifest.json").write_bytes(canonical_json(fakes.manifest()))
-    argv = [sys.executable, "-m", "orrery.orchestrator", "--run-dir", str(tmp_path), "--stage", stage]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    argv = [
+        sys.executable,
+        "-m",
+        "orrery.orchestrator",
+        "--run-dir",
+        str(tmp_path),
+        "--stage",
+        stage,
+    ]
+    with subprocess.Popen(
+        argv, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
-            while "orchestrator.0" not in (found := read_health(tmp_path, stage)) or found["orchestrator.0"].wait is None:
+            while (
+                "orchestrator.0" not in (found := read_health(tmp_path, stage))
+                or found["orchestrator.0"].wait is None
+            ):
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
             process.send_signal(signal.SIGTERM)

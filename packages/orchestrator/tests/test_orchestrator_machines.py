@@ -36,7 +36,9 @@ GRPO = Grpo(kind="grpo", group_size=4, normalize_std=False)
 
 
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 40), st.integers(1, 30))
-def test_batches_open_to_a_version_are_those_that_the_formula_admits(bound, next_batch, version, num_batches):
+def test_batches_open_to_a_version_are_those_that_the_formula_admits(
+    bound, next_batch, version, num_batches
+):
     clock = Clock(bound, num_batches, next_batch, version)
     admitted = [n for n in range(next_batch, num_batches + 1) if version >= n - 1 - bound]
     assert clock.batches_open_to(version) == len(admitted)
@@ -51,7 +53,9 @@ def test_advantages_of_a_group_sum_to_zero_and_equal_rewards_give_exactly_none(k
     algorithm = MaxRl(kind="max_rl", group_size=4) if kind == "max_rl" else GRPO
     gained = advantages(np.array(rewards, np.float32), algorithm)
     assert gained.dtype == np.float32 and np.isfinite(gained).all()
-    assert abs(float(gained.astype(np.float64).sum())) <= 1e-5 * max(1.0, float(np.abs(gained).sum()))
+    assert abs(float(gained.astype(np.float64).sum())) <= 1e-5 * max(
+        1.0, float(np.abs(gained).sum())
+    )
     if len(set(rewards)) == 1:
         assert not gained.any()
 
@@ -59,12 +63,16 @@ def test_advantages_of_a_group_sum_to_zero_and_equal_rewards_give_exactly_none(k
 def test_grpo_subtracts_the_mean_and_divides_only_when_asked():
     rewards = np.array([0.0, 0.0, 1.0, 1.0], np.float32)
     np.testing.assert_array_equal(advantages(rewards, GRPO), np.float32([-0.5, -0.5, 0.5, 0.5]))
-    np.testing.assert_allclose(advantages(rewards, GRPO.model_copy(update={"normalize_std": True})), [-1, -1, 1, 1])
+    np.testing.assert_allclose(
+        advantages(rewards, GRPO.model_copy(update={"normalize_std": True})), [-1, -1, 1, 1]
+    )
 
 
 def test_max_rl_divides_by_the_mean_and_is_silent_without_a_success():
     max_rl = MaxRl(kind="max_rl", group_size=4)
-    np.testing.assert_allclose(advantages(np.array([0, 0, 0, 1], np.float32), max_rl), [-1, -1, -1, 3])
+    np.testing.assert_allclose(
+        advantages(np.array([0, 0, 0, 1], np.float32), max_rl), [-1, -1, -1, 3]
+    )
     assert not advantages(np.zeros(4, np.float32), max_rl).any()
 
 
@@ -72,7 +80,9 @@ def test_max_rl_divides_by_the_mean_and_is_silent_without_a_success():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 60), st.integers(0, 60))
-def test_every_stretch_of_groups_holds_the_asked_for_mixture_and_a_restored_source_goes_on(weights, length, split):
+def test_every_stretch_of_groups_holds_the_asked_for_mixture_and_a_restored_source_goes_on(
+    weights, length, split
+):
     tasks = fakes.manifest(weights=tuple(float(weight) for weight in weights)).tasks.train
     source = Source(tasks, 4)
     groups = []
@@ -89,7 +99,12 @@ def test_every_stretch_of_groups_holds_the_asked_for_mixture_and_a_restored_sour
 
 def test_groups_to_redo_come_first_under_their_old_numbers():
     tasks = fakes.manifest().tasks.train
-    source = Source(tasks, 4, cursors=[7], again=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)])
+    source = Source(
+        tasks,
+        4,
+        cursors=[7],
+        again=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)],
+    )
     assert [source.next().group_id for _ in range(4)] == [2, 5, 7, 8]
 
 
@@ -98,14 +113,19 @@ def test_groups_to_redo_come_first_under_their_old_numbers():
 
 def whole(group_id, rewards, version=0):
     request = GroupRequest("train", group_id, 0, group_id, 4)
-    survivors = {member: fakes.rollout(Request(request, member, version), [version] * 3, reward) for member, reward in rewards.items()}
+    survivors = {
+        member: fakes.rollout(Request(request, member, version), [version] * 3, reward)
+        for member, reward in rewards.items()
+    }
     return CompleteGroup(request, version, survivors)
 
 
 def sink_of(per_batch, **orchestrator):
     orchestrator.setdefault("drop_zero_advantage_groups", True)
     settings = fakes.manifest(**orchestrator).orchestrator
-    return Sink(settings.model_copy(update={"algorithm": GRPO, "rollouts_per_batch": per_batch}))  # any number, to split groups
+    return Sink(
+        settings.model_copy(update={"algorithm": GRPO, "rollouts_per_batch": per_batch})
+    )  # any number, to split groups
 
 
 MIXED, EQUAL = {0: 0, 1: 1, 2: 0, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}
@@ -115,12 +135,19 @@ def test_groups_without_signal_wait_aside_until_the_batch_has_been_sampled_as_of
     sink = sink_of(8, max_sampled_ratio=2.0)
     sink.add(whole(0, MIXED))
     for group in (1, 2):
-        assert not sink.add(whole(group, EQUAL)) and sink.cut(0) is None, "12 rollouts are fewer than 2 · 8"
+        assert not sink.add(whole(group, EQUAL)) and sink.cut(0) is None, (
+            "12 rollouts are fewer than 2 · 8"
+        )
     assert not sink.add(whole(3, EQUAL))
     batch = sink.cut(0)
-    assert [(sample.group_id, sample.advantage != 0) for sample in batch] == [(0, True)] * 4 + [(1, False)] * 4
+    assert [(sample.group_id, sample.advantage != 0) for sample in batch] == [(0, True)] * 4 + [
+        (1, False)
+    ] * 4
     assert sink.num_sampled == 0 and sink.cut(0) is None, "the next batch has a budget of its own"
-    assert {sample.group_id for group in sink.spare for sample in group} == {2, 3} and not sink.dropped
+    assert {sample.group_id for group in sink.spare for sample in group} == {
+        2,
+        3,
+    } and not sink.dropped
 
 
 def test_a_batch_is_of_signal_alone_where_that_comes_before_the_ratio():
@@ -141,7 +168,9 @@ def test_groups_without_signal_are_bounded_and_the_oldest_leave_first():
     sink = sink_of(4, max_sampled_ratio=100.0, max_batches_ahead=1)
     for group in range(9):
         sink.add(whole(group, EQUAL))
-    assert [group[0].group_id for group in sink.spare] == [6, 7, 8] and sink.dropped == {"zero_advantage": 24}
+    assert [group[0].group_id for group in sink.spare] == [6, 7, 8] and sink.dropped == {
+        "zero_advantage": 24
+    }
 
 
 def test_groups_without_signal_obey_the_staleness_bound_and_their_loss_makes_room_for_others():
@@ -170,10 +199,16 @@ def test_a_group_trains_on_two_survivors_and_not_on_one():
 
 def test_timeouts_that_are_zeros_belong_to_the_baseline_and_are_not_trained():
     sink = sink_of(2)
-    assert not sink.add(replace(whole(0, {}), num_zeros=4)) and not sink.add(replace(whole(1, {2: 1}), num_zeros=0))
-    assert sink.add(replace(whole(2, {0: 1, 3: 1}), num_zeros=2)), "equal rewards, but for the timeouts"
+    assert not sink.add(replace(whole(0, {}), num_zeros=4)) and not sink.add(
+        replace(whole(1, {2: 1}), num_zeros=0)
+    )
+    assert sink.add(replace(whole(2, {0: 1, 3: 1}), num_zeros=2)), (
+        "equal rewards, but for the timeouts"
+    )
     assert [sample.advantage for sample in sink.cut(0)] == [0.5, 0.5]
-    assert sink.add(replace(whole(3, {1: 1}), num_zeros=1)), "one survivor and a zero are two rewards"
+    assert sink.add(replace(whole(3, {1: 1}), num_zeros=1)), (
+        "one survivor and a zero are two rewards"
+    )
     assert not sink.add(replace(whole(4, {0: 0, 1: 0}), num_zeros=2)), "all are 0"
 
 
@@ -183,10 +218,19 @@ def test_the_row_of_an_evaluation_says_how_many_of_its_rewards_are_timeouts():
     for group in (first, second):
         for member in range(2):
             failed = Failed(Request(group, member, 0), "timeout", "slow", is_zero=True)
-            outcome = failed if group is first else Finished(failed.request, fakes.rollout(failed.request, [0], 1.0))
+            outcome = (
+                failed
+                if group is first
+                else Finished(failed.request, fakes.rollout(failed.request, [0], 1.0))
+            )
             result = machine.add(outcome, 5.0)
     (row,) = result.rows
-    assert (row["reward_mean"], row["num_rollouts"], row["num_failed"], row["num_timeouts"]) == (0.5, 4, 0, 2)
+    assert (row["reward_mean"], row["num_rollouts"], row["num_failed"], row["num_timeouts"]) == (
+        0.5,
+        4,
+        0,
+        2,
+    )
     assert counted(row) == "4 rollouts, 2 of them timed out"
 
 
@@ -197,7 +241,9 @@ def loads_of(*tokens, running=1):
 def test_a_rollout_is_timed_out_once_every_engine_that_has_requests_makes_tokens():
     machine, slow = Overdue(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
     machine.look(loads_of(1, 1))
-    assert machine.reasons([slow], lambda _: True, 10.0) == [], "whether engines live is not known yet"
+    assert machine.reasons([slow], lambda _: True, 10.0) == [], (
+        "whether engines live is not known yet"
+    )
     machine.look(loads_of(5, 5))
     machine.look({})
     machine.look(loads_of(6, 5))
@@ -214,7 +260,9 @@ def test_engines_that_make_no_tokens_or_lost_the_request_are_no_timeout():
         for now_s in (10.0, 11.0, 10.0 + PROOF_S):
             assert machine.reasons([slow], lambda _: True, now_s) == []
             machine.look(loads_of(7, running=running))
-        assert [reason for _, reason, _ in machine.reasons([slow], lambda _: True, 11.0 + PROOF_S)] == ["engine_still"]
+        assert [
+            reason for _, reason, _ in machine.reasons([slow], lambda _: True, 11.0 + PROOF_S)
+        ] == ["engine_still"]
 
 
 def test_what_an_update_interrupts_is_looked_at_anew():
@@ -224,7 +272,9 @@ def test_what_an_update_interrupts_is_looked_at_anew():
     assert machine.reasons([], lambda _: True, 11.0) == [], "it is not expired during an update"
     machine.look(loads_of(2))
     assert machine.reasons([slow], lambda _: True, 12.0) == []
-    assert [reason for _, reason, _ in machine.reasons([slow], lambda _: False, 13.0)] == ["no_answer"]
+    assert [reason for _, reason, _ in machine.reasons([slow], lambda _: False, 13.0)] == [
+        "no_answer"
+    ]
 
 
 def test_what_does_not_fit_leads_the_next_batch():
@@ -270,7 +320,13 @@ def test_starvation_names_reasons_and_counts_and_one_group_that_may_train_ends_i
 
 
 def evaluations(last_step=10, interval=4):
-    return Evaluations(fakes.manifest().tasks.evaluation, interval, num_problems=2, rollouts_per_problem=2, last_step=last_step)
+    return Evaluations(
+        fakes.manifest().tasks.evaluation,
+        interval,
+        num_problems=2,
+        rollouts_per_problem=2,
+        last_step=last_step,
+    )
 
 
 def finish(machine, groups, version, rewards):
@@ -278,7 +334,11 @@ def finish(machine, groups, version, rewards):
     for group, reward in zip(groups, rewards, strict=True):
         for member in range(group.size):
             request = Request(group, member, version)
-            outcome = Failed(request, "engine", "gone") if reward is None else Finished(request, fakes.rollout(request, [version], reward))
+            outcome = (
+                Failed(request, "engine", "gone")
+                if reward is None
+                else Finished(request, fakes.rollout(request, [version], reward))
+            )
             result = machine.add(outcome, 5.0)
     return result
 
@@ -311,12 +371,24 @@ def test_failed_evaluation_rollouts_are_left_out_of_the_mean_and_counted_by_reas
 
 def test_a_task_whose_rollouts_fail_keeps_its_weight_in_the_reward_of_a_policy():
     (task,) = fakes.manifest().tasks.evaluation
-    machine = Evaluations([task, task.model_copy(update={"name": "hard"})], 4, num_problems=2, rollouts_per_problem=2, last_step=10)
+    machine = Evaluations(
+        [task, task.model_copy(update={"name": "hard"})],
+        4,
+        num_problems=2,
+        rollouts_per_problem=2,
+        last_step=10,
+    )
     groups = machine.begin(0, 1.0)
     assert [group.task_index for group in groups] == [0, 1, 0, 1]
     result = finish(machine, groups, 0, [1.0, 0.0, 1.0, None])
     content = summary({"after": result})
-    assert content["after"] == {"reward_mean": 0.5, "num_rollouts": 6, "num_failed": 2, "failures": {"engine": 2}, "num_timeouts": 0}
+    assert content["after"] == {
+        "reward_mean": 0.5,
+        "num_rollouts": 6,
+        "num_failed": 2,
+        "failures": {"engine": 2},
+        "num_timeouts": 0,
+    }
     none = {"num_failed": 0, "failures": {}, "num_timeouts": 0}
     assert content["tasks"]["held_out"]["after"] == {"reward_mean": 1.0, "num_rollouts": 4} | none
     assert content["tasks"]["hard"]["after"] == {"reward_mean": 0.0, "num_rollouts": 2} | none | {
@@ -355,7 +427,10 @@ def test_held_out_problems_are_the_same_each_time_and_groups_have_new_numbers():
 def example_snapshot():
     request = GroupRequest("train", 3, 0, 3, 4)
     rollouts = [fakes.rollout(Request(request, m, 1), [1, 1, 2], m % 2) for m in range(4)]
-    rollouts = [replace(each, truncated=m == 1, metrics={"exact": m / 4, f"only{m}": 1.0}) for m, each in enumerate(rollouts)]
+    rollouts = [
+        replace(each, truncated=m == 1, metrics={"exact": m / 4, f"only{m}": 1.0})
+        for m, each in enumerate(rollouts)
+    ]
     group = [Sample(each, (m % 2) - 0.3333, 3, m, 0, 1) for m, each in enumerate(rollouts)]
     return Snapshot(
         5,
@@ -377,26 +452,50 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
     snapshot.write(tmp_path, 4, 1, kept, 1.0)
     snapshot.write(tmp_path, 4, 1, kept, 1.0)  # replaces what is there
     back = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
-    assert (back.next_batch, back.cursors, back.in_flight, back.evaluated, back.num_evaluation_groups) == (5, [9], kept.in_flight, 4, 6)
+    assert (
+        back.next_batch,
+        back.cursors,
+        back.in_flight,
+        back.evaluated,
+        back.num_evaluation_groups,
+    ) == (5, [9], kept.in_flight, 4, 6)
     assert [len(group) for group in back.queue] == [4, 2] and back.digests == {1: "aa", 2: "bb"}
-    assert back.rewards == kept.rewards and (back.num_sampled, back.num_batches) == (17, 30) and [len(group) for group in back.spare] == [3]
-    for old, new in zip(chain(*kept.queue, *kept.spare), chain(*back.queue, *back.spare), strict=True):
+    assert (
+        back.rewards == kept.rewards
+        and (back.num_sampled, back.num_batches) == (17, 30)
+        and [len(group) for group in back.spare] == [3]
+    )
+    for old, new in zip(
+        chain(*kept.queue, *kept.spare), chain(*back.queue, *back.spare), strict=True
+    ):
         assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
             new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
         for name in ("token_id", "logprob", "trained", "version"):
             np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
         for name in ("messages", "reward", "truncated", "metrics"):
             assert getattr(old.rollout, name) == getattr(new.rollout, name), name
-    assert sorted(path.name for path in snapshot.folder(tmp_path, 4, 1).parent.iterdir()) == ["orchestrator"]
+    assert sorted(path.name for path in snapshot.folder(tmp_path, 4, 1).parent.iterdir()) == [
+        "orchestrator"
+    ]
 
 
 def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
     kept, shape = example_snapshot(), RouteShape(3, 2, 300)
-    said = [np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2) for each in kept.queue[0]]
+    said = [
+        np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2)
+        for each in kept.queue[0]
+    ]
     said[1] = without_routes(len(said[1]), shape)
-    queue = [[replace(each, rollout=replace(each.rollout, routed_experts=of)) for each, of in zip(kept.queue[0], said, strict=True)]]
+    queue = [
+        [
+            replace(each, rollout=replace(each.rollout, routed_experts=of))
+            for each, of in zip(kept.queue[0], said, strict=True)
+        ]
+    ]
     snapshot.write(tmp_path, 4, 1, replace(kept, queue=queue, spare=[]), 1.0)
-    for new, routes in zip(snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue[0], said, strict=True):
+    for new, routes in zip(
+        snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue[0], said, strict=True
+    ):
         assert new.rollout.routed_experts.dtype == np.uint16
         np.testing.assert_array_equal(new.rollout.routed_experts, routes)
         np.testing.assert_array_equal(cut.document(new, 1.0).token["routed_experts"], routes)
@@ -421,7 +520,15 @@ def test_a_damaged_snapshot_is_one_sentence(tmp_path, file):
 def test_activity_is_spans_while_requests_are_in_flight_in_pieces():
     spans = []
     activity = Activity(lambda name, start, end, engine: spans.append((engine, start, end)))
-    for now, count in ((0.0, 0), (1.0, 2), (2.0, 1), (3.0, 0), (4.0, 1), (4.0 + PIECE_S, 1), (10.0, 0)):
+    for now, count in (
+        (0.0, 0),
+        (1.0, 2),
+        (2.0, 1),
+        (3.0, 0),
+        (4.0, 1),
+        (4.0 + PIECE_S, 1),
+        (10.0, 0),
+    ):
         activity.observe(0, count, now)
     activity.close(11.0)
     assert spans == [(0, 1.0, 3.0), (0, 4.0, 4.0 + PIECE_S), (0, 4.0 + PIECE_S, 10.0)]
@@ -439,7 +546,9 @@ def test_a_line_after_a_torn_one_is_whole(tmp_path):
     assert json.loads(lines[0])["messages"][1] == {"role": "assistant", "content": "said"}
 
 
-def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_is_left_out(tmp_path):
+def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_is_left_out(
+    tmp_path,
+):
     path = tmp_path / "rollouts" / "samples.jsonl"
     call = ToolCall("search", {"input": "q" * 10_000})
     long = Message("assistant", "a" * 2000 + "b" * 100_000 + "c" * 2000, (call,))
@@ -447,20 +556,36 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
     rollout = fakes.rollout(Request(GroupRequest("train", 0, 0, 0, 4), 0, 0), [0], 1.0)
     for messages in ([long], turns, turns[:16], [Message("user", "x" * 4000)]):
         samples.append(path, [samples.line(replace(rollout, messages=messages))])
-    (one,), some, sixteen, whole = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-    assert one["role"] == "assistant" and one["content"] == "a" * 2000 + "\n[… 100000 characters left out …]\n" + "c" * 2000
-    assert one["tool_calls"].startswith('[{"name":"search"') and "characters left out" in one["tool_calls"]
+    (one,), some, sixteen, whole = [
+        json.loads(line)["messages"] for line in path.read_text().splitlines()
+    ]
+    assert (
+        one["role"] == "assistant"
+        and one["content"] == "a" * 2000 + "\n[… 100000 characters left out …]\n" + "c" * 2000
+    )
+    assert (
+        one["tool_calls"].startswith('[{"name":"search"')
+        and "characters left out" in one["tool_calls"]
+    )
     assert [each["content"] for each in some] == [
         *(f"turn {turn}" for turn in range(8)), "4 messages", *(f"turn {turn}" for turn in range(12, 20)),
     ]  # fmt: skip
-    assert [each["content"] for each in sixteen] == [f"turn {turn}" for turn in range(16)] and len(whole[0]["content"]) == 4000
+    assert [each["content"] for each in sixteen] == [f"turn {turn}" for turn in range(16)] and len(
+        whole[0]["content"]
+    ) == 4000
     endless = [Message("tool", "\n" * 500_000, name="n" * 500_000), long] * 1000
     samples.append(path, [samples.line(replace(rollout, messages=endless))])
-    assert len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100  # a line break takes two characters in JSON
+    assert (
+        len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100
+    )  # a line break takes two characters in JSON
 
 
 def test_rollouts_of_the_evaluate_stage_are_kept_whole(tmp_path):
     path = tmp_path / "rollouts" / "evaluate.jsonl"
     rollout = fakes.rollout(Request(GroupRequest("evaluation", 0, 0, 0, 4), 0, 0), [0], 1.0)
-    samples.write(path, [samples.line(replace(rollout, messages=[Message("assistant", "a" * 100_000)] * 20))])
-    assert [len(each["content"]) for each in json.loads(path.read_text())["messages"]] == [100_000] * 20
+    samples.write(
+        path, [samples.line(replace(rollout, messages=[Message("assistant", "a" * 100_000)] * 20))]
+    )
+    assert [len(each["content"]) for each in json.loads(path.read_text())["messages"]] == [
+        100_000
+    ] * 20

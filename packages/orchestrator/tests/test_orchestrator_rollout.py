@@ -29,13 +29,26 @@ def test_sampled_tokens_stay_verbatim_over_turns_and_only_they_are_trained():
     rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=1)))
     first, second = fleet.requests
     np.testing.assert_array_equal(first["token_ids"], [5, 6, 14])
-    np.testing.assert_array_equal(second["token_ids"][:7], rollout.token_id[:7])  # the prompt and the first turn, as sampled
+    np.testing.assert_array_equal(
+        second["token_ids"][:7], rollout.token_id[:7]
+    )  # the prompt and the first turn, as sampled
     assert rollout.trained.tolist() == [False] * 3 + [True] * 4 + [False] * 2 + [True] * 4
     assert rollout.version.tolist() == [-1] * 3 + [3] * 4 + [-1] * 2 + [3] * 4
-    assert (rollout.logprob[rollout.trained] == np.float32(-0.25)).all() and (rollout.logprob[~rollout.trained] == 0).all()
-    assert [message.role for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (rollout.logprob[rollout.trained] == np.float32(-0.25)).all() and (
+        rollout.logprob[~rollout.trained] == 0
+    ).all()
+    assert [message.role for message in rollout.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert not rollout.truncated
-    assert rollout.token_id.dtype == np.int32 and rollout.logprob.dtype == np.float32 and rollout.version.dtype == np.int32
+    assert (
+        rollout.token_id.dtype == np.int32
+        and rollout.logprob.dtype == np.float32
+        and rollout.version.dtype == np.int32
+    )
 
 
 def test_all_turns_of_a_rollout_have_one_salt_and_ids_of_their_own():
@@ -56,7 +69,11 @@ def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are
     fleet = fakes.FakeFleet(version=3)
     rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
     assert rollout.num_tokens == 3 + 4 + 2 + 4 + 2 + 4
-    assert [request["routes_from"] for request in fleet.requests] == [0, 6, 12]  # the last sampled token of a turn is an input of the next
+    assert [request["routes_from"] for request in fleet.requests] == [
+        0,
+        6,
+        12,
+    ]  # the last sampled token of a turn is an input of the next
     assert rollout.routed_experts.shape == (19, 2, 2) and rollout.routed_experts.dtype == np.uint8
     np.testing.assert_array_equal(rollout.routed_experts[:18, 1, 0], np.arange(18))
     assert (rollout.routed_experts[18] == 255).all()
@@ -106,7 +123,9 @@ def test_max_turns_ends_the_episode():
     [("fail", None, "engine"), ("empty", None, "empty"), ("abort", None, "aborted"),
      ("", "judge", "judge"), ("", "reply", "task"), ("", "problem", "task")],
 )  # fmt: skip
-def test_what_is_not_the_policys_doing_is_a_failure_with_a_reason_and_never_a_reward(script, broken, reason):
+def test_what_is_not_the_policys_doing_is_a_failure_with_a_reason_and_never_a_reward(
+    script, broken, reason
+):
     fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": script})
     with pytest.raises(RolloutFailed) as failed:
         asyncio.run(episode(fleet, fakes.FakeTask(broken=broken)))
@@ -140,7 +159,13 @@ class Leaving(fakes.FakeTask):
         return self._leave("judge", lambda: super(Leaving, self).judge(problem, messages))
 
 
-DOORS = [("problem", False, "task"), ("reply", False, "task"), ("reply", True, "task"), ("judge", False, "judge"), ("judge", True, "judge")]
+DOORS = [
+    ("problem", False, "task"),
+    ("reply", False, "task"),
+    ("reply", True, "task"),
+    ("judge", False, "judge"),
+    ("judge", True, "judge"),
+]
 
 
 @pytest.mark.parametrize(("where", "is_async", "reason"), DOORS)
@@ -150,9 +175,13 @@ def test_a_task_that_exits_ends_its_rollout_and_not_the_run(where, is_async, rea
     assert failed.value.reason == reason
 
 
-@pytest.mark.parametrize("error", [Terminated(TERMINATED), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [Terminated(TERMINATED), KeyboardInterrupt(), asyncio.CancelledError()]
+)
 @pytest.mark.parametrize(("where", "is_async", "reason"), DOORS)
-def test_the_end_of_the_process_or_the_rollout_passes_through_a_task(where, is_async, reason, error):
+def test_the_end_of_the_process_or_the_rollout_passes_through_a_task(
+    where, is_async, reason, error
+):
     with pytest.raises(type(error)):
         asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(error, where, is_async)))
 
@@ -188,7 +217,14 @@ def test_a_prompt_that_fills_the_context_is_a_failure():
 
 @pytest.mark.parametrize(
     ("reward", "metrics"),
-    [(float("nan"), {}), ("good", {}), (1.0, {"share": float("nan")}), (1.0, {"share": float("inf")}), (1.0, {"share": None}), (1.0, None)],
+    [
+        (float("nan"), {}),
+        ("good", {}),
+        (1.0, {"share": float("nan")}),
+        (1.0, {"share": float("inf")}),
+        (1.0, {"share": None}),
+        (1.0, None),
+    ],
 )
 def test_a_reward_or_metric_that_is_no_number_is_a_failure_of_the_judge(reward, metrics):
     class Strange(fakes.FakeTask):
@@ -212,16 +248,30 @@ def test_a_judge_that_is_broken_ends_more_than_its_rollout():
 def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold():
     class Counting(fakes.FakeTask):
         def judge(self, problem, messages):
-            return Judgement(np.float32(0.5), {"share": np.float64(0.25), "count": np.int64(3), "right": True})
+            return Judgement(
+                np.float32(0.5), {"share": np.float64(0.25), "count": np.int64(3), "right": True}
+            )
 
     rollout = asyncio.run(episode(fakes.FakeFleet(version=0), Counting()))
-    assert msgspec.json.decode(msgspec.json.encode(rollout.metrics)) == {"share": 0.25, "count": 3, "right": 1} and rollout.reward == 0.5
+    assert (
+        msgspec.json.decode(msgspec.json.encode(rollout.metrics))
+        == {"share": 0.25, "count": 3, "right": 1}
+        and rollout.reward == 0.5
+    )
 
 
 def stage_of(fleet, **options):
     spec, failed = fakes.manifest(), []
     tasks = {purpose: [fakes.FakeTask()] * 9 for purpose in ("train", "evaluation")}
-    stage = Stage(spec, tasks, fakes.FakeRenderer(), fleet, lambda *_: None, lambda *of: failed.append(of), **options)
+    stage = Stage(
+        spec,
+        tasks,
+        fakes.FakeRenderer(),
+        fleet,
+        lambda *_: None,
+        lambda *of: failed.append(of),
+        **options,
+    )
     return stage, failed
 
 
@@ -258,7 +308,10 @@ def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("purpose", "version", "asks"), [("train", 3, True), ("evaluation", 3, False), ("evaluation", 7, True)])
+@pytest.mark.parametrize(
+    ("purpose", "version", "asks"),
+    [("train", 3, True), ("evaluation", 3, False), ("evaluation", 7, True)],
+)
 def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
     async def run():
         fleet = fakes.FakeFleet(version=version)
@@ -268,7 +321,11 @@ def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks
         while stage.num_playing:
             await asyncio.sleep(0.01)
         stage.check()
-        assert [request.get("routes_from") is not None for request in fleet.requests] == [asks] * len(fleet.requests) != []
+        assert (
+            [request.get("routes_from") is not None for request in fleet.requests]
+            == [asks] * len(fleet.requests)
+            != []
+        )
 
     asyncio.run(run())
 

@@ -18,7 +18,9 @@ from orrery.orchestrator.requests import GroupRequest
 from orrery.orchestrator.sink import Sink
 from orrery.orchestrator.state import Snapshot, State
 
-QUICK = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 class DispatchMachine(RuleBasedStateMachine):
@@ -26,7 +28,9 @@ class DispatchMachine(RuleBasedStateMachine):
 
     @initialize(limit=st.integers(1, 6))
     def begin(self, limit):
-        self.dispatch = Dispatch(Admission(FixedAdmission(kind="fixed", max_in_flight=limit), max_model_len_tokens=64))
+        self.dispatch = Dispatch(
+            Admission(FixedAdmission(kind="fixed", max_in_flight=limit), max_model_len_tokens=64)
+        )
         self.offered, self.left, self.in_flight, self.version = {}, Counter(), {}, 0
         self.salts = {}
         self.now_s = 0.0
@@ -47,10 +51,14 @@ class DispatchMachine(RuleBasedStateMachine):
         requests = self.dispatch.start(self.version, self.now_s)
         for request in requests:
             assert request.name not in self.in_flight
-            assert self.salts.setdefault(request.group.key, self.version) == request.version, "members of one group have one salt"
+            assert self.salts.setdefault(request.group.key, self.version) == request.version, (
+                "members of one group have one salt"
+            )
             self.in_flight[request.name] = request
         if any(request.group.purpose == "train" for request in requests):
-            assert waiting_evaluations == sum(request.group.purpose == "evaluation" for request in requests), "evaluation first"
+            assert waiting_evaluations == sum(
+                request.group.purpose == "evaluation" for request in requests
+            ), "evaluation first"
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -67,7 +75,9 @@ class DispatchMachine(RuleBasedStateMachine):
     @rule(age=st.integers(0, 3), everything=st.booleans())
     def drop(self, age, everything):
         oldest = self.version - age
-        dropped = self.dispatch.drop_train("run_over") if everything else self.dispatch.drop_stale(oldest)
+        dropped = (
+            self.dispatch.drop_train("run_over") if everything else self.dispatch.drop_stale(oldest)
+        )
         for group in dropped:
             assert group.group.purpose == "train"
             assert everything or self.salts[group.group.key] < oldest
@@ -86,10 +96,19 @@ class DispatchMachine(RuleBasedStateMachine):
     @invariant()
     def permits_are_the_rollouts_in_flight(self):
         if hasattr(self, "dispatch"):
-            assert self.dispatch.admission.taken == len(self.in_flight) == self.dispatch.num_in_flight <= self.dispatch.admission.limit
+            assert (
+                self.dispatch.admission.taken
+                == len(self.in_flight)
+                == self.dispatch.num_in_flight
+                <= self.dispatch.admission.limit
+            )
             assert all(self.left[key] <= group.size for key, group in self.offered.items())
-            waiting = sum(group.size - self.left[group.key] for group in self.offered.values()) - len(self.in_flight)
-            assert self.dispatch.num_waiting == waiting, "a request that has not left is waiting or in flight"
+            waiting = sum(
+                group.size - self.left[group.key] for group in self.offered.values()
+            ) - len(self.in_flight)
+            assert self.dispatch.num_waiting == waiting, (
+                "a request that has not left is waiting or in flight"
+            )
 
 
 TestDispatch = DispatchMachine.TestCase
@@ -97,7 +116,10 @@ TestDispatch.settings = QUICK
 
 
 def content_of(queue):
-    return [[(sample.group_id, sample.member, sample.rollout.token_id.tobytes()) for sample in group] for group in queue]
+    return [
+        [(sample.group_id, sample.member, sample.rollout.token_id.tobytes()) for sample in group]
+        for group in queue
+    ]
 
 
 class StateMachine(RuleBasedStateMachine):
@@ -119,13 +141,19 @@ class StateMachine(RuleBasedStateMachine):
         )
         self.bound, self.ratio = bound, ratio
         self.state = State(self.manifest)
-        self.in_flight, self.began_at = {}, {}  # request name -> request, engine version at its first token
+        self.in_flight, self.began_at = (
+            {},
+            {},
+        )  # request name -> request, engine version at its first token
         self.published, self.trained_rollouts = 0, []
         self.cut_step, self.now_s, self.num_begun = 0, 0.0, 0
         self.counted = Counter()
         self.failures = Counter()
         self.snapshot, self.trained_at_snapshot = None, 0
-        self.dropped_before, self.dropped_at_snapshot = Counter(), Counter()  # by earlier attempts; and all when the snapshot was taken
+        self.dropped_before, self.dropped_at_snapshot = (
+            Counter(),
+            Counter(),
+        )  # by earlier attempts; and all when the snapshot was taken
 
     @rule()
     def start(self):
@@ -137,11 +165,19 @@ class StateMachine(RuleBasedStateMachine):
             self.began_at[request.name] = self.state.clock.version
 
     @precondition(lambda self: self.in_flight)
-    @rule(seed=st.integers(0, 99), fate=st.sampled_from(["varied", "varied", "varied", "equal", "fail"]), num=st.integers(1, 12))
+    @rule(
+        seed=st.integers(0, 99),
+        fate=st.sampled_from(["varied", "varied", "varied", "equal", "fail"]),
+        num=st.integers(1, 12),
+    )
     def end_some(self, seed, fate, num):
         names = sorted(self.in_flight)
         for name in random.Random(seed).sample(names, min(num, len(names))):
-            request, first, last = self.in_flight.pop(name), self.began_at.pop(name), self.state.clock.version
+            request, first, last = (
+                self.in_flight.pop(name),
+                self.began_at.pop(name),
+                self.state.clock.version,
+            )
             self.now_s += 1
             try:
                 if fate == "fail":
@@ -150,7 +186,11 @@ class StateMachine(RuleBasedStateMachine):
                 else:
                     versions = sorted({first, last})
                     # No group that mixes 0, 1 and 0.3 has one of them as its mean, so only a group of equals has an advantage of 0.
-                    self.state.finished(request, fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None), self.now_s)
+                    self.state.finished(
+                        request,
+                        fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None),
+                        self.now_s,
+                    )
             except RunFailed as error:
                 assert "engine" in str(error)  # starved, and says of what
                 self.state.sink._barren.clear()
@@ -163,7 +203,10 @@ class StateMachine(RuleBasedStateMachine):
     @rule()
     def update(self):
         if not self.state.may_update(self.published):
-            assert self.state.evaluations.pinned is not None or self.published <= self.state.clock.version
+            assert (
+                self.state.evaluations.pinned is not None
+                or self.published <= self.state.clock.version
+            )
             return
         self.state.updating = True
         assert self.state.start(self.now_s) == [], "nothing starts during an update"
@@ -188,11 +231,17 @@ class StateMachine(RuleBasedStateMachine):
         for sample in batch.samples:
             versions = sample.rollout.sampled_versions
             assert versions.min() >= batch.step - 1 - self.bound, "a token older than the bound"
-            assert versions.max() <= batch.step - 1, "a token of a version that this batch has yet to make"
-            assert sample.advantage != 0 or num_sampled >= self.ratio * self.state.rollouts_per_batch, "filled before it had to be"
+            assert versions.max() <= batch.step - 1, (
+                "a token of a version that this batch has yet to make"
+            )
+            assert (
+                sample.advantage != 0 or num_sampled >= self.ratio * self.state.rollouts_per_batch
+            ), "filled before it had to be"
             assert sample.dispatch_version <= versions.min()
         self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.samples)
-        assert len(set(self.trained_rollouts)) == len(self.trained_rollouts), "a rollout was trained twice"
+        assert len(set(self.trained_rollouts)) == len(self.trained_rollouts), (
+            "a rollout was trained twice"
+        )
         self._keep()
 
     def _keep(self):
@@ -220,9 +269,15 @@ class StateMachine(RuleBasedStateMachine):
         self._keep()
         self.kill_and_resume()
         assert content_of(self.state.sink.queue) == content_of(before.sink.queue)
-        assert content_of(self.state.sink.spare) == content_of(before.sink.spare) and self.state.sink.num_sampled == before.sink.num_sampled
+        assert (
+            content_of(self.state.sink.spare) == content_of(before.sink.spare)
+            and self.state.sink.num_sampled == before.sink.num_sampled
+        )
         assert self.state.tally.rewards == before.tally.rewards
-        assert len(self.trained_rollouts) == num_trained and self.state.clock.next_batch == before.clock.next_batch
+        assert (
+            len(self.trained_rollouts) == num_trained
+            and self.state.clock.next_batch == before.clock.next_batch
+        )
 
     @precondition(lambda self: self.state.clock.version >= 0)
     @rule()
@@ -235,21 +290,39 @@ class StateMachine(RuleBasedStateMachine):
         failed_in_open_groups = sum(
             group.num_left - len(group.survivors) for group in state.groups._gathered.values()
         )  # counted already, and their group is waiting
-        trained, num_spare = len(self.trained_rollouts), sum(len(group) for group in state.sink.spare)
-        assert passed == trained + state.sink.num_queued + num_spare + waiting + sum(gone.values()) - failed_in_open_groups
+        trained, num_spare = (
+            len(self.trained_rollouts),
+            sum(len(group) for group in state.sink.spare),
+        )
+        assert (
+            passed
+            == trained
+            + state.sink.num_queued
+            + num_spare
+            + waiting
+            + sum(gone.values())
+            - failed_in_open_groups
+        )
 
     @invariant()
     def permits_and_limits_hold(self):
         if not hasattr(self, "state"):
             return
         state = self.state
-        assert 0 <= state.dispatch.admission.taken == len(self.in_flight) <= state.dispatch.admission.limit
+        assert (
+            0
+            <= state.dispatch.admission.taken
+            == len(self.in_flight)
+            <= state.dispatch.admission.limit
+        )
         if state.evaluations.pinned is not None:
             assert state.clock.version == state.evaluations.pinned, "an evaluation's version stays"
         in_open_groups = sum(group.size for group in state.dispatch.open_train_groups())
         assert state._open_train_rollouts == in_open_groups
         # Nothing is generated that could not be trained any more when it was begun.
-        assert in_open_groups + state.sink.num_queued < (self.bound + 1) * state.rollouts_per_batch + 4
+        assert (
+            in_open_groups + state.sink.num_queued < (self.bound + 1) * state.rollouts_per_batch + 4
+        )
         assert sum(len(group) for group in state.sink.spare) < state.sink.most_spare + 4
 
 
@@ -262,13 +335,26 @@ TestState.settings = QUICK
 def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
     """The same machine over hundreds of events, further than a search gets: queues fill, go stale and are resumed."""
     rng, machine = random.Random(seed), StateMachine()
-    machine.begin(bound=bound, ahead=ahead, permits=rng.randint(4, 24), per_batch=rng.choice([4, 8, 12]), ratio=rng.choice([1.0, 1.3, 3.0]))
+    machine.begin(
+        bound=bound,
+        ahead=ahead,
+        permits=rng.randint(4, 24),
+        per_batch=rng.choice([4, 8, 12]),
+        ratio=rng.choice([1.0, 1.3, 3.0]),
+    )
     for _ in range(400):
-        what = rng.choices(["start", "end", "publish", "update", "cut", "kill", "wind_down"], [8, 8, 3, 3, 3, 0.2, 0.2])[0]
+        what = rng.choices(
+            ["start", "end", "publish", "update", "cut", "kill", "wind_down"],
+            [8, 8, 3, 3, 3, 0.2, 0.2],
+        )[0]
         if what == "start":
             machine.start()
         elif what == "end" and machine.in_flight:
-            machine.end_some(seed=rng.randint(0, 99), fate=rng.choice(["varied", "varied", "equal", "fail"]), num=rng.randint(1, 8))
+            machine.end_some(
+                seed=rng.randint(0, 99),
+                fate=rng.choice(["varied", "varied", "equal", "fail"]),
+                num=rng.randint(1, 8),
+            )
         elif what == "publish" and machine.published < machine.cut_step:
             machine.trainer_publishes()
         elif what == "update":
@@ -310,14 +396,26 @@ def play(state, engine_order, until_step, published=0, train=True, crash=None):
 
 
 def content(batches):
-    return [[(s.group_id, s.member, s.task_index, s.advantage, s.rollout.token_id.tobytes()) for s in batch.samples] for batch in batches]
+    return [
+        [
+            (s.group_id, s.member, s.task_index, s.advantage, s.rollout.token_id.tobytes())
+            for s in batch.samples
+        ]
+        for batch in batches
+    ]
 
 
 @given(st.integers(1, 7), st.integers(1, 24))
 @settings(max_examples=25, deadline=None)
 def test_a_run_that_is_killed_and_resumed_trains_what_it_would_have_trained(crash, permits):
     """With an engine that answers in order, and the same tokens to the same problem, a resumed run is the same run."""
-    manifest = fakes.manifest(max_in_flight=permits, num_steps=9, max_batches_ahead=0, max_off_policy_steps=20, weights=(1.0, 2.0))
+    manifest = fakes.manifest(
+        max_in_flight=permits,
+        num_steps=9,
+        max_batches_ahead=0,
+        max_off_policy_steps=20,
+        weights=(1.0, 2.0),
+    )
     in_order = lambda tick, n: 0  # noqa: E731
     whole = content(play(State(manifest), in_order, 9))
     state = State(manifest)
@@ -328,7 +426,9 @@ def test_a_run_that_is_killed_and_resumed_trains_what_it_would_have_trained(cras
 
 @given(st.integers(1, 7), st.integers(1, 24), st.integers(0, 2**31))
 @settings(max_examples=25, deadline=None)
-def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order(crash, permits, seed):
+def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order(
+    crash, permits, seed
+):
     manifest = fakes.manifest(max_in_flight=permits, num_steps=9, max_off_policy_steps=20)
     rng = np.random.default_rng(seed)
     any_order = lambda tick, n: int(rng.integers(n))  # noqa: E731
@@ -338,7 +438,9 @@ def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order
     batches += play(resumed, any_order, 9, published=crash)
     trained = [(s.group_id, s.member) for batch in batches for s in batch.samples]
     assert len(trained) == len(set(trained)) == 9 * 8
-    kept = {group.group_id for group in resumed.snapshot().in_flight} | {s.group_id for g in resumed.sink.queue for s in g}
+    kept = {group.group_id for group in resumed.snapshot().in_flight} | {
+        s.group_id for g in resumed.sink.queue for s in g
+    }
     assert {group for group, _ in trained} | kept == set(range(sum(resumed.source.cursors)))
 
 
@@ -352,7 +454,9 @@ def test_the_same_events_make_the_same_run():
 
 
 def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_counted():
-    manifest = fakes.manifest(max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=8, interval_steps=100)
+    manifest = fakes.manifest(
+        max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=8, interval_steps=100
+    )
     state = State(manifest)
     state.evaluations.last = 0
     state.updated(0)
@@ -362,13 +466,21 @@ def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_count
     cancelled = state.drain()
     assert {request.name for request in cancelled} == {request.name for request in requests[1:]}
     assert state.dispatch.admission.taken == 0 and state.sink.dropped == {"stale_in_flight": 8}
-    assert state.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, "what comes back late is void"
+    assert state.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, (
+        "what comes back late is void"
+    )
     assert state.sink.num_queued == 0 and state.groups.num_rollouts == 0
 
 
 def test_on_policy_training_waits_for_every_version():
     """With a bound of 0 and no batch ahead, batch n holds version n − 1 only, and generation pauses in between."""
-    manifest = fakes.manifest(max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=64, interval_steps=100, num_steps=4)
+    manifest = fakes.manifest(
+        max_off_policy_steps=0,
+        max_batches_ahead=0,
+        max_in_flight=64,
+        interval_steps=100,
+        num_steps=4,
+    )
     state = State(manifest)
     state.evaluations.last = 0
     state.updated(0)
@@ -386,7 +498,13 @@ def test_on_policy_training_waits_for_every_version():
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_slow_trainer_finds_its_next_batches_ready_and_no_more_is_made(ahead):
     """The trainer works on batch 1; the bound would let 9 batches be made of version 0."""
-    manifest = fakes.manifest(max_off_policy_steps=8, max_batches_ahead=ahead, max_in_flight=999, interval_steps=100, num_steps=20)
+    manifest = fakes.manifest(
+        max_off_policy_steps=8,
+        max_batches_ahead=ahead,
+        max_in_flight=999,
+        interval_steps=100,
+        num_steps=20,
+    )
     state = State(manifest)
     state.evaluations.last = 0
     state.updated(0)
@@ -423,15 +541,26 @@ def test_time_in_which_nobody_serves_is_no_rollouts_own():
     state.updating = True
     assert state.expired(522.0) == []
     state.updating = False
-    assert state.expired(530.0) == state.expired(537.0) == [], "nor is what an update took: 29 seconds are theirs"
+    assert state.expired(530.0) == state.expired(537.0) == [], (
+        "nor is what an update took: 29 seconds are theirs"
+    )
     assert state.expired(539.0) == started
 
 
-@pytest.mark.parametrize(("ratio", "ahead", "permits"), [(1.0, 0, 4), (3.0, 1, 8), (3.0, 2, 64), (2.5, 1, 24)])
-def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(ratio, ahead, permits):
+@pytest.mark.parametrize(
+    ("ratio", "ahead", "permits"), [(1.0, 0, 4), (3.0, 1, 8), (3.0, 2, 64), (2.5, 1, 24)]
+)
+def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(
+    ratio, ahead, permits
+):
     """All rewards are equal. With a batch every 40 rollouts, generation must not run ahead."""
     manifest = fakes.manifest(
-        max_sampled_ratio=ratio, max_batches_ahead=ahead, max_off_policy_steps=2, max_in_flight=permits, num_steps=12, interval_steps=100
+        max_sampled_ratio=ratio,
+        max_batches_ahead=ahead,
+        max_off_policy_steps=2,
+        max_in_flight=permits,
+        num_steps=12,
+        interval_steps=100,
     )
     state = State(manifest)
     state.evaluations.last, state.clock.version = 0, 0
@@ -457,7 +586,9 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(ra
             break
     assert num_cut == 12, "the run goes on without any signal"
     # The two batches beyond the wanted one may be sampled completely.
-    assert all(sampled <= 8 * ratio * (number + ahead + 1) + 4 for number, sampled in enumerate(cuts, 1))
+    assert all(
+        sampled <= 8 * ratio * (number + ahead + 1) + 4 for number, sampled in enumerate(cuts, 1)
+    )
     assert num_sampled <= 8 * ratio * 12 + 4 and state.sink.dropped["too_few_survivors"] == 0
 
 
@@ -468,7 +599,22 @@ def test_a_sink_without_groups_is_not_starved():
 def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too():
     manifest = fakes.manifest(max_in_flight=4)
     again = [GroupRequest("train", number, 0, number, 4) for number in range(3)]
-    state = State(manifest, Snapshot(2, [3], again, [], [], 0, evaluated=1, num_evaluation_groups=0, digests={}, num_batches=6, rewards=[]))
+    state = State(
+        manifest,
+        Snapshot(
+            2,
+            [3],
+            again,
+            [],
+            [],
+            0,
+            evaluated=1,
+            num_evaluation_groups=0,
+            digests={},
+            num_batches=6,
+            rewards=[],
+        ),
+    )
     state.updated(1)
     assert {request.group.group_id for request in state.start(0.0)} == {0}
     assert sorted(group.group_id for group in state.snapshot().in_flight) == [0, 1, 2]

@@ -17,7 +17,13 @@ from orrery.tasks.task import Judgement, Message, Problem, Task
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 
 ARGS = {
-    "reverse_text": {"alphabet": "abcdef", "min_length": 4, "max_length": 7, "instruction": "reverse ", "split": "train"},
+    "reverse_text": {
+        "alphabet": "abcdef",
+        "min_length": 4,
+        "max_length": 7,
+        "instruction": "reverse ",
+        "split": "train",
+    },
     "calculator": {
         "max_operand": 30,
         "num_operations": 2,
@@ -30,7 +36,14 @@ ARGS = {
     "reverse_words": {"min_words": 3, "max_words": 4, "instruction": "reverse ", "split": "train"},
     "few_shot": {
         "kind": "calculator",
-        "args": {"max_operand": 30, "num_operations": 2, "operators": "+-", "call_reward": 0.25, "call_syntax": "text", "split": "train"},
+        "args": {
+            "max_operand": 30,
+            "num_operations": 2,
+            "operators": "+-",
+            "call_reward": 0.25,
+            "call_syntax": "text",
+            "split": "train",
+        },
         "num_examples": 2,
         "system": "be brief",
     },
@@ -54,7 +67,14 @@ def judged(task: Task, problem: Problem, said: Sequence[Message]) -> Judgement:
 
 
 def task_use(kind: str, seed: int = 3, **args) -> TaskUse:
-    return TaskUse(name="it", kind=kind, args={**ARGS.get(kind, {}), **args}, weight=1.0, seed=seed, max_turns=3)
+    return TaskUse(
+        name="it",
+        kind=kind,
+        args={**ARGS.get(kind, {}), **args},
+        weight=1.0,
+        seed=seed,
+        max_turns=3,
+    )
 
 
 def character_model(alphabet: str = ALPHABET, **changes) -> Model:
@@ -127,7 +147,11 @@ def write_qwen_like(folder: Path) -> Path:
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     stops = [tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"content": "<|im_end|>"},
+        "pad_token": "<|endoftext|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))

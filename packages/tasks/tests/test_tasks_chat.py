@@ -8,12 +8,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from task_chats import ALPHABET, character_model, character_renderer, fastest_s, task_use, write_qwen_like
+from task_chats import (
+    ALPHABET,
+    character_model,
+    character_renderer,
+    fastest_s,
+    task_use,
+    write_qwen_like,
+)
 
 from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, Tool, ToolCall, make
-from orrery.tasks.chat import END_ID, PAD_ID, SPECIALS, Renderer, _take_calls, vocab_size, write_tokenizer
+from orrery.tasks.chat import (
+    END_ID,
+    PAD_ID,
+    SPECIALS,
+    Renderer,
+    _take_calls,
+    vocab_size,
+    write_tokenizer,
+)
 
 TOOL = Tool("calculator", "adds", {"type": "object", "properties": {"input": {"type": "string"}}})
 
@@ -30,14 +45,21 @@ def qwen(tmp_path_factory):
 
 texts = st.text(ALPHABET, max_size=12)
 calls = st.builds(
-    ToolCall, st.sampled_from(["calculator", "search"]), st.fixed_dictionaries({"input": st.text("0123456789+*", max_size=6)})
+    ToolCall,
+    st.sampled_from(["calculator", "search"]),
+    st.fixed_dictionaries({"input": st.text("0123456789+*", max_size=6)}),
 )
-spoken = st.one_of(st.builds(Message, st.just("assistant"), texts), st.builds(Message, st.just("assistant"), st.just(""), st.tuples(calls)))
+spoken = st.one_of(
+    st.builds(Message, st.just("assistant"), texts),
+    st.builds(Message, st.just("assistant"), st.just(""), st.tuples(calls)),
+)
 heard = st.builds(Message, st.sampled_from(["user", "tool"]), texts)
-chats = st.tuples(st.lists(st.builds(Message, st.sampled_from(["system", "user"]), texts), min_size=1, max_size=2)).flatmap(
-    lambda first: st.lists(st.tuples(spoken, st.lists(heard, min_size=1, max_size=2)), min_size=1, max_size=3).map(
-        lambda turns: (first[0], turns)
-    )
+chats = st.tuples(
+    st.lists(st.builds(Message, st.sampled_from(["system", "user"]), texts), min_size=1, max_size=2)
+).flatmap(
+    lambda first: st.lists(
+        st.tuples(spoken, st.lists(heard, min_size=1, max_size=2)), min_size=1, max_size=3
+    ).map(lambda turns: (first[0], turns))
 )
 
 
@@ -60,9 +82,18 @@ def test_an_example_trains_exactly_what_the_assistant_sampled(characters, chat):
     while messages[-1].role != "assistant":
         messages.pop()
     ids, trained = characters.example(messages)
-    assert ids.dtype == np.int32 and trained.dtype == bool and len(ids) == len(trained) and not trained[0]
-    assert ids[trained].tolist() == [i for m in messages if m.role == "assistant" for i in characters.completion(m)]
-    assert characters.decode(ids) + "<|assistant|>" == characters.decode(characters.prompt(messages))
+    assert (
+        ids.dtype == np.int32
+        and trained.dtype == bool
+        and len(ids) == len(trained)
+        and not trained[0]
+    )
+    assert ids[trained].tolist() == [
+        i for m in messages if m.role == "assistant" for i in characters.completion(m)
+    ]
+    assert characters.decode(ids) + "<|assistant|>" == characters.decode(
+        characters.prompt(messages)
+    )
 
 
 @given(spoken)
@@ -84,7 +115,10 @@ def test_any_sampled_tokens_parse_and_stay_verbatim(characters, sampled):
     ("text", "calls"),
     [
         ("<|call|>calculator 1+2<|end_call|>", [("calculator", {"input": "1+2"})]),
-        ("<|call|>a 1<|end_call|><|call|>b 2<|end_call|>", [("a", {"input": "1"}), ("b", {"input": "2"})]),
+        (
+            "<|call|>a 1<|end_call|><|call|>b 2<|end_call|>",
+            [("a", {"input": "1"}), ("b", {"input": "2"})],
+        ),
         ("<|call|>calculator<|end_call|>", [("calculator", {"input": ""})]),
         ("<|call|> 1+2<|end_call|>", []),
         ("<|call|>calculator 1+2", []),
@@ -108,7 +142,9 @@ def test_arguments_beyond_one_text_are_json(tmp_path):
 
 
 def test_ids_are_the_specials_and_then_the_alphabet(characters):
-    assert [characters.tokenizer.token_to_id(token) for token in (*SPECIALS, *ALPHABET)] == list(range(vocab_size(ALPHABET)))
+    assert [characters.tokenizer.token_to_id(token) for token in (*SPECIALS, *ALPHABET)] == list(
+        range(vocab_size(ALPHABET))
+    )
     assert (PAD_ID, END_ID, characters.stop_token_ids) == (0, 1, [1])
     assert vocab_size("abc") == 11
 
@@ -128,22 +164,34 @@ def test_transformers_reads_the_folder_as_we_do(tmp_path):
         {
             "role": m.role,
             "content": m.content,
-            "tool_calls": [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in m.tool_calls],
+            "tool_calls": [
+                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in m.tool_calls
+            ],
         }
         for m in chat
     ]
     assert theirs.apply_chat_template(plain, tokenize=True, return_dict=False) == ids.tolist()
     assert theirs.decode(ids) == renderer.decode(ids)
-    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (vocab_size(ALPHABET), END_ID, PAD_ID)
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (
+        vocab_size(ALPHABET),
+        END_ID,
+        PAD_ID,
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
         (character_model("abca"), "model.tokenizer.alphabet: 'a' stands in it twice"),
-        (character_model("abc", vocab_size=10), r"model.vocab_size: 10 does not fit the tokenizer; 8 specials \+ 3 characters = 11"),
         (
-            character_model(tokenizer={"kind": "pretrained", "path": "/nowhere", "sha256": "0" * 64}),
+            character_model("abc", vocab_size=10),
+            r"model.vocab_size: 10 does not fit the tokenizer; 8 specials \+ 3 characters = 11",
+        ),
+        (
+            character_model(
+                tokenizer={"kind": "pretrained", "path": "/nowhere", "sha256": "0" * 64}
+            ),
             "there is no tokenizer.json in '/nowhere'",
         ),
     ],
@@ -156,34 +204,68 @@ def test_a_tokenizer_that_cannot_be_is_refused(tmp_path, model, sentence):
 def test_a_text_with_a_token_beyond_the_models_vocabulary_is_refused_and_others_are_not(tmp_path):
     write_tokenizer(character_model("abc"), tmp_path)
     renderer = Renderer(tmp_path, vocab_size=10)
-    assert renderer.prompt([Message("user", "ab")]) == Renderer(tmp_path).prompt([Message("user", "ab")])
-    for refused in (lambda: renderer.prompt([Message("user", "abc")]), lambda: renderer.next_turn([Message("user", "c")])):
+    assert renderer.prompt([Message("user", "ab")]) == Renderer(tmp_path).prompt(
+        [Message("user", "ab")]
+    )
+    for refused in (
+        lambda: renderer.prompt([Message("user", "abc")]),
+        lambda: renderer.next_turn([Message("user", "c")]),
+    ):
         with pytest.raises(
-            OrreryError, match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, which is no row of the model"
+            OrreryError,
+            match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, which is no row of the model",
         ):
             refused()
     with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size: 10"):
-        renderer.examples([("line 3", [Message("user", "a"), Message("assistant", "c")], ())], ("assistant",))
+        renderer.examples(
+            [("line 3", [Message("user", "a"), Message("assistant", "c")], ())], ("assistant",)
+        )
 
 
 def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path):
     source = write_qwen_like(tmp_path / "source")
     digest = sha256_of(list(source.iterdir()))
-    write_tokenizer(character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": digest}), tmp_path / "copy")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
-    assert Renderer(tmp_path / "copy").prompt([Message("user", "hello")]) == Renderer(source).prompt([Message("user", "hello")])
-    with pytest.raises(OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}; write that"):
-        write_tokenizer(character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": "0" * 64}), tmp_path / "not")
+    write_tokenizer(
+        character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": digest}),
+        tmp_path / "copy",
+    )
+    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == {
+        p.name: p.read_bytes() for p in source.iterdir()
+    }
+    assert Renderer(tmp_path / "copy").prompt([Message("user", "hello")]) == Renderer(
+        source
+    ).prompt([Message("user", "hello")])
+    with pytest.raises(
+        OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}; write that"
+    ):
+        write_tokenizer(
+            character_model(
+                tokenizer={"kind": "pretrained", "path": str(source), "sha256": "0" * 64}
+            ),
+            tmp_path / "not",
+        )
     assert not (tmp_path / "not" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
+)
 def test_another_template_or_stop_token_is_another_tokenizer(name, tmp_path):
     source = write_qwen_like(tmp_path / "source")
-    model = character_model(tokenizer={"kind": "pretrained", "path": str(source), "sha256": sha256_of(list(source.iterdir()))})
+    model = character_model(
+        tokenizer={
+            "kind": "pretrained",
+            "path": str(source),
+            "sha256": sha256_of(list(source.iterdir())),
+        }
+    )
     file = source / name
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(OrreryError, match=rf"model\.tokenizer\.sha256 .*{name}.* have {sha256_of(list(source.iterdir()))}; "):
+    with pytest.raises(
+        OrreryError,
+        match=rf"model\.tokenizer\.sha256 .*{name}.* have {sha256_of(list(source.iterdir()))}; ",
+    ):
         write_tokenizer(model, tmp_path / "copy")
 
 
@@ -211,11 +293,17 @@ def test_tokens_that_encoding_would_merge_stay_apart(qwen):
 
 def test_a_turn_cut_by_its_length_is_closed_first(qwen):
     replies = [Message("user", "y")]
-    assert qwen.next_turn(replies, closed=False) == [qwen.stop_token_ids[0], *qwen.next_turn(replies)]
+    assert qwen.next_turn(replies, closed=False) == [
+        qwen.stop_token_ids[0],
+        *qwen.next_turn(replies),
+    ]
 
 
 def test_both_stop_tokens_of_a_pretrained_folder_stop(qwen):
-    assert [qwen.tokenizer.id_to_token(i) for i in qwen.stop_token_ids] == ["<|im_end|>", "<|endoftext|>"]
+    assert [qwen.tokenizer.id_to_token(i) for i in qwen.stop_token_ids] == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
     for stop in qwen.stop_token_ids:
         assert qwen.parse([*qwen.encode("hello"), stop]) == Message("assistant", "hello")
 
@@ -238,19 +326,33 @@ def test_malformed_json_calls_are_text(qwen, text):
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        ("a<|call|>x 1<|end_call|>b<|call|>y <|call|> 2<|end_call|> <|call|>", "ab <|call|>", ["1", "<|call|> 2"]),
-        ("<|end_call|><|call|> 1<|end_call|>\n<|call|>x 2\n3<|end_call|> ", "<|end_call|><|call|> 1<|end_call|>", ["2\n3"]),
+        (
+            "a<|call|>x 1<|end_call|>b<|call|>y <|call|> 2<|end_call|> <|call|>",
+            "ab <|call|>",
+            ["1", "<|call|> 2"],
+        ),
+        (
+            "<|end_call|><|call|> 1<|end_call|>\n<|call|>x 2\n3<|end_call|> ",
+            "<|end_call|><|call|> 1<|end_call|>",
+            ["2\n3"],
+        ),
     ],
 )
-def test_a_call_begins_at_the_first_marker_ends_at_the_next_end_and_leaves_the_rest_as_text(text, content, calls):
+def test_a_call_begins_at_the_first_marker_ends_at_the_next_end_and_leaves_the_rest_as_text(
+    text, content, calls
+):
     rest, found = _take_calls(text, characters=True)
     assert (rest.strip(), [call.arguments["input"] for call in found]) == (content, calls)
 
 
 @pytest.mark.parametrize("opens", ["<|call|>", "<tool_call>"])
 def test_openings_without_an_end_cost_time_in_proportion(opens):
-    few, many = (fastest_s(lambda n=n: _take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000))
-    assert many < 25 * few  # eight times as many; each with a look at the whole rest would be 64 times the time
+    few, many = (
+        fastest_s(lambda n=n: _take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000)
+    )
+    assert (
+        many < 25 * few
+    )  # eight times as many; each with a look at the whole rest would be 64 times the time
 
 
 @pytest.mark.parametrize(
@@ -280,7 +382,10 @@ def test_tools_need_a_format_with_calls(tmp_path):
         "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
     renderer = Renderer(folder)
-    assert renderer.decode(renderer.prompt([Message("user", "x")])) == "<|im_start|>user x<|im_end|><|im_start|>assistant "
+    assert (
+        renderer.decode(renderer.prompt([Message("user", "x")]))
+        == "<|im_start|>user x<|im_end|><|im_start|>assistant "
+    )
     with pytest.raises(OrreryError, match="no tool calls that we can parse"):
         renderer.prompt([Message("user", "x")], [TOOL])
 
@@ -290,7 +395,9 @@ def test_a_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path)
     template = folder / "chat_template.jinja"
     template.write_text("{{- strftime_now('%d %b %Y, %H:%M') + '\\n' }}" + template.read_text())
     renderer = Renderer(folder)
-    assert renderer.decode(renderer.prompt([Message("user", "x")])).startswith("26 Jul 2024, 00:00\n<|im_start|>user\nx")
+    assert renderer.decode(renderer.prompt([Message("user", "x")])).startswith(
+        "26 Jul 2024, 00:00\n<|im_start|>user\nx"
+    )
 
 
 @pytest.mark.parametrize("roles", [["user"], ["assistant"], ["user", "assistant", "user"]])

@@ -13,7 +13,9 @@ INDICES = range(8)
 GARBAGE = ["", " ", "<|user|>", "zzzzzzzzzzzzzzzzzzzz", "\x00", "]" * 500, "0x", "<answer>", "{}"]
 
 kinds = pytest.mark.parametrize("kind", sorted(KINDS))
-learnable = pytest.mark.parametrize("kind", sorted(set(KINDS) - {"lengths"}))  # which measures engines, and rewards noise
+learnable = pytest.mark.parametrize(
+    "kind", sorted(set(KINDS) - {"lengths"})
+)  # which measures engines, and rewards noise
 
 
 def test_every_kind_is_under_contract():
@@ -36,14 +38,21 @@ def test_another_process_sees_the_same_problems(kind):
         "task = make(TaskUse.model_validate_json(sys.argv[1]));"
         f"sys.stdout.buffer.write(msgspec.json.encode([task.problem(i) for i in range({len(INDICES)})]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, task_use(kind).model_dump_json()], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, task_use(kind).model_dump_json()],
+        capture_output=True,
+        check=True,
+    )
     here = make(task_use(kind))
     assert done.stdout == msgspec.json.encode([here.problem(i) for i in INDICES])
 
 
 @kinds
 def test_seeds_give_different_problems(kind):
-    texts = [{make(task_use(kind, seed)).problem(i).messages[-1].content for i in range(40)} for seed in (0, 1)]
+    texts = [
+        {make(task_use(kind, seed)).problem(i).messages[-1].content for i in range(40)}
+        for seed in (0, 1)
+    ]
     assert len(texts[0] & texts[1]) <= 4
 
 

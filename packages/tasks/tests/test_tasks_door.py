@@ -23,19 +23,46 @@ MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
-        (task_use("revers_text"), "task 'it': kind: there is no 'revers_text'; did you mean 'reverse_text'?"),
-        (task_use("quite_else"), "task 'it': kind: there is no 'quite_else'; choose from calculator, few_shot, lengths, "),
-        (task_use("reverse_text", min_lenght=3), "task 'it': args: there is no 'min_lenght'; did you mean 'min_length'?"),
-        (task_use("reverse_text", min_length=0), "task 'it': args.min_length: 0 does not fit: input should be greater than 0"),
-        (task_use("reverse_text", min_length=9), "task 'it': args: max_length 7 is below min_length 9"),
-        (task_use("reverse_text", split="test"), "task 'it': args.split: 'test' does not fit: input should be 'train' or 'held_out'"),
-        (task_use("reverse_text", alphabet="aba"), "task 'it': args: alphabet 'aba' must hold each character once, and no blank"),
-        (task_use("calculator", operators="/"), "task 'it': args.operators: '/' does not fit: string should match pattern '^[-+*]+$'"),
+        (
+            task_use("revers_text"),
+            "task 'it': kind: there is no 'revers_text'; did you mean 'reverse_text'?",
+        ),
+        (
+            task_use("quite_else"),
+            "task 'it': kind: there is no 'quite_else'; choose from calculator, few_shot, lengths, ",
+        ),
+        (
+            task_use("reverse_text", min_lenght=3),
+            "task 'it': args: there is no 'min_lenght'; did you mean 'min_length'?",
+        ),
+        (
+            task_use("reverse_text", min_length=0),
+            "task 'it': args.min_length: 0 does not fit: input should be greater than 0",
+        ),
+        (
+            task_use("reverse_text", min_length=9),
+            "task 'it': args: max_length 7 is below min_length 9",
+        ),
+        (
+            task_use("reverse_text", split="test"),
+            "task 'it': args.split: 'test' does not fit: input should be 'train' or 'held_out'",
+        ),
+        (
+            task_use("reverse_text", alphabet="aba"),
+            "task 'it': args: alphabet 'aba' must hold each character once, and no blank",
+        ),
+        (
+            task_use("calculator", operators="/"),
+            "task 'it': args.operators: '/' does not fit: string should match pattern '^[-+*]+$'",
+        ),
         (
             task_use("reasoning_gym", family="leg_count"),
             "task 'it': args.family: reasoning-gym has no 'leg_count'; did you mean 'leg_counting'?",
         ),
-        (task_use("reasoning_gym", config={"min_word": 3}), "args.config: family spell_backward has no option 'min_word'; did you mean"),
+        (
+            task_use("reasoning_gym", config={"min_word": 3}),
+            "args.config: family spell_backward has no option 'min_word'; did you mean",
+        ),
         (
             task_use("reasoning_gym", config={"min_word_len": 0}),
             "task 'it': args.config: family spell_backward refuses {'min_word_len': 0}",
@@ -51,8 +78,12 @@ def test_a_mistake_is_one_sentence(use, sentence):
 
 def test_a_missing_arg_is_named():
     use = task_use("reverse_text")
-    use = use.model_copy(update={"args": {name: value for name, value in use.args.items() if name != "max_length"}})
-    with pytest.raises(OrreryError, match=r"args.max_length is missing; this task needs alphabet, min_length"):
+    use = use.model_copy(
+        update={"args": {name: value for name, value in use.args.items() if name != "max_length"}}
+    )
+    with pytest.raises(
+        OrreryError, match=r"args.max_length is missing; this task needs alphabet, min_length"
+    ):
         make(use)
 
 
@@ -70,7 +101,9 @@ def install(site: Path, name: str, points: dict[str, str]) -> None:
     info = site / f"{name.replace('-', '_')}-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[orrery.tasks]\n" + "".join(f"{kind} = {value}\n" for kind, value in points.items()))
+    (info / "entry_points.txt").write_text(
+        "[orrery.tasks]\n" + "".join(f"{kind} = {value}\n" for kind, value in points.items())
+    )
 
 
 def test_an_installed_package_adds_a_kind(site):
@@ -87,7 +120,10 @@ def test_an_installed_package_adds_a_kind(site):
 
 def test_a_package_may_not_take_a_kind_that_exists(site):
     install(site, "impostor", {"calculator": "impostor:Calculator"})
-    with pytest.raises(OrreryError, match=r"'calculator' is claimed by orrery\.tasks\.calculator:Calculator and impostor:"):
+    with pytest.raises(
+        OrreryError,
+        match=r"'calculator' is claimed by orrery\.tasks\.calculator:Calculator and impostor:",
+    ):
         make(task_use("reverse_text"))
 
 
@@ -98,11 +134,20 @@ def test_a_package_that_cannot_be_imported_is_named(site):
 
 
 def run_check(*paths: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_the_checked_in_manifests_pass_the_check():
-    every = [path for path in MANIFEST.parent.glob("*.json") if load(path).model.tokenizer.kind == "characters"]  # others are not in git
+    every = [
+        path
+        for path in MANIFEST.parent.glob("*.json")
+        if load(path).model.tokenizer.kind == "characters"
+    ]  # others are not in git
     done = run_check(*sorted(every))
     assert len(every) > 5
     assert done.returncode == 0, done.stderr
@@ -117,7 +162,11 @@ def test_the_checked_in_manifests_pass_the_check():
             '"min_lenght"',
             "error: tasks.train[0]: task 'reverse_text': args: there is no 'min_lenght'; did you mean 'min_length'?",
         ),
-        ('"alphabet": "a', '"alphabet": "\\u00e9a', "error: tasks.train[0]: model.tokenizer.alphabet has no 'é'"),
+        (
+            '"alphabet": "a',
+            '"alphabet": "\\u00e9a',
+            "error: tasks.train[0]: model.tokenizer.alphabet has no 'é'",
+        ),
         ('"max_length": ', '"max_length": 900', "do not fit inference.max_model_len_tokens"),
     ],
 )
@@ -135,14 +184,25 @@ def test_the_check_refuses_what_would_fail_later(tmp_path, before, after, senten
 
 def test_the_check_refuses_evaluation_on_problems_that_are_trained_sft_included():
     manifest = load(MANIFEST)
-    [train], [held_out], warm_start = manifest.tasks.train, manifest.tasks.evaluation, manifest.stages.sft.data.task
+    [train], [held_out], warm_start = (
+        manifest.tasks.train,
+        manifest.tasks.evaluation,
+        manifest.stages.sft.data.task,
+    )
 
     def shown(use: TaskUse) -> TaskUse:
         args = {"kind": use.kind, "args": use.args, "num_examples": 1, "system": None}
         return use.model_copy(update={"kind": "few_shot", "args": args})
 
-    for evaluated, path in ((train, "tasks.train[0]"), (warm_start, "stages.sft.data.task"), (shown(warm_start), "stages.sft.data.task")):
+    for evaluated, path in (
+        (train, "tasks.train[0]"),
+        (warm_start, "stages.sft.data.task"),
+        (shown(warm_start), "stages.sft.data.task"),
+    ):
         tasks = manifest.tasks.model_copy(update={"evaluation": [held_out, evaluated]})
         with pytest.raises(OrreryError) as error:
             check(manifest.model_copy(update={"tasks": tasks}))
-        assert str(error.value) == f"tasks.evaluation[1]: these are the problems of {path}; give it another seed or split"
+        assert (
+            str(error.value)
+            == f"tasks.evaluation[1]: these are the problems of {path}; give it another seed or split"
+        )

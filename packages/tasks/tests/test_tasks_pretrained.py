@@ -15,10 +15,14 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.check import check
 
 ROOT = Path(__file__).parents[3]
-_spec = importlib.util.spec_from_file_location("smollm2", ROOT / "packages" / "models" / "tools" / "smollm2.py")
+_spec = importlib.util.spec_from_file_location(
+    "smollm2", ROOT / "packages" / "models" / "tools" / "smollm2.py"
+)
 smollm2 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(smollm2)
-pytestmark = pytest.mark.skipif(bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}")
+pytestmark = pytest.mark.skipif(
+    bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}"
+)
 
 MANIFEST = load(ROOT / "manifests" / "smollm2_smoke.json")
 uses = pytest.mark.parametrize("use", MANIFEST.tasks.train, ids=lambda use: use.name)
@@ -51,7 +55,9 @@ def plain(messages):
 def test_prompts_are_the_tokens_that_transformers_makes_of_the_chat(renderer, theirs, use):
     for index in range(4):
         messages = make(use).problem(index).messages
-        expected = theirs.apply_chat_template(plain(messages), add_generation_prompt=True, return_dict=False)
+        expected = theirs.apply_chat_template(
+            plain(messages), add_generation_prompt=True, return_dict=False
+        )
         assert renderer.prompt(messages) == expected
 
 
@@ -79,8 +85,14 @@ def test_what_is_sampled_and_appended_over_turns_is_the_whole_chat(renderer, use
 def test_the_manifest_s_tokenizer_is_this_one_and_its_prompts_fit(folder):
     """`check` refuses another digest, and a prompt and a turn that exceed the context."""
     tokenizer = MANIFEST.model.tokenizer.model_copy(update={"path": str(folder)})
-    manifest = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"tokenizer": tokenizer})})
+    manifest = MANIFEST.model_copy(
+        update={"model": MANIFEST.model.model_copy(update={"tokenizer": tokenizer})}
+    )
     assert len(check(manifest)) == 2 * len(MANIFEST.tasks.train)
-    short = manifest.model_copy(update={"model": manifest.model.model_copy(update={"vocab_size": 100})})
-    with pytest.raises(OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size: 100, and the tokenizer makes "):
+    short = manifest.model_copy(
+        update={"model": manifest.model.model_copy(update={"vocab_size": 100})}
+    )
+    with pytest.raises(
+        OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size: 100, and the tokenizer makes "
+    ):
         check(short)

@@ -18,7 +18,9 @@ from orrery.tasks.scorers import Scorers
 from orrery.tasks.task import JudgeBroken
 
 HANGS = "9**9**9**9"
-TASK = task_use("reasoning_gym", family="spiral_matrix", config={})  # its scorer takes an answer that evaluates to the right list as 0.1
+TASK = task_use(
+    "reasoning_gym", family="spiral_matrix", config={}
+)  # its scorer takes an answer that evaluates to the right list as 0.1
 
 
 @pytest.fixture
@@ -38,7 +40,9 @@ def task(kept):
 
 async def said(task, text: str):
     problem = task.problem(0)
-    return await task.judge(problem, [*problem.messages, Message("assistant", text.replace("RIGHT", problem.answer))])
+    return await task.judge(
+        problem, [*problem.messages, Message("assistant", text.replace("RIGHT", problem.answer))]
+    )
 
 
 async def holds(task, expression: str) -> bool:
@@ -52,7 +56,10 @@ async def test_an_answer_that_never_ends_is_worth_nothing_and_the_loop_goes_on(t
     while not scored.done():
         await asyncio.sleep(0.01)
         ticks += 1
-    assert (scored.result().reward, scored.result().metrics) == (0.0, {"exact": 0.0, "unscorable": 1.0})
+    assert (scored.result().reward, scored.result().metrics) == (
+        0.0,
+        {"exact": 0.0, "unscorable": 1.0},
+    )
     assert ticks > 20
     assert (await said(task, "RIGHT")).metrics == {"exact": 1.0, "unscorable": 0.0}
 
@@ -63,7 +70,9 @@ async def test_an_answer_that_exits_ends_nobody_but_its_own_scorer(task, leaves)
     assert (await said(task, "RIGHT")).reward == 1.0
 
 
-async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_more_than_there_may(kept, task):
+async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_more_than_there_may(
+    kept, task
+):
     ended = []
     scored = [asyncio.create_task(said(task, text)) for text in (HANGS, *["RIGHT"] * 20)]
     for number, one in enumerate(scored):
@@ -80,7 +89,9 @@ async def test_the_limit_counts_from_an_answers_turn(kept, task):
     assert [one.reward for one in judged] == [0.0, 1.0]
 
 
-async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(task, monkeypatch, tmp_path):
+async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(
+    task, monkeypatch, tmp_path
+):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MY_PASSWORD", "secret")
     assert await holds(task, "True") and not await holds(task, "False")
@@ -90,12 +101,17 @@ async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(tas
     await said(task, f"open({str(kept)!r}, 'w').write('x' * 100)")
     assert kept.read_text() == ""
     limits = [("AS", 4 * 2**30), ("FSIZE", 0), ("CORE", 0)]
-    assert await holds(task, f"all((r := __import__('resource')).getrlimit(getattr(r, 'RLIMIT_' + n)) == (m, m) for n, m in {limits})")
+    assert await holds(
+        task,
+        f"all((r := __import__('resource')).getrlimit(getattr(r, 'RLIMIT_' + n)) == (m, m) for n, m in {limits})",
+    )
     assert await holds(task, "0 < (r := __import__('resource')).getrlimit(r.RLIMIT_CPU)[0] < 60")
 
 
 async def test_what_a_scorer_prints_is_no_answer_and_what_speaks_in_its_place_is_not_believed(task):
-    assert (await said(task, "[print('[1, 1.0]', flush=True), __import__('os').write(1, b'[1, 1.0]')]")).reward == 0.0
+    assert (
+        await said(task, "[print('[1, 1.0]', flush=True), __import__('os').write(1, b'[1, 1.0]')]")
+    ).reward == 0.0
     for descriptor in range(16):  # wherever its scorer answers
         forged = await said(task, f"[__import__('os').write({descriptor}, b'[7777, 1.0]\\n')]")
         assert forged.metrics["exact"] == 0.0
@@ -121,12 +137,19 @@ async def test_what_an_answer_starts_ends_with_it(kept, task):
     assert psutil.Process(kept._idle[0].process.pid).children(recursive=True) == []
 
 
-@pytest.mark.parametrize(("signal", "how"), [("SIGKILL", "ended, or said"), ("SIGSTOP", "stood still")])
-async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_rollout_and_is_no_zero(kept, task, monkeypatch, signal, how):
+@pytest.mark.parametrize(
+    ("signal", "how"), [("SIGKILL", "ended, or said"), ("SIGSTOP", "stood still")]
+)
+async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_rollout_and_is_no_zero(
+    kept, task, monkeypatch, signal, how
+):
     monkeypatch.setattr(scorers, "SLACK_S", 0.5)
     await said(task, "RIGHT")
     with pytest.raises(OrreryError, match=how):
-        await said(task, f"[(o := __import__('os')).kill(o.getppid(), __import__('signal').{signal}), __import__('time').sleep(60)]")
+        await said(
+            task,
+            f"[(o := __import__('os')).kill(o.getppid(), __import__('signal').{signal}), __import__('time').sleep(60)]",
+        )
     assert kept._idle == [] and (await said(task, "RIGHT")).reward == 1.0
 
 
@@ -166,15 +189,21 @@ found = any(bytes.fromhex(HALF) + bytes.fromhex(OTHER) in each for each in seen(
 
 @pytest.mark.parametrize("asks_as", ["whoever tests", "an ordinary user"])
 @pytest.mark.parametrize("through", ["itself", "a program that it starts"])
-def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables_nor_in_memory(through, asks_as, tmp_path):
+def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables_nor_in_memory(
+    through, asks_as, tmp_path
+):
     """The answer holds the token in two parts, so that it does not find itself."""
     token = "5ca1ab1e0ddba11"
-    reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace("OTHER", repr(token[7:].encode().hex()))
+    reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace(
+        "OTHER", repr(token[7:].encode().hex())
+    )
     reads = reads.replace("LAST", "3" if through == "itself" else "4")
     found = f"(names := {{}}, exec({reads!r}, names), names['found'])[2]"
     if through != "itself":
         program = [sys.executable, "-c", f"{reads}print(found)"]
-        found = f"__import__('subprocess').run({program!r}, capture_output=True).stdout != b'False\\n'"
+        found = (
+            f"__import__('subprocess').run({program!r}, capture_output=True).stdout != b'False\\n'"
+        )
     (tmp_path / "answer").write_text(f"RIGHT if {found} else []")
     code = f"""
 import asyncio
@@ -195,16 +224,28 @@ async def main():
 asyncio.run(main())
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ORRERY_TOKEN_FILE": "-"}
-    asks = subprocess.run([sys.executable, "-c", code], input=token, env=environment, capture_output=True, text=True, timeout=120)
+    asks = subprocess.run(
+        [sys.executable, "-c", code],
+        input=token,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert asks.stdout == "[0.0, 0.1]\n", asks.stderr
 
 
-async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(kept, task, monkeypatch, tmp_path):
+async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
+    kept, task, monkeypatch, tmp_path
+):
     module = "from reasoning_gym.algorithmic.spiral_matrix import SpiralMatrixDataset as S\nS.score_answer = lambda *_: 1.0\n"
     (tmp_path / "sitecustomize.py").write_text(module)
     with monkeypatch.context() as broken:
         broken.syspath_prepend(tmp_path)
-        with pytest.raises(JudgeBroken, match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0; rewards since"):
+        with pytest.raises(
+            JudgeBroken,
+            match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0; rewards since",
+        ):
             await said(task, "RIGHT")
     assert (await said(task, "RIGHT")).reward == 1.0
 
@@ -221,7 +262,9 @@ async def test_known_answers_come_again_after_so_many(kept, task, monkeypatch):
 
 async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_next(task):
     await said(task, "RIGHT")
-    given_up = asyncio.create_task(said(task, "[__import__('time').sleep(0.5)] and 'RIGHT'.split()"))
+    given_up = asyncio.create_task(
+        said(task, "[__import__('time').sleep(0.5)] and 'RIGHT'.split()")
+    )
     await asyncio.sleep(0.1)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -247,7 +290,9 @@ async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
     assert (await said(task, "RIGHT")).reward == 1.0
 
 
-def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_group_do_not_end_them(kept, task):
+def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_group_do_not_end_them(
+    kept, task
+):
     assert asyncio.run(said(task, "RIGHT")).reward == 1.0
     [scorer] = kept._idle
     for number in (15, 2, 10):
@@ -258,7 +303,10 @@ def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_g
 
 async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OrreryError, match="the process that scores answers did not start: what it said of it stands above in this log"):
+    with pytest.raises(
+        OrreryError,
+        match="the process that scores answers did not start: what it said of it stands above in this log",
+    ):
         await said(task, "RIGHT")
     monkeypatch.undo()
     monkeypatch.setattr(scorers, "START_S", 0.001)
@@ -267,7 +315,9 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
-def test_a_family_that_orders_words_by_their_hashes_is_scored_on_its_own_problem_or_not_at_all(seed):
+def test_a_family_that_orders_words_by_their_hashes_is_scored_on_its_own_problem_or_not_at_all(
+    seed,
+):
     code = """
 import asyncio
 from task_chats import task_use
@@ -284,8 +334,13 @@ except OrreryError as error:
 """
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
-    expected = {"0": "1.0\n", "1": "family polynomial_multiplication: another process makes another problem of seed "}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    expected = {
+        "0": "1.0\n",
+        "1": "family polynomial_multiplication: another process makes another problem of seed ",
+    }
     assert said.startswith(expected[seed])
 
 
@@ -299,7 +354,9 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     try:
         limit_s = time.monotonic() + 60
         while not (found := psutil.Process(parent.pid).children()) or not _is_limited(found[0].pid):

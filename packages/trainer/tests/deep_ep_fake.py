@@ -32,23 +32,57 @@ class Buffer:
     def get_dispatch_layout(self, topk_idx, num_experts):
         owner = topk_idx // (num_experts // self.size)
         is_in_rank = torch.stack([(owner == rank).any(1) for rank in range(self.size)], dim=1)
-        return is_in_rank.sum(0), None, torch.bincount(topk_idx.flatten(), minlength=num_experts), is_in_rank, None
+        return (
+            is_in_rank.sum(0),
+            None,
+            torch.bincount(topk_idx.flatten(), minlength=num_experts),
+            is_in_rank,
+            None,
+        )
 
-    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, is_token_in_rank=None, num_tokens_per_expert=None, **_):
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        topk_idx=None,
+        topk_weights=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        **_,
+    ):
         if handle is not None:
-            return torch.cat(self._trade([x[tokens] for tokens in handle[0]])), None, None, None, None, None
+            return (
+                torch.cat(self._trade([x[tokens] for tokens in handle[0]])),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
         num_local = len(num_tokens_per_expert) // self.size
         sent = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.size)]
         parcels = []
         for rank, tokens in enumerate(sent):
             here = topk_idx[tokens] // num_local == rank
             parcels.append(
-                (x[tokens], torch.where(here, topk_idx[tokens] % num_local, -1), torch.where(here, topk_weights[tokens], 0), len(tokens))
+                (
+                    x[tokens],
+                    torch.where(here, topk_idx[tokens] % num_local, -1),
+                    torch.where(here, topk_weights[tokens], 0),
+                    len(tokens),
+                )
             )
         rows, experts, scores, counts = zip(*self._trade(parcels), strict=True)
         experts = torch.cat(experts)
         per_expert = torch.bincount(experts[experts >= 0], minlength=num_local).tolist()
-        return torch.cat(rows), experts, torch.cat(scores), per_expert, (sent, list(counts), len(x)), None
+        return (
+            torch.cat(rows),
+            experts,
+            torch.cat(scores),
+            per_expert,
+            (sent, list(counts), len(x)),
+            None,
+        )
 
     def combine(self, x, handle, topk_weights=None):
         sent, counts, num_tokens = handle

@@ -26,7 +26,15 @@ from orrery.trainer.optim import Optimizer, gradient_norm, make_optimizer
 from orrery.trainer.parallel.world import World
 
 ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-MUON = {"kind": "muon", "lr": 2e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "num_newton_schulz_steps": 5, "rest": ADAMW}
+MUON = {
+    "kind": "muon",
+    "lr": 2e-2,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 0.1,
+    "num_newton_schulz_steps": 5,
+    "rest": ADAMW,
+}
 SPECS = {
     "adamw": ADAMW,
     "muon": MUON,
@@ -73,14 +81,22 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def take_steps(toy: nn.Module, optimizer: Optimizer, steps: list[int], divisor: float | None = None, prefetch: bool = False) -> None:
+def take_steps(
+    toy: nn.Module,
+    optimizer: Optimizer,
+    steps: list[int],
+    divisor: float | None = None,
+    prefetch: bool = False,
+) -> None:
     for step in steps:
         whole = gradients(step)
         for name, weight in toy.named_parameters():
             weight.grad = like(weight, whole[name])
         if prefetch:
             optimizer.prefetch()
-        optimizer.step(None if divisor is None else torch.tensor(divisor, device=next(toy.parameters()).device))
+        optimizer.step(
+            None if divisor is None else torch.tensor(divisor, device=next(toy.parameters()).device)
+        )
         optimizer.zero_grad()
 
 
@@ -89,14 +105,30 @@ def like(weight: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return whole.to(weight.device, copy=True)
     part = whole[tuple(slice(start, stop) for start, stop in local_box(weight))].clone()
-    return DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        part,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
-def sharded(toy: Toy, mesh: DeviceMesh, placements: list[Placement], experts: tuple[DeviceMesh, list[Placement]] | None = None) -> Toy:
+def sharded(
+    toy: Toy,
+    mesh: DeviceMesh,
+    placements: list[Placement],
+    experts: tuple[DeviceMesh, list[Placement]] | None = None,
+) -> Toy:
     for name, weight in list(toy.named_parameters()):
         owner = toy.get_submodule(name.rpartition(".")[0])
         on, how = experts if experts is not None and "experts" in name else (mesh, placements)
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(distribute_tensor(weight.detach(), on, how)))
+        setattr(
+            owner,
+            name.rpartition(".")[2],
+            nn.Parameter(distribute_tensor(weight.detach(), on, how)),
+        )
     return toy
 
 
@@ -105,7 +137,9 @@ def fully_sharded(mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_fsdp_mesh: Devic
     toy = Toy()
     experts = toy.get_submodule("layers.0.mlp.experts")
     for name, weight in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(weight.detach(), ep_mesh, [Shard(0)])))
+        setattr(
+            experts, name, nn.Parameter(distribute_tensor(weight.detach(), ep_mesh, [Shard(0)]))
+        )
     fully_shard(experts, mesh=expert_fsdp_mesh)
     fully_shard(toy, mesh=mesh)
     return toy
@@ -116,7 +150,9 @@ def layouts() -> dict[str, Toy | None]:
     four, two = DeviceMesh("cpu", list(range(4))), DeviceMesh("cpu", [0, 1])
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     expert_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_fsdp", "ep"))
-    repeated_experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "expert_fsdp", "ep"))
+    repeated_experts = init_device_mesh(
+        "cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "expert_fsdp", "ep")
+    )
     halves = sharded(Toy(), two, [Shard(0)]) if dist.get_rank() < 2 else None
     lora = sharded(Toy(), four, [Shard(0)])
     for name, weight in lora.named_parameters():
@@ -140,7 +176,12 @@ def try_layout(toy: Toy, world: World) -> dict:
     for name, weight in toy.named_parameters():
         weight.grad = like(weight, gradients(1)[name]) if weight.requires_grad else None
     norm = gradient_norm(toy.parameters(), world)
-    answer: dict = {"norm": norm.item(), "empty": [name for name, weight in toy.named_parameters() if not local_tensor(weight).numel()]}
+    answer: dict = {
+        "norm": norm.item(),
+        "empty": [
+            name for name, weight in toy.named_parameters() if not local_tensor(weight).numel()
+        ],
+    }
     start = {name: local_tensor(weight).detach().clone() for name, weight in toy.named_parameters()}
     for kind in SPECS:
         alone = Toy()
@@ -155,14 +196,18 @@ def try_layout(toy: Toy, world: World) -> dict:
                 for weight, whole in zip(toy.parameters(), alone.parameters(), strict=True)
                 if weight.requires_grad and local_tensor(weight).numel()
             ]
-            answer[f"{kind}{', offloaded' if offload else ''}"] = torch.stack(errors).max().item() if errors else 0.0  # NaN where one is
+            answer[f"{kind}{', offloaded' if offload else ''}"] = (
+                torch.stack(errors).max().item() if errors else 0.0
+            )  # NaN where one is
     return answer
 
 
 def run_rank(folder: Path, size: int, rank: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     world = World(rank, size, torch.device("cpu"), DeviceMesh("cpu", list(range(size))))
     answers = {name: try_layout(toy, world) for name, toy in layouts().items() if toy is not None}
     dist.barrier()
@@ -173,7 +218,10 @@ def run_rank(folder: Path, size: int, rank: int) -> None:
 def main() -> None:
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
     # Forked, so that imports, by far the longest part, are done once; nothing has begun a thread yet.
-    ranks = [multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, size, rank)) for rank in range(size)]
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, size, rank))
+        for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -183,8 +231,18 @@ def main() -> None:
 
 def run_ranks(folder: Path, size: int) -> list[dict[str, dict]]:
     """Every rank's answers; fails with the stderr of ranks that failed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, __file__, str(folder), str(size)], capture_output=True, text=True, env=environment, timeout=110)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), str(size)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=110,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(size)]
 

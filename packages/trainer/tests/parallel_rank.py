@@ -26,7 +26,20 @@ from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack
 
-LENGTHS = (1, 2, 3, 21, 5, 8, 1, 13, 17, 2, 9, 30) * 2  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
+LENGTHS = (
+    1,
+    2,
+    3,
+    21,
+    5,
+    8,
+    1,
+    13,
+    17,
+    2,
+    9,
+    30,
+) * 2  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
 CANARY = (9, 11, 8, 14, 10, 12, 13)
 MAX_TOKENS = 30  # so that every rank of every layout has more than one micro-batch
 
@@ -84,15 +97,24 @@ def exchanges(world: World) -> dict[str, list]:
         inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
         out = make_exchange(kind, group, num_experts)(*inputs, choice, experts)
         (out * torch.arange(1.0, 7.0)).sum().backward()
-        seen[kind] = [tensor.tolist() for tensor in (out, *(leaf.grad for leaf in (*inputs, *experts.parameters())))]
+        seen[kind] = [
+            tensor.tolist()
+            for tensor in (out, *(leaf.grad for leaf in (*inputs, *experts.parameters())))
+        ]
     return seen
 
 
 def main() -> None:
     folder, port, num_ranks, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    cases = {name: (fields, manifest(**fields).trainer) for name, fields in json.loads((folder / "cases.json").read_text()).items()}
+    cases = {
+        name: (fields, manifest(**fields).trainer)
+        for name, fields in json.loads((folder / "cases.json").read_text()).items()
+    }
     activation_offload.apply.__defaults__ = (64,)  # bytes: what these blocks keep is small
-    store, answers = dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, wait_for_workers=False), {}
+    store, answers = (
+        dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, wait_for_workers=False),
+        {},
+    )
     for size in (4, 2, 1):
         part, place = divmod(rank, size)
         mine = [name for name, (_, trainer) in cases.items() if trainer.mesh.world_size == size]
@@ -105,7 +127,9 @@ def main() -> None:
                 try:
                     answers[name] = do(name, cases[name][0], folder, world)
                 except BaseException as error:
-                    error.add_note(f"in the case {name}")  # the last that is said, of which only the end is shown
+                    error.add_note(
+                        f"in the case {name}"
+                    )  # the last that is said, of which only the end is shown
                     raise
             if size == 4:
                 answers["exchanges"] = exchanges(world)

@@ -41,9 +41,14 @@ class Later:
         self.wait = finish
 
 
-def _all_to_all_single(output, tensor, output_sizes=None, input_sizes=None, group=None, async_op=False):
+def _all_to_all_single(
+    output, tensor, output_sizes=None, input_sizes=None, group=None, async_op=False
+):
     size = group.size()
-    leaving, arriving = (x.split(sizes or [len(x) // size] * size) for x, sizes in ((tensor, input_sizes), (output, output_sizes)))
+    leaving, arriving = (
+        x.split(sizes or [len(x) // size] * size)
+        for x, sizes in ((tensor, input_sizes), (output, output_sizes))
+    )
     for target, part in enumerate(leaving):
         group.send(target, "all_to_all", part)
 
@@ -71,7 +76,9 @@ def install(monkeypatch):
     isend = dist.isend
 
     def operation(call, tensor, peer, group, tag):
-        return SimpleNamespace(is_send=call is isend, tensor=tensor, peer=peer, group=group, tag=tag)
+        return SimpleNamespace(
+            is_send=call is isend, tensor=tensor, peer=peer, group=group, tag=tag
+        )
 
     monkeypatch.setattr(dist, "P2POp", operation)
     monkeypatch.setattr(dist, "batch_isend_irecv", _batch_isend_irecv)
@@ -81,7 +88,12 @@ def install(monkeypatch):
 
 def on_ranks(size, work):
     """Run `work(group)` on each of `size` ranks; return the results."""
-    keys = [(source, target, tag) for source in range(size) for target in range(size) for tag in ("all_to_all", 0, 1)]
+    keys = [
+        (source, target, tag)
+        for source in range(size)
+        for target in range(size)
+        for tag in ("all_to_all", 0, 1)
+    ]
     boxes = {key: queue.SimpleQueue() for key in keys}
 
     def run(rank):

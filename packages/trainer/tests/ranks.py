@@ -18,7 +18,12 @@ GRACE_S = 5.0  # for others that fail of the same cause to say so
 
 def be(module: ModuleType, words: list[str], rank: int) -> None:
     for number, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(Path(words[0]) / f"rank_{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(
+            os.open(
+                Path(words[0]) / f"rank_{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            ),
+            number,
+        )
     sys.argv = [module.__name__, *words, str(rank)]
     module.main()
     sys.stdout.flush()
@@ -27,7 +32,10 @@ def be(module: ModuleType, words: list[str], rank: int) -> None:
 def main() -> None:
     module, words = importlib.import_module(sys.argv[1]), sys.argv[2:]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=be, args=(module, words, rank), daemon=True) for rank in range(int(words[-1]))]
+    ranks = [
+        context.Process(target=be, args=(module, words, rank), daemon=True)
+        for rank in range(int(words[-1]))
+    ]
     for rank in ranks:
         rank.start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and daemons end with their parent

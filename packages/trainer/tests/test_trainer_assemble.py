@@ -16,16 +16,28 @@ from orrery.trainer import assemble
 from orrery.trainer.parallel.world import World
 
 
-@pytest.mark.parametrize(("error", "dissolves"), [(None, True), (WoundDown(3), True), (RunFailed("alone"), False), (SystemExit(1), False)])
+@pytest.mark.parametrize(
+    ("error", "dissolves"),
+    [(None, True), (WoundDown(3), True), (RunFailed("alone"), False), (SystemExit(1), False)],
+)
 def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     dissolved = []
     monkeypatch.setattr(assemble, "pulse", lambda me, device: nullcontext())
-    monkeypatch.setattr(assemble, "form", lambda mesh, rank, device, store: World(rank, 1, torch.device("cpu"), None))
+    monkeypatch.setattr(
+        assemble,
+        "form",
+        lambda mesh, rank, device, store: World(rank, 1, torch.device("cpu"), None),
+    )
     monkeypatch.setattr(assemble, "dissolve", dissolved.append)
     me = SimpleNamespace(
-        manifest=manifest(), index=0, health=SimpleNamespace(doing=lambda what: None, waiting=lambda *_, **__: nullcontext())
+        manifest=manifest(),
+        index=0,
+        health=SimpleNamespace(doing=lambda what: None, waiting=lambda *_, **__: nullcontext()),
     )
-    with pytest.raises(type(error)) if error is not None else nullcontext(), assemble.assemble_world(me):
+    with (
+        pytest.raises(type(error)) if error is not None else nullcontext(),
+        assemble.assemble_world(me),
+    ):
         if error is not None:
             raise error
     assert bool(dissolved) == dissolves
@@ -56,10 +68,16 @@ def test_versions_that_do_not_fit_end_the_rl_stage_before_it_loads_weights(
     spec = manifest(stages={"rl": {"num_steps": num_steps}}, transport=transport)
     assert spec.orchestrator.max_batches_ahead == 1
     write_initial(spec.model, tmp_path, torch.float32)
-    free_bytes = room_for * sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    free_bytes = room_for * sum(
+        tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values()
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
     monkeypatch.setattr(assemble, "assemble_learner", loads)
     me = SimpleNamespace(manifest=spec, stage="rl", run_dir=tmp_path)
-    refused = pytest.raises(OrreryError, match=r"transport\.weights: 'files'") if is_refused else pytest.raises(Loads)
+    refused = (
+        pytest.raises(OrreryError, match=r"transport\.weights: 'files'")
+        if is_refused
+        else pytest.raises(Loads)
+    )
     with refused, assemble.assemble_rl(me, World(rank, 2, torch.device("cpu"), None)):
         pass

@@ -21,7 +21,15 @@ from orrery.models.flops import true_work
 from orrery.trainer import host_copy
 from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench import rank as bench_rank
-from orrery.trainer.bench.__main__ import check_devices, chosen, find, float32_bytes, measure, parser, words
+from orrery.trainer.bench.__main__ import (
+    check_devices,
+    chosen,
+    find,
+    float32_bytes,
+    measure,
+    parser,
+    words,
+)
 from orrery.trainer.bench.batches import balanced_experts, micro_batches
 from orrery.trainer.bench.expected import RATES, expected
 from orrery.trainer.bench.host_copies import host_copies
@@ -35,25 +43,45 @@ MOE = {**trainer_cases.MOE, "num_experts": 8}
 
 
 def test_fewer_devices_shrink_the_shards_and_the_experts_with_them_and_are_named():
-    asked = request(manifest(mesh={"dp_shard": 4, "cp": 2, "ep": 8}, model={"family": "qwen3_moe", "moe": MOE}), Options(devices=4))
+    asked = request(
+        manifest(mesh={"dp_shard": 4, "cp": 2, "ep": 8}, model={"family": "qwen3_moe", "moe": MOE}),
+        Options(devices=4),
+    )
     assert (asked.num_devices, asked.trainer.mesh.dp_shard, asked.trainer.mesh.ep) == (4, 2, 4)
     assert asked.overrides == {"trainer.mesh.dp_shard": [4, 2], "trainer.mesh.ep": [8, 4]}
-    with pytest.raises(OrreryError, match=r"--devices: 3 is no multiple of dp_replicate·cp = 2; choose from 2, 4"):
+    with pytest.raises(
+        OrreryError, match=r"--devices: 3 is no multiple of dp_replicate·cp = 2; choose from 2, 4"
+    ):
         request(manifest(mesh={"cp": 2}), Options(devices=3))
 
 
 def test_a_mesh_that_was_asked_for_is_taken_or_refused():
     spec = manifest(mesh={"dp_shard": 4, "ep": 2}, model={"family": "qwen3_moe", "moe": MOE})
     for mesh, devices, sentence in (
-        ('{"ep": 4}', 2, r"trainer\.mesh\.ep 4 does not divide dp_shard·cp = 2; choose from \[1, 2\]"),
-        ('{"dp_shard": 2}', 1, r"trainer\.mesh\.dp_shard 2: --devices 1 leaves it 1; leave out dp_shard, or --devices"),
+        (
+            '{"ep": 4}',
+            2,
+            r"trainer\.mesh\.ep 4 does not divide dp_shard·cp = 2; choose from \[1, 2\]",
+        ),
+        (
+            '{"dp_shard": 2}',
+            1,
+            r"trainer\.mesh\.dp_shard 2: --devices 1 leaves it 1; leave out dp_shard, or --devices",
+        ),
     ):
         with pytest.raises(OrreryError, match=f"^{sentence}$"):
             request(spec, Options(mesh=mesh, devices=devices))
-        whole = {**spec.trainer.mesh.model_dump(mode="json"), "dp_shard": devices, **json.loads(mesh)}
+        whole = {
+            **spec.trainer.mesh.model_dump(mode="json"),
+            "dp_shard": devices,
+            **json.loads(mesh),
+        }
         with pytest.raises(OrreryError, match=f"^{sentence}$"):
             request(spec, Options(trainer=json.dumps({"mesh": whole}), devices=devices))
-    assert request(spec, Options(mesh='{"cp": 2}', devices=2)).overrides == {"trainer.mesh.dp_shard": [4, 1], "trainer.mesh.cp": [1, 2]}
+    assert request(spec, Options(mesh='{"cp": 2}', devices=2)).overrides == {
+        "trainer.mesh.dp_shard": [4, 1],
+        "trainer.mesh.cp": [1, 2],
+    }
 
 
 def test_what_is_named_as_changed_is_what_runs():
@@ -65,48 +93,109 @@ def test_what_is_named_as_changed_is_what_runs():
         8,
         {"inference.max_model_len_tokens": [min(most, spec.inference.max_model_len_tokens), 8]},
     )
-    twice = request(spec, Options(memory='{"max_tokens_per_micro_batch": 16}', tokens_per_micro_batch=2 * most))
-    assert twice.tokens_per_micro_batch == twice.trainer.memory.max_tokens_per_micro_batch == 2 * most
+    twice = request(
+        spec, Options(memory='{"max_tokens_per_micro_batch": 16}', tokens_per_micro_batch=2 * most)
+    )
+    assert (
+        twice.tokens_per_micro_batch == twice.trainer.memory.max_tokens_per_micro_batch == 2 * most
+    )
     assert twice.overrides["trainer.memory.max_tokens_per_micro_batch"] == [most, 2 * most]
-    same = json.dumps({"compile": spec.trainer.compile, "fsdp": spec.trainer.fsdp.model_dump(mode="json")})
-    assert request(spec, Options(trainer=same, memory=f'{{"max_tokens_per_micro_batch": {most}}}', loss="sft")).overrides == {}
+    same = json.dumps(
+        {"compile": spec.trainer.compile, "fsdp": spec.trainer.fsdp.model_dump(mode="json")}
+    )
+    assert (
+        request(
+            spec,
+            Options(trainer=same, memory=f'{{"max_tokens_per_micro_batch": {most}}}', loss="sft"),
+        ).overrides
+        == {}
+    )
 
 
 def test_an_option_that_the_schema_refuses_is_one_sentence():
     with pytest.raises(OrreryError, match=r"--memory: .*activation_offlod"):
         request(manifest(), Options(memory='{"activation_offlod": true}'))
     changed = request(manifest(), Options(memory='{"activation_offload": true}'))
-    assert changed.trainer.memory.activation_offload and list(changed.overrides) == ["trainer.memory.activation_offload"]
+    assert changed.trainer.memory.activation_offload and list(changed.overrides) == [
+        "trainer.memory.activation_offload"
+    ]
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "variable"])
 def test_every_micro_batch_is_full_and_repeats(lengths):
-    asked = request(manifest(), Options(lengths=lengths, micro_batches=3, tokens_per_micro_batch=60, document_tokens=16))
+    asked = request(
+        manifest(),
+        Options(lengths=lengths, micro_batches=3, tokens_per_micro_batch=60, document_tokens=16),
+    )
     batches = micro_batches(asked, 2, 1)
-    assert [batch.num_tokens for batch in batches] == [60] * 3 and max(batch.lengths.max() for batch in batches) <= 16
-    assert (len({*np.concatenate([batch.lengths[:-1] for batch in batches])}) > 1) == (lengths == "variable")
+    assert [batch.num_tokens for batch in batches] == [60] * 3 and max(
+        batch.lengths.max() for batch in batches
+    ) <= 16
+    assert (len({*np.concatenate([batch.lengths[:-1] for batch in batches])}) > 1) == (
+        lengths == "variable"
+    )
     again, other = micro_batches(asked, 2, 1), micro_batches(asked, 2, 0)
     assert (again[0].token["token_id"] == batches[0].token["token_id"]).all()
     assert not (other[0].token["token_id"] == batches[0].token["token_id"]).all()
 
 
-GEMMA = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
+GEMMA = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "family": "hugging_face",
+    "hf_config": trainer_cases.GEMMA2,
+}
 
 
 def test_micro_batches_of_a_model_that_pads_are_full_with_their_padding():
-    asked = request(manifest(model=GEMMA), Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16))
+    asked = request(
+        manifest(model=GEMMA),
+        Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16),
+    )
     for batch in micro_batches(asked, 2, 1):
         assert 30 < len(batch.lengths) * batch.lengths.max() <= 60
 
 
 def measured(model, lengths):
     """The report of a step of 2 s that computed documents of these lengths."""
-    options = Options(device="cpu", lengths="variable", steps=1, warmup=1, tokens_per_micro_batch=60, document_tokens=16)
+    options = Options(
+        device="cpu",
+        lengths="variable",
+        steps=1,
+        warmup=1,
+        tokens_per_micro_batch=60,
+        document_tokens=16,
+    )
     step = {"step_s": 2.0, "lengths": lengths, "metrics": {}}
-    bytes_of = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "allocated_bytes", "num_allocation_retries"), 0)
-    counted = {"num_parameters": 1, "num_trained_parameters": 1, "device": "cpu", "device_bytes": 1 << 30, "build_s": 1.0}
-    phase = {"by_kind": dict.fromkeys(phases.KINDS, 0.0), "by_pass": {}, "step_s": 2.0, "communication_total_s": 0.0}
-    read = {"memory": bytes_of, "memory_before_steps": bytes_of, "clocks": {}, "phases": phase, "host_copies": {}}
+    bytes_of = dict.fromkeys(
+        (
+            "peak_allocated_bytes",
+            "peak_reserved_bytes",
+            "allocated_bytes",
+            "num_allocation_retries",
+        ),
+        0,
+    )
+    counted = {
+        "num_parameters": 1,
+        "num_trained_parameters": 1,
+        "device": "cpu",
+        "device_bytes": 1 << 30,
+        "build_s": 1.0,
+    }
+    phase = {
+        "by_kind": dict.fromkeys(phases.KINDS, 0.0),
+        "by_pass": {},
+        "step_s": 2.0,
+        "communication_total_s": 0.0,
+    }
+    read = {
+        "memory": bytes_of,
+        "memory_before_steps": bytes_of,
+        "clocks": {},
+        "phases": phase,
+        "host_copies": {},
+    }
     answer = {"steps": [step], "warmup": [step], **counted, **read}
     return report.result(request(manifest(model=model), options), [answer], {}, 1.0)
 
@@ -115,7 +204,9 @@ def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
     lengths = [10, 3, 2]
     padded, packed = measured(GEMMA, lengths), measured({}, lengths)
     assert (padded["tokens_per_s_per_device"], padded["tokens_per_step"]) == (7.5, 15)
-    assert packed["true_flops_per_token"] == pytest.approx(true_work(manifest().model, lengths, False).total / 15)
+    assert packed["true_flops_per_token"] == pytest.approx(
+        true_work(manifest().model, lengths, False).total / 15
+    )
 
 
 def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monkeypatch, capsys):
@@ -124,7 +215,9 @@ def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monk
         found = measured(model, [10, 3, 2])
         assert {found[key] is not None for key in (*report.WORK, "expected_s")} == {counted}
         report.show(found)
-        assert ("operations of this family are not counted" in capsys.readouterr().out) == (not counted)
+        assert ("operations of this family are not counted" in capsys.readouterr().out) == (
+            not counted
+        )
 
 
 @pytest.mark.parametrize(("loss", "trained"), [("sft", ("cross_entropy",)), ("rl", COMPONENTS)])
@@ -142,7 +235,15 @@ def test_balanced_routing_gives_every_expert_equally_many_different_tokens():
 
 
 def _event(cat, name, begin, duration, tid=1, **args):
-    return {"ph": "X", "cat": cat, "name": name, "ts": float(begin), "dur": float(duration), "tid": tid, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": float(begin),
+        "dur": float(duration),
+        "tid": tid,
+        "args": args,
+    }
 
 
 def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communication():
@@ -155,7 +256,14 @@ def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communi
         _event("cuda_runtime", "cuLaunchKernelEx", 12, 1, tid=2, correlation=3),
         _event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=4),
         _event("cuda_runtime", "cudaMemcpyAsync", 6, 1, correlation=5),
-        _event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 10, 20, tid=7, correlation=1),
+        _event(
+            "kernel",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop",
+            10,
+            20,
+            tid=7,
+            correlation=1,
+        ),
         _event("kernel", "ncclDevKernel_AllGather_RING_LL", 20, 30, tid=8, correlation=2),
         _event("kernel", "nvjet_tst_128x256_64x4_2x1_v_bz_TNT", 40, 20, tid=7, correlation=3),
         _event("kernel", "triton_poi_fused_mm_silu_0", 50, 20, tid=9, correlation=4),
@@ -163,13 +271,27 @@ def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communi
     ]
     found = phases.divide(events, "orrery.step")
     micro = {kind: round(seconds * 1e6, 6) for kind, seconds in found.by_kind.items() if seconds}
-    assert micro == {"attention": 20, "communication": 10, "dense products": 15, "elementwise": 15, "copies": 5, "idle": 35}
-    assert found.step_s == pytest.approx(100e-6) and found.communication_total_s == pytest.approx(30e-6)
-    assert set(found.by_pass["backward"]) == {"dense products"} and "attention" in found.by_pass["forward"]
+    assert micro == {
+        "attention": 20,
+        "communication": 10,
+        "dense products": 15,
+        "elementwise": 15,
+        "copies": 5,
+        "idle": 35,
+    }
+    assert found.step_s == pytest.approx(100e-6) and found.communication_total_s == pytest.approx(
+        30e-6
+    )
+    assert (
+        set(found.by_pass["backward"]) == {"dense products"}
+        and "attention" in found.by_pass["forward"]
+    )
 
 
 def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
-    copies = "void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<2>, CopyFunctor"
+    copies = (
+        "void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<2>, CopyFunctor"
+    )
     events = [
         _event("user_annotation", "orrery.step", 0, 100),
         _event("user_annotation", "FSDP::pre_forward (layers.0)", 0, 10),
@@ -198,8 +320,16 @@ def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
             "grouped products",
         ),
         ("sm90_xmma_gemm_bf16", ("orrery::grouped_matmul",), "grouped products"),
-        ("sm90_xmma_gemm_bf16", ("autograd::engine::evaluate_function: _ChunkedTokenLogprobBackward",), "lm head"),
-        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", (), "sharding copies"),
+        (
+            "sm90_xmma_gemm_bf16",
+            ("autograd::engine::evaluate_function: _ChunkedTokenLogprobBackward",),
+            "lm head",
+        ),
+        (
+            "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel",
+            (),
+            "sharding copies",
+        ),
         ("void at::native::elementwise_kernel", ("FSDP::all_gather_copy_out",), "sharding copies"),
         (
             "void at::native::multi_tensor_apply_kernel<CopyFunctor",
@@ -224,7 +354,11 @@ def test_host_operators_count_the_time_outside_of_others():
         _event("cpu_op", "aten::mm", 20, 30),
         _event("cpu_op", "aten::add", 50, 10),  # begins where its neighbour ends
     ]
-    micro = {kind: round(seconds * 1e6, 6) for kind, seconds in phases.divide(events, "orrery.step").by_kind.items() if seconds}
+    micro = {
+        kind: round(seconds * 1e6, 6)
+        for kind, seconds in phases.divide(events, "orrery.step").by_kind.items()
+        if seconds
+    }
     assert micro == {"dense products": 30, "elementwise": 20, "idle": 50}
 
 
@@ -232,31 +366,59 @@ def test_a_run_that_has_a_row_is_measured_as_the_row_is():
     def taken(name, *words):
         return chosen(name, parser().parse_args([name, *words]))
 
-    spec = importlib.util.spec_from_file_location("rows", ROOT / "benchmarks" / "trainer" / "rows.py")
+    spec = importlib.util.spec_from_file_location(
+        "rows", ROOT / "benchmarks" / "trainer" / "rows.py"
+    )
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     assert set(ROWS) <= set(benchmark.ROWS)
     for name, row in benchmark.ROWS.items():
-        assert (name == row.manifest) == (not row.options)  # with no option the run measures the row of its name
+        assert (name == row.manifest) == (
+            not row.options
+        )  # with no option the run measures the row of its name
         options, _ = taken(row.manifest, *row.options)
         assert options.loss == ("sft" if row.peer else "rl")  # torchtitan trains on the SFT loss
-    assert taken("qwen3_30b_a3b_16k_offload") == (Options(micro_batches=8, steps=3, warmup=2), ROWS["qwen3_30b_a3b_16k_offload"])
+    assert taken("qwen3_30b_a3b_16k_offload") == (
+        Options(micro_batches=8, steps=3, warmup=2),
+        ROWS["qwen3_30b_a3b_16k_offload"],
+    )
     assert taken("qwen3_30b_a3b_16k", "--loss", "rl", "--steps", "4") == (Options(steps=4), {})
     assert taken("reverse_text", "--no-compile") == (Options(compile=False), {})
     every = Options(loss="sft", micro_batches=2, compile=True, mesh='{"ep": 2}', device="cpu")
-    assert chosen("other", parser().parse_args(["other", *shlex.split(words(described(every)))])) == (every, {})
+    assert chosen(
+        "other", parser().parse_args(["other", *shlex.split(words(described(every)))])
+    ) == (every, {})
 
 
 def bench(tmp_path, spec, *words):
     path = tmp_path / "manifest.json"
     path.write_text(pretty_json(spec))
-    command = [sys.executable, "-m", "orrery.trainer.bench", str(path), "--json", str(tmp_path / "result.json"), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "orrery.trainer.bench",
+        str(path),
+        "--json",
+        str(tmp_path / "result.json"),
+        *words,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_two_ranks_measure_and_say_everything(tmp_path):
     spec = manifest(mesh={"dp_shard": 4}, model={"family": "qwen3_moe", "moe": MOE})
-    given = ["--devices", "2", "--steps", "2", "--warmup", "1", "--routing", "balanced", "--profile", str(tmp_path / "traces")]
+    given = [
+        "--devices",
+        "2",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--routing",
+        "balanced",
+        "--profile",
+        str(tmp_path / "traces"),
+    ]
     done = bench(tmp_path, spec, *given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
@@ -272,8 +434,12 @@ def test_two_ranks_measure_and_say_everything(tmp_path):
         np.median([64 / seconds for seconds in result["steps_s"]])
     )  # the median of the quotients, as the record says
     divided = result["phases"]
-    assert sum(divided["by_kind"].values()) == pytest.approx(divided["step_s"], rel=1e-9)  # sums of the same float64 differences
-    assert {"grouped products", "lm head", "optimizer"} <= {kind for kind, seconds in divided["by_kind"].items() if seconds}
+    assert sum(divided["by_kind"].values()) == pytest.approx(
+        divided["step_s"], rel=1e-9
+    )  # sums of the same float64 differences
+    assert {"grouped products", "lm head", "optimizer"} <= {
+        kind for kind, seconds in divided["by_kind"].items() if seconds
+    }
     assert all(result["metrics"][f"loss_{name}"] for name in COMPONENTS)
     assert (tmp_path / "traces" / "tiny.trace.json.gz").stat().st_size > 0
 
@@ -282,28 +448,67 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
     spec = manifest(hardware={"accelerator": "h200", "num_nodes": 1, "devices_per_node": 2})
     done = bench(tmp_path, spec)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "tiny: is for h200 and this machine has no GPU; add --device cpu to measure on the CPU" in done.stderr
-    spec = manifest(trainer={"optimizer": {"kind": "adamw", "lr": 1e30, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 1.0}})
+    assert (
+        "tiny: is for h200 and this machine has no GPU; add --device cpu to measure on the CPU"
+        in done.stderr
+    )
+    spec = manifest(
+        trainer={
+            "optimizer": {
+                "kind": "adamw",
+                "lr": 1e30,
+                "beta1": 0.9,
+                "beta2": 0.99,
+                "eps": 1e-8,
+                "weight_decay": 1.0,
+            }
+        }
+    )
     done = bench(tmp_path, spec, "--steps", "1", "--warmup", "3")
-    assert done.returncode == 1 and done.stderr.startswith("error: step ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: step ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--json", "{tmp}"], r"--json: {tmp} is a folder; name a file in it, such as {tmp}/result\.json"),
-        (["--json", "/proc/x/result.json"], r"--json: nothing can be written in /proc/x \(.+\); name a file in a folder of yours"),
-        (["--json", "/proc/result.json"], r"--json: nothing can be written in /proc \(.+\); name a file in a folder of yours"),
-        (["--profile", "/proc/x"], r"--profile: nothing can be written in /proc/x \(.+\); name a folder of yours"),
-        (["--profile", "{tmp}/manifest.json"], r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); name a folder of yours"),
+        (
+            ["--json", "{tmp}"],
+            r"--json: {tmp} is a folder; name a file in it, such as {tmp}/result\.json",
+        ),
+        (
+            ["--json", "/proc/x/result.json"],
+            r"--json: nothing can be written in /proc/x \(.+\); name a file in a folder of yours",
+        ),
+        (
+            ["--json", "/proc/result.json"],
+            r"--json: nothing can be written in /proc \(.+\); name a file in a folder of yours",
+        ),
+        (
+            ["--profile", "/proc/x"],
+            r"--profile: nothing can be written in /proc/x \(.+\); name a folder of yours",
+        ),
+        (
+            ["--profile", "{tmp}/manifest.json"],
+            r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); name a folder of yours",
+        ),
     ],
 )
-def test_a_place_that_takes_no_result_is_refused_before_any_rank_starts(words, sentence, tmp_path, monkeypatch):
+def test_a_place_that_takes_no_result_is_refused_before_any_rank_starts(
+    words, sentence, tmp_path, monkeypatch
+):
     path = tmp_path / "manifest.json"
     path.write_text(pretty_json(manifest()))
     monkeypatch.setattr(start, "run_ranks", lambda *rest: pytest.fail("ranks were started"))
     with pytest.raises(OrreryError, match="^" + sentence.format(tmp=tmp_path) + "$"):
-        measure(parser().parse_args([str(path), "--device", "cpu", *(word.format(tmp=tmp_path) for word in words)]))
+        measure(
+            parser().parse_args(
+                [str(path), "--device", "cpu", *(word.format(tmp=tmp_path) for word in words)]
+            )
+        )
 
 
 def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, monkeypatch, capsys):
@@ -312,10 +517,14 @@ def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, mo
     monkeypatch.setattr(start, "run_ranks", lambda *rest: [])
     monkeypatch.setattr(report, "result", lambda *rest: {"name": "tiny"})
     monkeypatch.setattr(report, "show", lambda result: print("the table"))
-    arguments = parser().parse_args([str(path), "--device", "cpu", "--json", str(record), "--profile", str(tmp_path / "traces")])
+    arguments = parser().parse_args(
+        [str(path), "--device", "cpu", "--json", str(record), "--profile", str(tmp_path / "traces")]
+    )
     with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # those ranks left none
         measure(arguments)
-    assert json.loads(record.read_text()) == {"name": "tiny"} and capsys.readouterr().out.splitlines()[1:] == ["the table"]
+    assert json.loads(record.read_text()) == {
+        "name": "tiny"
+    } and capsys.readouterr().out.splitlines()[1:] == ["the table"]
 
 
 def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monkeypatch):
@@ -336,18 +545,29 @@ def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monk
 
 def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
     monkeypatch.setattr(host_copy, "available_bytes", lambda: 24 << 30)
-    with pytest.raises(OrreryError, match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1"):
+    with pytest.raises(
+        OrreryError,
+        match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1",
+    ):
         check_devices(request(find("qwen3_30b_a3b_16k"), Options(device="cpu")))
     check_devices(request(find("reverse_text"), Options(device="cpu")))
 
 
 def test_what_a_cpu_must_hold_follows_the_optimizer():
     def num_bytes(optimizer):
-        return float32_bytes(request(manifest(), Options(device="cpu", trainer=json.dumps({"optimizer": optimizer}))))
+        return float32_bytes(
+            request(manifest(), Options(device="cpu", trainer=json.dumps({"optimizer": optimizer})))
+        )
 
-    plain, momentum = ({"kind": "sgd", "lr": 0.1, "momentum": value, "weight_decay": 0.0} for value in (0.0, 0.9))
+    plain, momentum = (
+        {"kind": "sgd", "lr": 0.1, "momentum": value, "weight_decay": 0.0} for value in (0.0, 0.9)
+    )
     adamw = manifest().trainer.optimizer.model_dump(mode="json")
-    assert [num_bytes(each) / num_bytes(plain) for each in (plain, momentum, adamw)] == [1.0, 1.5, 2.0]
+    assert [num_bytes(each) / num_bytes(plain) for each in (plain, momentum, adamw)] == [
+        1.0,
+        1.5,
+        2.0,
+    ]
 
 
 def test_a_device_of_unknown_rates_has_no_expected_times():
@@ -358,11 +578,20 @@ def test_a_device_of_unknown_rates_has_no_expected_times():
 
 REST = {"lr": 1e-6, "weight_decay": 0.0}
 ADAMW = {"kind": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, **REST}
-MUON = {"kind": "muon", "momentum": 0.95, "nesterov": True, "num_newton_schulz_steps": 5, "rest": ADAMW, **REST}
+MUON = {
+    "kind": "muon",
+    "momentum": 0.95,
+    "nesterov": True,
+    "num_newton_schulz_steps": 5,
+    "rest": ADAMW,
+    **REST,
+}
 
 
 def expected_with(optimizer, devices=2, **options):
-    options = Options(devices=devices, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options)
+    options = Options(
+        devices=devices, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options
+    )
     return expected(request(find("qwen3_30b_a3b_16k"), options), [16384], "NVIDIA H200")
 
 
@@ -373,15 +602,23 @@ def expected_s(optimizer, **options):
 def test_the_optimizers_expected_time_follows_its_kind():
     sgd, momentum = ({"kind": "sgd", "momentum": value, **REST} for value in (0.0, 0.9))
     signs, decayed = ({"kind": "sign_sgd", **REST, "weight_decay": value} for value in (0.0, 0.1))
-    num_bytes = [40 * expected_s(one) / expected_s(ADAMW) for one in (momentum, sgd, decayed, signs)]
+    num_bytes = [
+        40 * expected_s(one) / expected_s(ADAMW) for one in (momentum, sgd, decayed, signs)
+    ]
     assert num_bytes == pytest.approx([32, 24, 32, 24])
     # By hand: 12 layers of 128 experts of three matrices 768 × 2048, and attention's 4096 (twice) and 512 (twice) × 2048, halved over two.
-    operations = 12 * (128 * 3 * _step(768, 2048) + 2 * _step(2048, 4096) + 2 * _step(512, 2048)) / 2
+    operations = (
+        12 * (128 * 3 * _step(768, 2048) + 2 * _step(2048, 4096) + 2 * _step(512, 2048)) / 2
+    )
     values = 12 * (128 * 3 * 768 * 2048 + 2 * 2048 * 4096 + 2 * 512 * 2048) / 2
-    elementwise_s = (20 * values + expected_s(ADAMW) * 4.2e12) / 4.2e12  # 60 bytes a value there, 40 elsewhere
+    elementwise_s = (
+        20 * values + expected_s(ADAMW) * 4.2e12
+    ) / 4.2e12  # 60 bytes a value there, 40 elsewhere
     assert expected_s(MUON) == pytest.approx(5 * operations / 650e12 + elementwise_s, rel=1e-6)
     offload = {"memory": '{"optimizer_offload": true}'}
-    assert expected_s(MUON, **offload) < expected_s(ADAMW, **offload) and expected_s(signs, **offload) == expected_s(signs)
+    assert expected_s(MUON, **offload) < expected_s(ADAMW, **offload) and expected_s(
+        signs, **offload
+    ) == expected_s(signs)
 
 
 def test_muons_expected_time_has_its_all_to_alls_which_only_offloaded_states_hide():
@@ -391,7 +628,9 @@ def test_muons_expected_time_has_its_all_to_alls_which_only_offloaded_states_hid
     muon, adamw = expected_with(MUON, devices=4), expected_with(ADAMW, devices=4)
     assert muon["communication in all"] - adamw["communication in all"] == pytest.approx(cut_s)
     assert muon["communication"] - adamw["communication"] == pytest.approx(cut_s)
-    assert muon["step"] - adamw["step"] == pytest.approx(muon["optimizer"] - adamw["optimizer"] + cut_s)
+    assert muon["step"] - adamw["step"] == pytest.approx(
+        muon["optimizer"] - adamw["optimizer"] + cut_s
+    )
     alone, alone_adamw = expected_with(MUON, devices=1), expected_with(ADAMW, devices=1)
     assert alone["communication in all"] == alone_adamw["communication in all"] == 0.0
     offload = {"devices": 4, "memory": '{"optimizer_offload": true}'}
@@ -405,13 +644,26 @@ def _step(m, n):
 
 
 def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
-    with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·1$"):
+    with pytest.raises(
+        OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·1$"
+    ):
         request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
-    for options in (Options(mesh='{"cp": 3}', devices=8), Options(mesh='{"cp": 3, "dp_shard": 2}', devices=8)):
-        with pytest.raises(OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·8, 2·4$"):
+    for options in (
+        Options(mesh='{"cp": 3}', devices=8),
+        Options(mesh='{"cp": 3, "dp_shard": 2}', devices=8),
+    ):
+        with pytest.raises(
+            OrreryError,
+            match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·8, 2·4$",
+        ):
             request(manifest(), options)
     for cp, shards in ((1, 8), (2, 4)):
-        assert request(manifest(), Options(mesh=f'{{"cp": {cp}, "dp_shard": {shards}}}', devices=8)).num_devices == 8
+        assert (
+            request(
+                manifest(), Options(mesh=f'{{"cp": {cp}, "dp_shard": {shards}}}', devices=8)
+            ).num_devices
+            == 8
+        )
 
 
 def test_mistakes_in_options_are_sentences():
@@ -421,7 +673,9 @@ def test_mistakes_in_options_are_sentences():
             device="cpu", memory='{"activation_offlod": true}'
         ): "--memory: trainer.memory.activation_offlod = true: there is no such field; did you mean 'activation_offload'?",
         Options(device="cpu", fsdp="{"): "--fsdp: Expecting property name",
-        Options(device="cpu", document_tokens=1): "--document-tokens: a document of 1 token has none to train",
+        Options(
+            device="cpu", document_tokens=1
+        ): "--document-tokens: a document of 1 token has none to train",
     }.items():
         with pytest.raises(OrreryError, match=sentence):
             request(manifest(), options)
@@ -435,7 +689,15 @@ def test_short_documents_of_many_lengths_fill_a_micro_batch():
 
 def test_the_sft_loss_is_measured_with_the_optimizer_of_its_stage():
     sgd = {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
-    spec = manifest(stages={"sft": {**manifest().stages.sft.model_dump(mode="json"), "optimizer": sgd, "max_grad_norm": 7.0}})
+    spec = manifest(
+        stages={
+            "sft": {
+                **manifest().stages.sft.model_dump(mode="json"),
+                "optimizer": sgd,
+                "max_grad_norm": 7.0,
+            }
+        }
+    )
     found = {loss: request(spec, Options(loss=loss)).trainer for loss in ("sft", "rl")}
     assert (found["sft"].optimizer.kind, found["sft"].max_grad_norm) == ("sgd", 7.0)
     assert (found["rl"].optimizer.kind, found["rl"].max_grad_norm) == ("adamw", 1.0)
@@ -454,17 +716,29 @@ def test_copies_are_hidden_where_a_kernel_computes_beside_them():
         _event("user_annotation", "orrery.step", 0, 100),
         _event("kernel", "gemm", 10, 20, tid=7),
         _event("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 20, tid=8),
-        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 5, 10, tid=9, bytes=100),  # half of it beside the product
-        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 12, 3, tid=10, bytes=10),  # beside the other copy
-        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 25, 20, tid=9, bytes=200),  # mostly beside a collective alone
+        _event(
+            "gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 5, 10, tid=9, bytes=100
+        ),  # half of it beside the product
+        _event(
+            "gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 12, 3, tid=10, bytes=10
+        ),  # beside the other copy
+        _event(
+            "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 25, 20, tid=9, bytes=200
+        ),  # mostly beside a collective alone
         _event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 60, 10, tid=7, bytes=400),
-        _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 95, 10, tid=9, bytes=50),  # the step ends in the middle of it
+        _event(
+            "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 95, 10, tid=9, bytes=50
+        ),  # the step ends in the middle of it
     ]
     found = host_copies(events, "orrery.step")
     assert set(found) == {"to host", "to device"}
     assert (found["to host"].num_bytes, found["to host"].num_copies) == (110, 2)
-    assert found["to host"].seconds == pytest.approx(10e-6) and found["to host"].hidden_s == pytest.approx(5e-6)
-    assert found["to device"].seconds == pytest.approx(25e-6) and found["to device"].hidden_s == pytest.approx(5e-6)
+    assert found["to host"].seconds == pytest.approx(10e-6) and found[
+        "to host"
+    ].hidden_s == pytest.approx(5e-6)
+    assert found["to device"].seconds == pytest.approx(25e-6) and found[
+        "to device"
+    ].hidden_s == pytest.approx(5e-6)
     assert host_copies(events[:1], "orrery.step") == {}
 
 
@@ -493,7 +767,10 @@ def test_clocks_are_read_by_another_process_until_it_is_ended(tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(SMI)
     fake.chmod(0o755)
-    with (tmp_path / "read").open("w+") as file, clocks.watch(str(fake), "GPU-7", file.fileno()) as process:
+    with (
+        (tmp_path / "read").open("w+") as file,
+        clocks.watch(str(fake), "GPU-7", file.fileno()) as process,
+    ):
         while (tmp_path / "read").stat().st_size < 60:
             assert process.poll() is None
     assert process.poll() is not None
@@ -515,57 +792,91 @@ def test_no_clocks_are_no_numbers():
 
 
 def test_levers_differ_from_the_manifest_and_from_each_other(levers):
-    for name, devices, layers in (("tiny", 2, None), ("qwen3_30b_a3b_16k", 4, 12), ("qwen3_8b_8k", 4, 18)):
+    for name, devices, layers in (
+        ("tiny", 2, None),
+        ("qwen3_30b_a3b_16k", 4, 12),
+        ("qwen3_8b_8k", 4, 18),
+    ):
         every = levers.levers(levers.SHAPES[name], devices, layers)
-        assert every[0].name == levers.BASE and len({one.asked.trainer.model_dump_json() for one in every}) == len(every)
+        assert every[0].name == levers.BASE and len(
+            {one.asked.trainer.model_dump_json() for one in every}
+        ) == len(every)
         assert ("ep 4" in [one.name for one in every]) == (name == "qwen3_30b_a3b_16k")
-    assert {section for _, _, changes in levers.LEVERS for section in changes} <= set(Options.__dataclass_fields__)
+    assert {section for _, _, changes in levers.LEVERS for section in changes} <= set(
+        Options.__dataclass_fields__
+    )
 
 
-def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(levers, monkeypatch, tmp_path, capsys):
+def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(
+    levers, monkeypatch, tmp_path, capsys
+):
     """Rows of 10 s by a clock of our own, in calls of 35 s."""
     asked, now, norms = [], [0.0], defaultdict(lambda: 0.5)
 
     def measure(lever, manifest, traces, limit_s):
         asked.append(lever.name)
         now[0] += 10.0
-        row = {"variant": lever.name, "value": 100.0, "unit": "tokens/s/GPU", "goal": None, "planned_peak_bytes": 1, "wall_s": 10.0}
+        row = {
+            "variant": lever.name,
+            "value": 100.0,
+            "unit": "tokens/s/GPU",
+            "goal": None,
+            "planned_peak_bytes": 1,
+            "wall_s": 10.0,
+        }
         row |= {
             "peak_allocated_bytes": 1,
             "host_copies": {},
             "overrides": lever.asked.overrides,
             "bench": {"metrics": {"grad_norm": norms[lever.name]}},
         }
-        return row | {"value": None, "error": "no memory"} if lever.name == "fsdp.cpu_offload" else row
+        return (
+            row | {"value": None, "error": "no memory"} if lever.name == "fsdp.cpu_offload" else row
+        )
 
     monkeypatch.setattr(levers, "measure", measure)
     monkeypatch.setattr(levers, "ROW_S", 10.0)
     monkeypatch.setattr(levers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "argv", ["levers.py", "tiny", "--devices", "2", "--limit-s", "35", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["levers.py", "tiny", "--devices", "2", "--limit-s", "35", "--out", str(tmp_path)],
+    )
     names = [one.name for one in levers.levers(levers.SHAPES["tiny"], 2, None)]
     for _ in range(len(names) // 3 + 1):
         levers.main()
     assert asked == names and "every lever is measured" in capsys.readouterr().out
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "levers_tiny.json").read_text())["rows"]}
-    assert list(rows) == names and rows["fsdp.cpu_offload"]["error"] == "no memory" and rows["muon"]["speed_ratio"] == 1.0
+    rows = {
+        row["variant"]: row
+        for row in json.loads((tmp_path / "levers_tiny.json").read_text())["rows"]
+    }
+    assert (
+        list(rows) == names
+        and rows["fsdp.cpu_offload"]["error"] == "no memory"
+        and rows["muon"]["speed_ratio"] == 1.0
+    )
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--again", "muon"])
     levers.main()
     assert asked == [*names, "muon"]
     norms["muon"] = 0.501
     with pytest.raises(
-        SystemExit, match=r"muon: its gradients' norm is 0\.50100, that of 'as the manifest has it' 0\.50000; one of them is wrong"
+        SystemExit,
+        match=r"muon: its gradients' norm is 0\.50100, that of 'as the manifest has it' 0\.50000; one of them is wrong",
     ):
         levers.main()
 
 
-def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_their_last_words(tmp_path):
+def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_their_last_words(
+    tmp_path,
+):
     for rank in range(3):
         (tmp_path / f"rank.{rank}.log").write_text(f"words of {rank}\n")
     (tmp_path / "rank.1.json").write_text("{}")
     sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     try:
         with pytest.raises(
-            RunFailed, match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\nrank 2 last wrote: words of 2"
+            RunFailed,
+            match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\nrank 2 last wrote: words of 2",
         ):
             start._watch(sleeping, tmp_path, time.monotonic())
     finally:

@@ -15,7 +15,16 @@ import pytest
 import torch
 from optim_cases import MUON
 from safetensors.torch import load_file, save_file
-from trainer_cases import HOSTED, MOE, OFFLOADED, make_learner, manifest, run_ranks, whole_weights, write_start_weights
+from trainer_cases import (
+    HOSTED,
+    MOE,
+    OFFLOADED,
+    make_learner,
+    manifest,
+    run_ranks,
+    whole_weights,
+    write_start_weights,
+)
 from trainer_rank import die_in_the_middle, train
 
 from orrery.manifest.digest import sha256
@@ -48,7 +57,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def test_a_run_that_began_on_cpus_goes_on_on_gpus_though_they_had_no_state_of_chance():
     state = torch.get_rng_state()
-    checkpoint._restore_rng(SimpleNamespace(keys=lambda: ["rng/cpu"], get_tensor={"rng/cpu": state}.__getitem__), torch.device("cuda", 0))
+    checkpoint._restore_rng(
+        SimpleNamespace(keys=lambda: ["rng/cpu"], get_tensor={"rng/cpu": state}.__getitem__),
+        torch.device("cuda", 0),
+    )
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_path):
@@ -78,9 +90,26 @@ def two_ranks(tmp_path_factory):
         {"name": "stopped", "manifest": shards, "steps": [1, 2], "save": by_two},
         {"name": "resumed", "manifest": shards, "steps": [3, 4], "resume": by_two},
         {"name": "shards_again", "manifest": shards, "save": folder / "shards_again", **by_one},
-        {"name": "replicas_again", "manifest": replicas, "save": folder / "replicas_again", **by_one},
-        {"name": "replicas_apart", "manifest": replicas, "save": folder / "replicas_apart", "bit_flipped_on": 1, **by_one},
-        {"name": "not_finite", "manifest": shards, "save": folder / "not_finite", "moment_lost_on": 1, **by_one},
+        {
+            "name": "replicas_again",
+            "manifest": replicas,
+            "save": folder / "replicas_again",
+            **by_one,
+        },
+        {
+            "name": "replicas_apart",
+            "manifest": replicas,
+            "save": folder / "replicas_apart",
+            "bit_flipped_on": 1,
+            **by_one,
+        },
+        {
+            "name": "not_finite",
+            "manifest": shards,
+            "save": folder / "not_finite",
+            "moment_lost_on": 1,
+            **by_one,
+        },
     ]
     (folder / "answers.json").write_text(json.dumps(run_ranks(2, folder, jobs)))
     return folder
@@ -101,7 +130,9 @@ def test_one_rank_reads_what_two_wrote(two_ranks):
     train(alone, [3, 4])
     straight = load_file(two_ranks / "straight.safetensors")
     for name, weight in whole_weights(alone).items():
-        torch.testing.assert_close(weight, straight[name], rtol=0, atol=2e-5)  # test_trainer_learner.py says why
+        torch.testing.assert_close(
+            weight, straight[name], rtol=0, atol=2e-5
+        )  # test_trainer_learner.py says why
 
 
 @pytest.mark.parametrize("name", ["shards_again", "replicas_again"])
@@ -114,7 +145,10 @@ def test_two_ranks_read_what_one_wrote_and_write_the_same(two_ranks, name):
 
 def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored(two_ranks):
     for answers in json.loads((two_ranks / "answers.json").read_text()):
-        assert "step 2: the weights of rank 1 are not those of rank 0, of which they are a copy" in answers["replicas_apart"]["error"]
+        assert (
+            "step 2: the weights of rank 1 are not those of rank 0, of which they are a copy"
+            in answers["replicas_apart"]["error"]
+        )
         assert "error" not in answers["replicas_again"]
     assert not (two_ranks / "replicas_apart").exists()
 
@@ -130,12 +164,18 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
             folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
             if step == 2:
                 checkpoint.state_of(learner)[name].local[3, 4] = value
-                with pytest.raises(RunFailed, match=rf"^step 2: after its update {name} is not finite on rank 0; nothing of it is stored"):
+                with pytest.raises(
+                    RunFailed,
+                    match=rf"^step 2: after its update {name} is not finite on rank 0; nothing of it is stored",
+                ):
                     saver.copy(learner, folder / "trainer")
             else:
                 saver.copy(learner, folder / "trainer")
                 saver.write(lambda folder=folder: checkpoints.complete(folder))
-    assert checkpoints.steps(tmp_path)[-1] == 1 and not checkpoints.checkpoint_dir(tmp_path, 2, 1).exists()
+    assert (
+        checkpoints.steps(tmp_path)[-1] == 1
+        and not checkpoints.checkpoint_dir(tmp_path, 2, 1).exists()
+    )
     checkpoint.load(again, checkpoints.checkpoint_dir(tmp_path, 1, 1) / "trainer")
     train(again, [2])
 
@@ -186,10 +226,17 @@ def travelled(tmp_path_factory):
         train(alone, [1, 2])
         checkpoint.save(alone, before := folder / route)
         for (mesh, axes), place in zip(MESHES.items(), places, strict=True):
-            job = {"name": f"{route}_{mesh}", "manifest": {"model": MIXTURE, "mesh": axes, "trainer": {**trainer, **place}}}
-            jobs.append({**job, "resume": before, "steps": [], "save": (before := folder / job["name"])})
+            job = {
+                "name": f"{route}_{mesh}",
+                "manifest": {"model": MIXTURE, "mesh": axes, "trainer": {**trainer, **place}},
+            }
+            jobs.append(
+                {**job, "resume": before, "steps": [], "save": (before := folder / job["name"])}
+            )
         fields = {"model": MIXTURE, "mesh": MESHES["experts"], "trainer": {**trainer, **places[-2]}}
-        jobs.append({"name": f"{route}_onwards", "manifest": fields, "resume": before, "steps": [3]})
+        jobs.append(
+            {"name": f"{route}_onwards", "manifest": fields, "resume": before, "steps": [3]}
+        )
         here = state_of(alone)
         train(alone, [3])
         states[route] = here, state_of(alone)
@@ -199,7 +246,9 @@ def travelled(tmp_path_factory):
 
 def stored_bytes(folder: Path) -> int:
     """All that the files of a checkpoint hold, but for random-number state."""
-    tensors = [item for path in folder.glob("rank_*.safetensors") for item in load_file(path).items()]
+    tensors = [
+        item for path in folder.glob("rank_*.safetensors") for item in load_file(path).items()
+    ]
     return sum(tensor.nbytes for name, tensor in tensors if not name.startswith("rng/"))
 
 
@@ -214,9 +263,13 @@ def test_every_mesh_reads_what_every_other_wrote(travelled, route):
         assert_same(state_of(again), expected)
         train(again, [3])
         assert_same(state_of(again), onwards)
-        assert stored_bytes(folder / f"{route}_{mesh}") == stored_bytes(folder / route), "nothing is there twice"
+        assert stored_bytes(folder / f"{route}_{mesh}") == stored_bytes(folder / route), (
+            "nothing is there twice"
+        )
     for name, weight in load_file(folder / f"{route}_onwards.safetensors").items():
-        torch.testing.assert_close(weight, onwards[f"weight/{name}"], rtol=0, atol=2e-5)  # test_trainer_learner.py says why
+        torch.testing.assert_close(
+            weight, onwards[f"weight/{name}"], rtol=0, atol=2e-5
+        )  # test_trainer_learner.py says why
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
@@ -224,11 +277,18 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
     train(learner, [1])
     checkpoint.save(learner, tmp_path / "trainer")
     model = {"intermediate_size": 64}
-    other = make_learner(manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "other"))
-    with pytest.raises(RunFailed, match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], the model's has \[64, 32\]"):
+    other = make_learner(
+        manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "other")
+    )
+    with pytest.raises(
+        RunFailed,
+        match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], the model's has \[64, 32\]",
+    ):
         checkpoint.load(other, tmp_path / "trainer")
     model = {"num_layers": 1}
-    other = make_learner(manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "shallow"))
+    other = make_learner(
+        manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "shallow")
+    )
     with pytest.raises(RunFailed, match=r"network.layers.1\S+ is only in the checkpoint"):
         checkpoint.load(other, tmp_path / "trainer")
 
@@ -237,7 +297,11 @@ def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
     learner = make_learner(manifest(), start)
     train(learner, [1])
     checkpoint.save(learner, tmp_path / "whole")
-    breakages = {"rank_0.safetensors": lambda path: path.write_bytes(b"torn"), "rank_0.json": Path.unlink, "state.json": Path.unlink}
+    breakages = {
+        "rank_0.safetensors": lambda path: path.write_bytes(b"torn"),
+        "rank_0.json": Path.unlink,
+        "state.json": Path.unlink,
+    }
     for name, breakage in breakages.items():
         shutil.copytree(tmp_path / "whole", tmp_path / "trainer", dirs_exist_ok=True)
         breakage(tmp_path / "trainer" / name)
@@ -246,12 +310,16 @@ def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
 
 
 @pytest.mark.parametrize("after_file", ["half", "rank_0.safetensors", "state.json", "step_3"])
-def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written_again(start, tmp_path, after_file):
+def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written_again(
+    start, tmp_path, after_file
+):
     learner = make_learner(manifest(), start)
     train(learner, [1, 2])
     checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
-    process = multiprocessing.get_context("spawn").Process(target=die_in_the_middle, args=(start, tmp_path, after_file))
+    process = multiprocessing.get_context("spawn").Process(
+        target=die_in_the_middle, args=(start, tmp_path, after_file)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -260,7 +328,11 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     assert (torn / "trainer.partial" / "state.json").exists() == (after_file == "state.json")
     if after_file == "half":
         whole = checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer" / "rank_0.safetensors"
-        assert 0 < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size < whole.stat().st_size
+        assert (
+            0
+            < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size
+            < whole.stat().st_size
+        )
     assert checkpoints.steps(tmp_path)[-1] == 2
     checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
@@ -268,8 +340,17 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 3, 1))
     assert checkpoints.steps(tmp_path)[-1] == 3
-    assert json.loads((checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer" / "state.json").read_text())["step"] == 3
-    assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3, 1).iterdir()) == ["COMPLETE", "files.json", "trainer"]
+    assert (
+        json.loads(
+            (checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer" / "state.json").read_text()
+        )["step"]
+        == 3
+    )
+    assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3, 1).iterdir()) == [
+        "COMPLETE",
+        "files.json",
+        "trainer",
+    ]
 
 
 class Gate:
@@ -286,7 +367,9 @@ class Gate:
         return self._write(path, buffers, stop)
 
 
-def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(start, tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(
+    start, tmp_path, monkeypatch
+):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
     gate, waits, completed = Gate(monkeypatch), [], []
 
@@ -331,7 +414,10 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
             saver.write(lambda: checkpoints.complete(three))
-            with pytest.raises(RunFailed, match=r"rank_0\.safetensors: File too large; the run goes on from its newest whole checkpoint"):
+            with pytest.raises(
+                RunFailed,
+                match=r"rank_0\.safetensors: File too large; the run goes on from its newest whole checkpoint",
+            ):
                 while True:
                     saver.check()
         finally:
@@ -340,14 +426,18 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
         checkpoints.verify(two)
         checkpoint.load(again, two / "trainer")
         assert again.step == 2
-        saver.copy(learner, three / "trainer")  # what is left of the first attempt is not in the way
+        saver.copy(
+            learner, three / "trainer"
+        )  # what is left of the first attempt is not in the way
         saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.note(0)}"]))
     assert checkpoints.steps(tmp_path)[-1] == 3
     checkpoints.verify(three)
     assert not list(three.glob("*.partial"))
 
 
-def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(start, tmp_path, monkeypatch):
+def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(
+    start, tmp_path, monkeypatch
+):
     learner, _ = make_learner(manifest(), start), Gate(monkeypatch)
 
     def ended(what, deadline_s, behind_s):
@@ -355,7 +445,10 @@ def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(start, 
             raise SystemExit(143)  # as SIGTERM does
         return nullcontext()
 
-    for error, work in [(ZeroDivisionError, lambda saver: 1 / 0), (SystemExit, checkpoint.Saver.wait)]:
+    for error, work in [
+        (ZeroDivisionError, lambda saver: 1 / 0),
+        (SystemExit, checkpoint.Saver.wait),
+    ]:
         with pytest.raises(error), checkpoint.Saver(learner.world, ended) as saver:
             saver.copy(learner, tmp_path / "step_1" / "trainer")
             saver.write()
@@ -368,7 +461,10 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
     learner = make_learner(manifest(), start)
     monkeypatch.setattr(host_copy, "available_bytes", lambda: 1000)
     with (
-        pytest.raises(RunFailed, match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left"),
+        pytest.raises(
+            RunFailed,
+            match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left",
+        ),
         checkpoint.Saver(learner.world) as saver,
     ):
         saver.reserve(learner)
@@ -385,7 +481,10 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     if fits:
         copy.check_room(60, world)
     else:
-        with pytest.raises(RunFailed, match=r"in the copies of the 2 ranks on this host take 0\.0 GB of host memory, of which 0\.0"):
+        with pytest.raises(
+            RunFailed,
+            match=r"in the copies of the 2 ranks on this host take 0\.0 GB of host memory, of which 0\.0",
+        ):
             copy.check_room(60, world)
 
 
@@ -393,9 +492,15 @@ def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path)
     learner = make_learner(manifest(), start)
     checkpoint.save(learner, tmp_path / "trainer")
     spec = manifest()
-    dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16")  # which a manifest may not say
-    half = make_learner(spec.model_copy(update={"trainer": spec.trainer.model_copy(update=dtypes)}), start)
-    with pytest.raises(RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* export it"):
+    dtypes = dict.fromkeys(
+        ("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16"
+    )  # which a manifest may not say
+    half = make_learner(
+        spec.model_copy(update={"trainer": spec.trainer.model_copy(update=dtypes)}), start
+    )
+    with pytest.raises(
+        RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* export it"
+    ):
         checkpoint.load(half, tmp_path / "trainer")
 
 
@@ -431,7 +536,9 @@ def second(start, tmp_path):
     return learner, world, saver
 
 
-def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_collective(second, tmp_path):
+def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_collective(
+    second, tmp_path
+):
     _, world, saver = second
 
     @contextmanager
@@ -443,14 +550,23 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
     saver._waiting = waiting
     saver.finish()
     saver.finish()
-    assert world.said == [("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, pulse.PARTS_S), "barrier", "barrier"]
+    assert world.said == [
+        ("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, pulse.PARTS_S),
+        "barrier",
+        "barrier",
+    ]
 
 
 @pytest.mark.parametrize("call", ["finish", "copy"])
-def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(second, tmp_path, monkeypatch, call):
+def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
+    second, tmp_path, monkeypatch, call
+):
     learner, world, saver = second
     monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
-    with pytest.raises(RunFailed, match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run reachable, and fast"):
+    with pytest.raises(
+        RunFailed,
+        match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run reachable, and fast",
+    ):
         saver.finish() if call == "finish" else saver.copy(learner, tmp_path / "step_2" / "trainer")
     assert not world.said
 
@@ -475,17 +591,26 @@ def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypat
         "flag": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "one")
-    layout = safetensors_file.layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    found = safetensors_file.write(tmp_path / "other", [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)])
+    layout = safetensors_file.layout(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    )
+    found = safetensors_file.write(
+        tmp_path / "other",
+        [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)],
+    )
     assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
     checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
-    assert json.loads((tmp_path / "note").read_text()) == {"one": {"bytes": found[0], "sha256": found[1]}}
+    assert json.loads((tmp_path / "note").read_text()) == {
+        "one": {"bytes": found[0], "sha256": found[1]}
+    }
 
 
 def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
     lora = {"rank": 2, "alpha": 4.0, "targets": ["attention", "feed_forward"], "seed": 1}
     adapted = manifest(trainer={"lora": lora})
-    straight, stopped, resumed = (make_learner(adapted, write_start_weights(adapted, tmp_path / "start")) for _ in range(3))
+    straight, stopped, resumed = (
+        make_learner(adapted, write_start_weights(adapted, tmp_path / "start")) for _ in range(3)
+    )
     train(straight, [1, 2, 3])
     train(stopped, [1, 2])
     checkpoint.save(stopped, tmp_path / "trainer")
@@ -494,7 +619,10 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
     assert_same(state_of(resumed), state_of(straight))
     stored = json.loads((tmp_path / "trainer" / "rank_0.json").read_text())
     assert stored and all(".lora." in name for name in stored)
-    assert "network.layers.0.self_attn.q_proj.weight" in json.loads((tmp_path / "trainer" / "state.json").read_text())["frozen"]
+    assert (
+        "network.layers.0.self_attn.q_proj.weight"
+        in json.loads((tmp_path / "trainer" / "state.json").read_text())["frozen"]
+    )
     plain = make_learner(manifest(), tmp_path / "start")
     with pytest.raises(RunFailed, match="is only in the"):
         checkpoint.load(plain, tmp_path / "trainer")
@@ -502,13 +630,18 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
 
 def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_path):
     """Without the base's digest, another base of the same shapes would be accepted silently."""
-    adapted = manifest(trainer={"lora": {"rank": 2, "alpha": 4.0, "targets": ["attention"], "seed": 1}}, stages={"sft": None})
+    adapted = manifest(
+        trainer={"lora": {"rank": 2, "alpha": 4.0, "targets": ["attention"], "seed": 1}},
+        stages={"sft": None},
+    )
     (tmp_path / "manifest.json").write_bytes(canonical_json(adapted))
     me = parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"])
     start = write_start_weights(adapted, tmp_path / "weights" / "init")
 
     def begun():
-        return assemble_learner(me, World(0, 1, torch.device("cpu"), None), start, adapted.trainer.optimizer, 1.0)
+        return assemble_learner(
+            me, World(0, 1, torch.device("cpu"), None), start, adapted.trainer.optimizer, 1.0
+        )
 
     train(first := begun(), [1, 2])
     checkpoint.save(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
@@ -517,18 +650,28 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
     tensors = load_file(start / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, start / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunFailed, match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage began with "):
+    with pytest.raises(
+        RunFailed,
+        match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage began with ",
+    ):
         checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
-    with pytest.raises(RunFailed, match=r"init: its weights have sha256 [0-9a-f]{64}, but the adapters of .* were trained on"):
+    with pytest.raises(
+        RunFailed,
+        match=r"init: its weights have sha256 [0-9a-f]{64}, but the adapters of .* were trained on",
+    ):
         export_checkpoint(tmp_path)
     assert not list((tmp_path / "weights").glob("step*"))
 
 
-def test_the_digest_of_the_base_is_the_launchers_where_it_has_hashed_the_files(tmp_path, monkeypatch):
+def test_the_digest_of_the_base_is_the_launchers_where_it_has_hashed_the_files(
+    tmp_path, monkeypatch
+):
     start = write_start_weights(manifest(), tmp_path / "weights" / "init")
     found = base.base_sha256(tmp_path, "rl", start)
     path = inputs_path(tmp_path, "rl")
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"weights/init/model.safetensors": sha256(start / "model.safetensors")}))
+    path.write_text(
+        json.dumps({"weights/init/model.safetensors": sha256(start / "model.safetensors")})
+    )
     monkeypatch.setattr(base, "sha256", lambda path: pytest.fail("hashed twice"))
     assert base.base_sha256(tmp_path, "rl", start) == found

@@ -3,7 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from trainer_cases import MEMORY, MOE, batch_columns, make_learner, manifest, share, whole_weights, write_start_weights
+from trainer_cases import (
+    MEMORY,
+    MOE,
+    batch_columns,
+    make_learner,
+    manifest,
+    share,
+    whole_weights,
+    write_start_weights,
+)
 
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import fsdp
@@ -16,14 +25,20 @@ CASES = {
         "trainer": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}},
     },
     "mixture": {"model": {"family": "qwen3_moe", "moe": MOE}},
-    "adapters": {"trainer": {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}}},
+    "adapters": {
+        "trainer": {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}}
+    },
     "compiled": {"trainer": {"compile": True}},
 }
 
 
 def spec(case, reshard):
     trainer = {
-        "fsdp": {"reshard_after_forward": reshard, "reduce_gradients": "micro_batch", "cpu_offload": False},
+        "fsdp": {
+            "reshard_after_forward": reshard,
+            "reduce_gradients": "micro_batch",
+            "cpu_offload": False,
+        },
         "compute_dtype": "bfloat16",
     }
     return manifest(model=case.get("model"), trainer={**trainer, **case.get("trainer", {})})
@@ -35,14 +50,20 @@ def three_steps(learner):
     for step in (1, 2, 3):
         batches = share(batch_columns(step), 1, 0, max_tokens=30)
         assert len(batches) > 1
-        rows.append(learner.learn(batches, len(batches), count_totals(batches, learner.world), 1.0).metrics)
+        rows.append(
+            learner.learn(batches, len(batches), count_totals(batches, learner.world), 1.0).metrics
+        )
     return rows, whole_weights(learner)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_copies_make_the_step_of_fsdp_on_one_rank(name, tmp_path, monkeypatch):
     compile = torch.compile  # traced and guarded as ever, and then not handed to a compiler of C++
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"),
+    )
     whole, by_unit = spec(CASES[name], reshard=False), spec(CASES[name], reshard=True)
     assert not fsdp.is_needed(whole.trainer) and fsdp.is_needed(by_unit.trainer)
     start = write_start_weights(whole, tmp_path / "start")
@@ -62,7 +83,9 @@ def test_copies_make_the_step_of_fsdp_on_one_rank(name, tmp_path, monkeypatch):
     for key, weight in expected_weights.items():
         assert weight.dtype == torch.float32 and torch.equal(found_weights[key], weight), key
     after = dict(learner.policy.named_parameters())
-    assert after.keys() == names.keys() and all(after[key] is weight for key, weight in names.items()), "copies were left in the modules"
+    assert after.keys() == names.keys() and all(
+        after[key] is weight for key, weight in names.items()
+    ), "copies were left in the modules"
 
 
 def test_a_score_leaves_the_trained_weights_in_place(tmp_path):
@@ -71,4 +94,8 @@ def test_a_score_leaves_the_trained_weights_in_place(tmp_path):
     before = whole_weights(learner)
     learner.compare([batch_columns(1)])
     for key, weight in learner.policy.named_parameters():
-        assert weight.dtype == torch.float32 and torch.equal(weight, before[key]) and weight.grad is None
+        assert (
+            weight.dtype == torch.float32
+            and torch.equal(weight, before[key])
+            and weight.grad is None
+        )

@@ -17,10 +17,20 @@ from orrery.transport import checkpoints
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
 GLM = {"family": "glm4_moe", "rotary_fraction": 0.5, "attention_bias": True}
 GLM |= {"moe": {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid"}}
-WHOLE = {"reshard_after_forward": False, "reduce_gradients": "micro_batch", "cpu_offload": False}  # no process group
+WHOLE = {
+    "reshard_after_forward": False,
+    "reduce_gradients": "micro_batch",
+    "cpu_offload": False,
+}  # no process group
 CASES = {
     "dense": {},
-    "bfloat16": {"trainer": {"lora": {**LORA, "targets": ["attention"]}, "compute_dtype": "bfloat16", "fsdp": WHOLE}},
+    "bfloat16": {
+        "trainer": {
+            "lora": {**LORA, "targets": ["attention"]},
+            "compute_dtype": "bfloat16",
+            "fsdp": WHOLE,
+        }
+    },
     "moe": {"model": {"family": "qwen3_moe", "moe": MOE}},
     "buffers": {"model": GLM},
     "adapters": {"model": {"family": "qwen3_moe", "moe": MOE}, "trainer": {"lora": LORA}},
@@ -50,11 +60,17 @@ def test_an_export_has_the_bytes_of_the_policy_that_was_saved(tmp_path, case):
     for file in (tmp_path / "saved").iterdir():
         assert (found / file.name).read_bytes() == file.read_bytes(), file.name
     assert (found / "tokenizer.json").read_text() == "{}"
-    assert (found / "model.safetensors").read_bytes() != (run_dir / "weights" / "init" / "model.safetensors").read_bytes()
+    assert (found / "model.safetensors").read_bytes() != (
+        run_dir / "weights" / "init" / "model.safetensors"
+    ).read_bytes()
     weights.save(learner.policy.network, spec.model, tmp_path / "in_parts", 20_000)
     (tmp_path / "parts").mkdir()
     export.write(
-        Stored(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"), spec, run_dir / "weights" / "init", tmp_path / "parts", 20_000
+        Stored(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"),
+        spec,
+        run_dir / "weights" / "init",
+        tmp_path / "parts",
+        20_000,
     )
     files = {file.name: file.read_bytes() for file in (tmp_path / "parts").iterdir()}
     assert len(files) > 3
@@ -75,8 +91,12 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
     assert exported(run_dir, "--to", tmp_path / "newest") == (0, str(tmp_path / "newest"))
     newest = dict(weights.named_hf_tensors(learner.policy.network))["model.norm.weight"]
     assert torch.equal(checkpoint_tensor(tmp_path / "newest", "model.norm.weight"), newest)
-    assert not torch.equal(checkpoint_tensor(run_dir / "weights" / "step_1", "model.norm.weight"), newest)
-    (damaged := checkpoints.checkpoint_dir(run_dir, 2, 1) / "trainer" / "rank_0.safetensors").write_bytes(b"torn")
+    assert not torch.equal(
+        checkpoint_tensor(run_dir / "weights" / "step_1", "model.norm.weight"), newest
+    )
+    (
+        damaged := checkpoints.checkpoint_dir(run_dir, 2, 1) / "trainer" / "rank_0.safetensors"
+    ).write_bytes(b"torn")
     shutil.copytree(run_dir, tmp_path / "young", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copytree(tmp_path / "young", tmp_path / "tuned")
     (tmp_path / "tuned" / "weights" / "sft").mkdir()
@@ -84,10 +104,26 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
         ((tmp_path / "none",), 2, "holds no manifest.json, so no run has begun there"),
         ((tmp_path / "young",), 2, "its rl stage has no complete checkpoint yet"),
         ((run_dir, "--stage", "sft"), 2, "its sft stage has no complete checkpoint yet"),
-        ((tmp_path / "tuned", "--stage", "sft"), 2, f"its sft stage is done: {tmp_path / 'tuned' / 'weights' / 'sft'} is what it made"),
-        ((run_dir, "--step", 3), 2, "--step: there is no complete checkpoint of step 3; there are 1, 2"),
-        ((run_dir, "--step", 1), 2, "is there already; remove it, or name another folder with --to"),
-        ((run_dir,), 2, f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export another step with --step"),
+        (
+            (tmp_path / "tuned", "--stage", "sft"),
+            2,
+            f"its sft stage is done: {tmp_path / 'tuned' / 'weights' / 'sft'} is what it made",
+        ),
+        (
+            (run_dir, "--step", 3),
+            2,
+            "--step: there is no complete checkpoint of step 3; there are 1, 2",
+        ),
+        (
+            (run_dir, "--step", 1),
+            2,
+            "is there already; remove it, or name another folder with --to",
+        ),
+        (
+            (run_dir,),
+            2,
+            f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export another step with --step",
+        ),
     ]:
         found, said = exported(*words)
         assert (found, said.count("\n"), sentence in said) == (code, 0, True), said

@@ -7,7 +7,15 @@ import torch
 import trainer_cases
 from safetensors.torch import load_file
 from test_trainer_parallel import ADAPTERS, AWAY, DENSE, FSDP, MIXTURE, RELATIVE
-from trainer_cases import MEMORY, make_learner, manifest, run_ranks, run_script, whole_weights, write_start_weights
+from trainer_cases import (
+    MEMORY,
+    make_learner,
+    manifest,
+    run_ranks,
+    run_script,
+    whole_weights,
+    write_start_weights,
+)
 
 from orrery.trainer import checkpoint
 
@@ -28,30 +36,83 @@ MESHES = {
 LEVERS = {"hosted": HOSTED, "away": AWAY, "reducing": {"fsdp": FSDP}}
 NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "adapted": MIXTURE}
 CASES = {
-    **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
+    **{
+        f"dense_{name}": {"mesh": mesh, "model": DENSE}
+        for name, mesh in MESHES.items()
+        if "ep" not in mesh
+    },
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
-    **{f"mixture_fsdp2_{name}": {"mesh": MESHES["fsdp2"], "model": MIXTURE, "trainer": fields} for name, fields in LEVERS.items()},
-    **{f"mixture_ep2_{name}": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": fields} for name, fields in LEVERS.items()},
+    **{
+        f"mixture_fsdp2_{name}": {"mesh": MESHES["fsdp2"], "model": MIXTURE, "trainer": fields}
+        for name, fields in LEVERS.items()
+    },
+    **{
+        f"mixture_ep2_{name}": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": fields}
+        for name, fields in LEVERS.items()
+    },
     "adapted_ep2_away": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": {**ADAPTERS, **AWAY}},
-    "adapted_ep2_hosted": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": {**ADAPTERS, **HOSTED}},
+    "adapted_ep2_hosted": {
+        "mesh": MESHES["ep2"],
+        "model": MIXTURE,
+        "trainer": {**ADAPTERS, **HOSTED},
+    },
 }
-ALONE = {f"{name}_alone": {"model": model, "trainer": ADAPTERS if name == "adapted" else {}} for name, model in NETWORKS.items()}
+ALONE = {
+    f"{name}_alone": {"model": model, "trainer": ADAPTERS if name == "adapted" else {}}
+    for name, model in NETWORKS.items()
+}
 
 # In half precision, with shapes that the fast kernels take. Compiled blocks have graphs of their own.
 HALF = {"compute_dtype": "bfloat16"}
-KEEPING = {"memory": {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": ["attention", "projections", "experts"]}}}
-WIDE = {"hidden_size": 256, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
-WIDE |= {"family": "qwen3_moe", "moe": {**trainer_cases.MOE, "num_experts": 8, "expert_intermediate_size": 64}}
+KEEPING = {
+    "memory": {
+        **MEMORY,
+        "activation_checkpointing": {
+            "kind": "selective",
+            "keep": ["attention", "projections", "experts"],
+        },
+    }
+}
+WIDE = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 128,
+}
+WIDE |= {
+    "family": "qwen3_moe",
+    "moe": {**trainer_cases.MOE, "num_experts": 8, "expert_intermediate_size": 64},
+}
 HALVES = {
     "half_alone": {"model": WIDE, "trainer": HALF},
-    **{f"half_{name}": {"model": WIDE, "mesh": mesh, "trainer": HALF} for name, mesh in MESHES.items()},
-    "half_fsdp2_compiled": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, "compile": True}},
-    "half_ep2_ring2_compiled": {"model": WIDE, "mesh": MESHES["ep2_ring2"], "trainer": {**HALF, "compile": True}},
     **{
-        f"half_{name}_compiled_keeping": {"model": WIDE, "mesh": MESHES[name], "trainer": {**HALF, **KEEPING, "compile": True}}
+        f"half_{name}": {"model": WIDE, "mesh": mesh, "trainer": HALF}
+        for name, mesh in MESHES.items()
+    },
+    "half_fsdp2_compiled": {
+        "model": WIDE,
+        "mesh": MESHES["fsdp2"],
+        "trainer": {**HALF, "compile": True},
+    },
+    "half_ep2_ring2_compiled": {
+        "model": WIDE,
+        "mesh": MESHES["ep2_ring2"],
+        "trainer": {**HALF, "compile": True},
+    },
+    **{
+        f"half_{name}_compiled_keeping": {
+            "model": WIDE,
+            "mesh": MESHES[name],
+            "trainer": {**HALF, **KEEPING, "compile": True},
+        }
         for name in ("ep2", "ulysses2", "ep2_ring2")
     },
-    "half_ep2_compiled_away": {"model": WIDE, "mesh": MESHES["ep2"], "trainer": {**HALF, **AWAY, "compile": True}},
+    "half_ep2_compiled_away": {
+        "model": WIDE,
+        "mesh": MESHES["ep2"],
+        "trainer": {**HALF, **AWAY, "compile": True},
+    },
     "half_fsdp2_hosted": {"model": WIDE, "mesh": MESHES["fsdp2"], "trainer": {**HALF, **HOSTED}},
 }
 
@@ -69,9 +130,18 @@ def ran(tmp_path_factory):
 
 def errors(folder, name):
     """‖a − b‖ / ‖b‖ of each gradient against one GPU's."""
-    found, expected = (load_file(folder / f"{one}.safetensors") for one in (name, f"{name.partition('_')[0]}_alone"))
+    found, expected = (
+        load_file(folder / f"{one}.safetensors")
+        for one in (name, f"{name.partition('_')[0]}_alone")
+    )
     assert found.keys() == expected.keys()
-    return {one: (torch.linalg.vector_norm(found[one] - expected[one]) / torch.linalg.vector_norm(expected[one])).item() for one in found}
+    return {
+        one: (
+            torch.linalg.vector_norm(found[one] - expected[one])
+            / torch.linalg.vector_norm(expected[one])
+        ).item()
+        for one in found
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,8 +158,23 @@ def test_a_layout_in_half_precision_makes_the_gradients_of_one_gpu(ran, name):
     assert worst[1] <= 0.05, worst
 
 
-ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
-MUON = {"kind": "muon", "lr": 2e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "num_newton_schulz_steps": 5, "rest": ADAMW}
+ADAMW = {
+    "kind": "adamw",
+    "lr": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+}
+MUON = {
+    "kind": "muon",
+    "lr": 2e-2,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 0.1,
+    "num_newton_schulz_steps": 5,
+    "rest": ADAMW,
+}
 
 
 def test_state_in_host_memory_changes_no_bit_and_weights_there_the_last(tmp_path):
@@ -100,15 +185,28 @@ def test_state_in_host_memory_changes_no_bit_and_weights_there_the_last(tmp_path
         for name, fields in {"here": {}, "offloaded": away, "hosted": HOSTED}.items():
             trainer = {"optimizer": optimizer, **fields}
             jobs.append(
-                {"name": f"{kind}_{name}", "manifest": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": trainer}, "steps": [1, 2, 3]}
+                {
+                    "name": f"{kind}_{name}",
+                    "manifest": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": trainer},
+                    "steps": [1, 2, 3],
+                }
             )
     run_ranks(2, tmp_path, jobs, device="cuda")
     for kind in ("adamw", "muon"):
-        here, offloaded, hosted = (load_file(tmp_path / f"{kind}_{name}.safetensors") for name in ("here", "offloaded", "hosted"))
+        here, offloaded, hosted = (
+            load_file(tmp_path / f"{kind}_{name}.safetensors")
+            for name in ("here", "offloaded", "hosted")
+        )
         for name, weight in here.items():
             assert torch.equal(offloaded[name], weight), (kind, name)
             # The processor's kernel rounds elsewhere; Adam divides by the root of what it rounds, so steps of 1e-2 differ by 1e-5 of them.
-            torch.testing.assert_close(hosted[name], weight, rtol=0, atol=2e-5 if kind == "adamw" else 2e-3, msg=f"{kind} {name}")
+            torch.testing.assert_close(
+                hosted[name],
+                weight,
+                rtol=0,
+                atol=2e-5 if kind == "adamw" else 2e-3,
+                msg=f"{kind} {name}",
+            )
 
 
 def test_a_checkpoint_of_gpus_is_read_on_other_meshes_and_on_a_cpu(tmp_path):
@@ -119,7 +217,12 @@ def test_a_checkpoint_of_gpus_is_read_on_other_meshes_and_on_a_cpu(tmp_path):
         "context": {"mesh": MESHES["ep2_ring2"]},
         "hosted": {"mesh": MESHES["ep2"], "trainer": HOSTED},
     }.items():
-        job = {"name": name, "manifest": {"model": MIXTURE, **fields}, "steps": [] if before else [1, 2], "save": tmp_path / name}
+        job = {
+            "name": name,
+            "manifest": {"model": MIXTURE, **fields},
+            "steps": [] if before else [1, 2],
+            "save": tmp_path / name,
+        }
         jobs.append(job | ({"resume": tmp_path / before} if before else {}))
         before = name
     run_ranks(2, tmp_path, jobs, device="cuda")

@@ -19,13 +19,17 @@ def registered(monkeypatch):
     held = {}
 
     def register(address, num_bytes, flags):
-        if any(address < begin + size and begin < address + num_bytes for begin, size in held.items()):
+        if any(
+            address < begin + size and begin < address + num_bytes for begin, size in held.items()
+        ):
             return 712
         held[address] = num_bytes
         return 0
 
     def unregister(address):
-        assert any(begin <= address < end for begin, end in mappings()), "freed before it was let go of"
+        assert any(begin <= address < end for begin, end in mappings()), (
+            "freed before it was let go of"
+        )
         del held[address]
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
@@ -36,13 +40,21 @@ def registered(monkeypatch):
 
 def mappings() -> list[list[int]]:
     """Begin and end of all memory of this process."""
-    return [[int(number, 16) for number in line.split()[0].split("-")] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [
+        [int(number, 16) for number in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    ]
 
 
 def test_a_block_is_registered_until_its_last_tensor_goes_and_freed_after_that(registered):
     for _ in range(20):  # the same addresses come again
         block, error = host_block(100_000, GPU)
-        assert error == 0 and registered == {block.data_ptr(): 100_000} and block.data_ptr() % 4096 == 0 and not block.any()
+        assert (
+            error == 0
+            and registered == {block.data_ptr(): 100_000}
+            and block.data_ptr() % 4096 == 0
+            and not block.any()
+        )
         window = block.view(torch.float32)[7:9]
         del block
         assert registered
@@ -76,19 +88,27 @@ def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registe
 
 def group(folder: Path, version: int, limit: str, used: int, files: int) -> None:
     """The files of a control group, of which a third of its pages of `files` are in use just now."""
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{content}\n")
     whose, active = "total_" if version == 1 else "", files // 3
-    (folder / "memory.stat").write_text(f"anon 5\n{whose}active_file {active}\n{whose}inactive_file {files - active}\ninactive_anon 9\n")
+    (folder / "memory.stat").write_text(
+        f"anon 5\n{whose}active_file {active}\n{whose}inactive_file {files - active}\ninactive_anon 9\n"
+    )
 
 
 @pytest.fixture
 def machine(tmp_path):
     """A folder of proc/ and sys/ of a machine that has 1000 KiB left; `machine(lines)` writes the process's groups."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n")
+    (tmp_path / "proc" / "meminfo").write_text(
+        "MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n"
+    )
 
     def write(lines: str) -> Path:
         (tmp_path / "proc" / "self" / "cgroup").write_text(lines)
@@ -120,7 +140,13 @@ def test_a_job_of_control_groups_of_version_1_has_what_they_leave(machine):
 @pytest.mark.parametrize("path", ["/docker/7f", "/../7f"])
 def test_a_container_that_sees_its_own_group_as_the_root_has_what_that_leaves(machine, path):
     for version, line, mount in ((2, f"0::{path}\n", ""), (1, f"4:memory:{path}\n", "memory")):
-        group((root := machine(line)) / "sys" / "fs" / "cgroup" / mount, version, "500000", 400_000, version)
+        group(
+            (root := machine(line)) / "sys" / "fs" / "cgroup" / mount,
+            version,
+            "500000",
+            400_000,
+            version,
+        )
         assert available_bytes(root) == 100_000 + version
 
 
@@ -129,5 +155,7 @@ def test_without_a_limit_it_is_the_kernels_that_counts(machine, tmp_path):
     (tmp_path / "proc" / "self" / "cgroup").unlink()
     assert available_bytes(tmp_path) == 1000 * 1024
     group(tmp_path / "sys" / "fs" / "cgroup", 2, "3000000", 5, 0)
-    assert available_bytes(machine("0::/\n")) == 1000 * 1024, "the kernel has less than the group may take"
+    assert available_bytes(machine("0::/\n")) == 1000 * 1024, (
+        "the kernel has less than the group may take"
+    )
     assert 0 < available_bytes() < 1 << 50

@@ -55,7 +55,9 @@ def test_the_step_equals_plain_autograd_on_the_whole_batch_sample_by_sample(star
     for i in range(columns.num_samples):
         one = columns.select([i])
         ids = torch.from_numpy(one.token["token_id"].astype(np.int64))
-        hidden = network(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+        hidden = network(
+            ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32)
+        )
         logits = hidden @ network.lm_head_weight.T / float(one.sample["temperature"][0])
         for t in range(1, len(ids)):
             if one.token["trained"][t]:
@@ -67,7 +69,9 @@ def test_the_step_equals_plain_autograd_on_the_whole_batch_sample_by_sample(star
     total.backward()
     expected = {name: weight.grad.clone() for name, weight in network.named_parameters()}
     gradients = {}
-    learner.optimizer.step = lambda divisor: gradients.update({name: weight.grad.clone() for name, weight in learner.weights.items()})
+    learner.optimizer.step = lambda divisor: gradients.update(
+        {name: weight.grad.clone() for name, weight in learner.weights.items()}
+    )
     learner.max_grad_norm = 1e9
     outcome = learner.learn([columns], 1, count_members(columns), 1.0)
     assert outcome.metrics["loss"] == pytest.approx(total.item(), abs=1e-6)
@@ -87,12 +91,20 @@ def test_a_batch_without_any_advantage_trains_and_its_tokens_stay_in_the_denomin
     scored = micro_batch(columns, 1, CPU, plain.cut, plain.routes)
     with torch.no_grad():
         logprob, _ = plain.policy(scored)
-    penalty = 1e-3 * (logprob - scored.loss.engine_logprob)[scored.loss.rl_weight != 0].square().sum().item() / num_trained
-    assert found["num_trained_tokens"] == num_trained and found["loss_rl"] == pytest.approx(penalty, rel=1e-4)
+    penalty = (
+        1e-3
+        * (logprob - scored.loss.engine_logprob)[scored.loss.rl_weight != 0].square().sum().item()
+        / num_trained
+    )
+    assert found["num_trained_tokens"] == num_trained and found["loss_rl"] == pytest.approx(
+        penalty, rel=1e-4
+    )
     # The engine's log-probs equal ours: the gradient is 0, and no step may divide by it.
     still = make_learner(manifest(), start)
     with torch.no_grad():
-        columns.token["logprob"][columns.token["trained"]] = still.policy(scored)[0][scored.loss.rl_weight != 0].numpy()
+        columns.token["logprob"][columns.token["trained"]] = still.policy(scored)[0][
+            scored.loss.rl_weight != 0
+        ].numpy()
     found = still.learn([columns], 1, count_members(columns), 1.0).metrics
     assert found["grad_norm"] < 1e-8 and found["loss"] < 1e-12
     assert all(torch.isfinite(weight).all() for weight in whole_weights(still).values())
@@ -105,7 +117,12 @@ def test_one_micro_batch_and_many_make_the_same_step(start):
     for one, many in zip(*rows, strict=True):
         assert one["loss"] == pytest.approx(many["loss"], abs=1e-4)
         assert one["num_tokens"] == many["num_tokens"]
-    moved = [(a - b).abs().max() for a, b in zip(whole_weights(whole).values(), make_learner(spec, start).weights.values(), strict=True)]
+    moved = [
+        (a - b).abs().max()
+        for a, b in zip(
+            whole_weights(whole).values(), make_learner(spec, start).weights.values(), strict=True
+        )
+    ]
     assert max(moved) > 1e-2
     for name, weight in whole_weights(whole).items():
         torch.testing.assert_close(whole_weights(parts)[name], weight, **SUMMATION)
@@ -115,7 +132,12 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(start):
     learner, seen = make_learner(manifest(trainer={"max_grad_norm": 1e-3}), start), []
 
     def step(divisor: torch.Tensor) -> None:
-        seen.append((torch.stack([w.grad.square().sum() for w in learner.weights.values()]).sum().sqrt() / divisor).item())
+        seen.append(
+            (
+                torch.stack([w.grad.square().sum() for w in learner.weights.values()]).sum().sqrt()
+                / divisor
+            ).item()
+        )
 
     learner.optimizer.step = step
     outcome = learner.learn([batch_columns(1)], 1, count_members(batch_columns(1)), 1.0)
@@ -125,7 +147,11 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(start):
 
 def test_norms_do_not_decay_and_matrices_do(start):
     learner = make_learner(manifest(), start)
-    decay = {id(weight): group.weight_decay for group in learner.optimizer.groups for weight in group.weights}
+    decay = {
+        id(weight): group.weight_decay
+        for group in learner.optimizer.groups
+        for weight in group.weights
+    }
     found = {name: decay[id(weight)] for name, weight in learner.weights.items()}
     assert {value for name, value in found.items() if "norm" in name} == {0.0}
     assert {value for name, value in found.items() if "norm" not in name} == {0.01}
@@ -146,18 +172,42 @@ ADAPTERS = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}
 RECOMPUTE = {**MEMORY, "activation_checkpointing": {"kind": "full"}}
 ON_TWO_RANKS = {
     "shards": {"manifest": {"mesh": SHARDS}, "steps": [1, 2, 3], "batch": FEW},
-    "shards_untied": {"manifest": {"mesh": SHARDS, "model": UNTIED}, "steps": [1, 2, 3], "batch": FEW},
+    "shards_untied": {
+        "manifest": {"mesh": SHARDS, "model": UNTIED},
+        "steps": [1, 2, 3],
+        "batch": FEW,
+    },
     "replicas": {"manifest": {"mesh": REPLICAS}, "steps": [1, 2, 3], "batch": FEW},
-    "replicas_untied": {"manifest": {"mesh": REPLICAS, "model": UNTIED}, "steps": [1, 2, 3], "batch": FEW},
-    "mixture": {"manifest": {"mesh": SHARDS, "model": {"family": "qwen3_moe", "moe": MOE}}, "steps": [1, 2, 3], "batch": {}},
-    "recomputed": {"manifest": {"mesh": SHARDS, "trainer": {"memory": RECOMPUTE}}, "steps": [1, 2], "batch": {}},
+    "replicas_untied": {
+        "manifest": {"mesh": REPLICAS, "model": UNTIED},
+        "steps": [1, 2, 3],
+        "batch": FEW,
+    },
+    "mixture": {
+        "manifest": {"mesh": SHARDS, "model": {"family": "qwen3_moe", "moe": MOE}},
+        "steps": [1, 2, 3],
+        "batch": {},
+    },
+    "recomputed": {
+        "manifest": {"mesh": SHARDS, "trainer": {"memory": RECOMPUTE}},
+        "steps": [1, 2],
+        "batch": {},
+    },
 }
 BAD_ON_TWO_RANKS = {
     "poisoned": {"manifest": {"mesh": SHARDS}, "steps": [1], "batch": {"poison": 1}},
     "broken_shards": {"manifest": {"mesh": SHARDS}, "steps": [1], "broken_on": 1},
     "broken_replicas": {"manifest": {"mesh": REPLICAS}, "steps": [1], "broken_on": 1},
-    "broken_adapters": {"manifest": {"mesh": SHARDS, "trainer": {"lora": ADAPTERS}}, "steps": [1], "broken_on": 1},
-    "broken_ring": {"manifest": {"mesh": {"cp": 2, "cp_style": "ring"}}, "steps": [1], "broken_on": 1},
+    "broken_adapters": {
+        "manifest": {"mesh": SHARDS, "trainer": {"lora": ADAPTERS}},
+        "steps": [1],
+        "broken_on": 1,
+    },
+    "broken_ring": {
+        "manifest": {"mesh": {"cp": 2, "cp_style": "ring"}},
+        "steps": [1],
+        "broken_on": 1,
+    },
     "broken_ulysses": {
         "manifest": {"mesh": {"cp": 2, "cp_style": "ulysses"}, "trainer": {"memory": RECOMPUTE}},
         "steps": [1],
@@ -171,7 +221,14 @@ def two_ranks(tmp_path_factory):
     """(folder, each rank's answers) of all jobs above."""
     folder = tmp_path_factory.mktemp("two_ranks")
     jobs = ON_TWO_RANKS | BAD_ON_TWO_RANKS
-    return folder, run_ranks(2, folder, [{"name": name, "export": folder / f"exported_{name}", **job} for name, job in jobs.items()])
+    return folder, run_ranks(
+        2,
+        folder,
+        [
+            {"name": name, "export": folder / f"exported_{name}", **job}
+            for name, job in jobs.items()
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
@@ -183,7 +240,9 @@ def test_two_ranks_make_the_step_of_one(two_ranks, name):
     assert answers[0][name] == answers[1][name]
     for row, reference in zip(answers[0][name]["rows"], expected, strict=True):
         for metric, value in reference.items():
-            assert row[metric] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)), metric
+            assert row[metric] == (
+                value if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)
+            ), metric
     found = load_file(folder / f"{name}.safetensors")
     for weight_name, weight in whole_weights(alone).items():
         torch.testing.assert_close(found[weight_name], weight, **SUMMATION)
@@ -196,7 +255,10 @@ EXPERTS, REPLICAS_OF_EXPERTS = {"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp
 MUON_TRAINER = {"optimizer": MUON}
 # Norms of the made-up gradients are 2 to 7, so weights would move by twenty times as much if nobody clipped. SGD magnifies no rounding:
 # measured are differences of 1.2e-7, where weights move by 1e-2.
-CLIPPED = {"optimizer": {"kind": "sgd", "lr": 2.0, "momentum": 0.0, "weight_decay": 0.0}, "max_grad_norm": 0.1}
+CLIPPED = {
+    "optimizer": {"kind": "sgd", "lr": 2.0, "momentum": 0.0, "weight_decay": 0.0},
+    "max_grad_norm": 0.1,
+}
 CLIPPED_SUMMATION = {"rtol": 0, "atol": 1e-6}
 ON_FOUR_RANKS = {
     "muon": (REPLICAS_OF_EXPERTS, MUON_TRAINER, {}),
@@ -206,7 +268,10 @@ ON_FOUR_RANKS = {
     "clipped_replicas_of_experts": (REPLICAS_OF_EXPERTS, CLIPPED, {}),
     "clipped_hosted": (EXPERTS, CLIPPED, HOSTED),
 }
-POISONED = {"poisoned_experts": (EXPERTS, 3), "poisoned_replicas": ({"dp_replicate": 2, "dp_shard": 2}, 2)}
+POISONED = {
+    "poisoned_experts": (EXPERTS, 3),
+    "poisoned_replicas": ({"dp_replicate": 2, "dp_shard": 2}, 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +282,14 @@ def four_ranks(tmp_path_factory):
         fields = {"model": MIXTURE, "mesh": mesh, "trainer": {**trainer, **place}}
         jobs.append({"name": name, "manifest": fields, "steps": [1, 2, 3]})
     for name, (mesh, rank) in POISONED.items():
-        jobs.append({"name": name, "manifest": {"model": MIXTURE, "mesh": mesh}, "steps": [1, 2], "batch": {"poison": rank}})
+        jobs.append(
+            {
+                "name": name,
+                "manifest": {"model": MIXTURE, "mesh": mesh},
+                "steps": [1, 2],
+                "batch": {"poison": rank},
+            }
+        )
     return folder, run_ranks(4, folder, jobs)
 
 
@@ -231,14 +303,21 @@ def test_four_ranks_make_the_step_of_one(four_ranks, name):
     for row, reference in zip(answers[0][name]["rows"], expected, strict=True):
         assert trainer is not CLIPPED or row["grad_norm"] > 10 * trainer["max_grad_norm"]
         for metric, value in reference.items():
-            assert row[metric] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)), metric
+            assert row[metric] == (
+                value if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)
+            ), metric
     found = load_file(folder / f"{name}.safetensors")
     for weight_name, weight in whole_weights(alone).items():
-        torch.testing.assert_close(found[weight_name], weight, **(CLIPPED_SUMMATION if trainer is CLIPPED else SUMMATION))
+        torch.testing.assert_close(
+            found[weight_name], weight, **(CLIPPED_SUMMATION if trainer is CLIPPED else SUMMATION)
+        )
 
 
 def test_activation_checkpointing_leaves_the_step_what_it_was(start):
-    plain, again = make_learner(manifest(), start), make_learner(manifest(trainer={"memory": RECOMPUTE}), start)
+    plain, again = (
+        make_learner(manifest(), start),
+        make_learner(manifest(trainer={"memory": RECOMPUTE}), start),
+    )
     train(plain, [1, 2])
     train(again, [1, 2])
     for name, weight in whole_weights(plain).items():
@@ -247,7 +326,10 @@ def test_activation_checkpointing_leaves_the_step_what_it_was(start):
 
 @pytest.mark.slow
 def test_compiled_blocks_make_the_step_of_plain_ones(start):
-    plain, compiled = make_learner(manifest(), start), make_learner(manifest(trainer={"compile": True}), start)
+    plain, compiled = (
+        make_learner(manifest(), start),
+        make_learner(manifest(trainer={"compile": True}), start),
+    )
     rows = train(plain, [1, 2]), train(compiled, [1, 2])
     for one, other in zip(*rows, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
@@ -258,34 +340,60 @@ def test_compiled_blocks_make_the_step_of_plain_ones(start):
 
 
 @pytest.mark.slow
-def test_micro_batches_of_every_kind_are_compiled_and_none_too_many_for_torch(tmp_path, monkeypatch):
+def test_micro_batches_of_every_kind_are_compiled_and_none_too_many_for_torch(
+    tmp_path, monkeypatch
+):
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()  # blocks that other tests compiled are not this one's to count
     counter, compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
-    moe = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 24, "normalize_top_k": True, "num_dense_layers": 1}
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter),
+    )
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "expert_intermediate_size": 24,
+        "normalize_top_k": True,
+        "num_dense_layers": 1,
+    }
     moe |= {"num_shared_experts": 1, "score": "sigmoid", "routed_scale": 1.0}
-    spec = manifest(model={"family": "glm4_moe", "moe": moe}, trainer={"compile": True, "memory": RECOMPUTE})
+    spec = manifest(
+        model={"family": "glm4_moe", "moe": moe}, trainer={"compile": True, "memory": RECOMPUTE}
+    )
     learner = make_learner(spec, write_start_weights(spec, tmp_path / "glm"))
 
     def routed(num_samples: int) -> Columns:
         columns = batch_columns(1, num_samples)
-        columns.token["routed_experts"] = np.zeros((columns.num_tokens, 1, 2), dtype=np.uint8) + np.array([0, 1], dtype=np.uint8)
+        columns.token["routed_experts"] = np.zeros(
+            (columns.num_tokens, 1, 2), dtype=np.uint8
+        ) + np.array([0, 1], dtype=np.uint8)
         return columns
 
     nothing = batch_columns(1).select([])
     learner.compare([batch_columns(1)])
     for columns in (routed(3), routed(4), nothing, batch_columns(1, 2)):
         learner.learn([columns], 1, count_totals([columns], learner.world), 1.0)
-    assert counter.frame_count > 8  # or this test says nothing: torch compiles eight graphs unless it is told otherwise
+    assert (
+        counter.frame_count > 8
+    )  # or this test says nothing: torch compiles eight graphs unless it is told otherwise
 
 
 def test_low_precision_compute_keeps_weights_and_gradients_in_float32(start, tmp_path):
-    job = {"name": "low", "manifest": {"trainer": {"compute_dtype": "bfloat16"}}, "steps": [1], "compare": True, "export": tmp_path / "hf"}
+    job = {
+        "name": "low",
+        "manifest": {"trainer": {"compute_dtype": "bfloat16"}},
+        "steps": [1],
+        "compare": True,
+        "export": tmp_path / "hf",
+    }
     answer = run_ranks(1, tmp_path, [job])[0]["low"]["rows"][0]
     (file,) = (tmp_path / "hf").glob("*.safetensors")
-    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}  # after a pass that keeps no gradient, too
+    assert {tensor.dtype for tensor in load_file(file).values()} == {
+        torch.float32
+    }  # after a pass that keeps no gradient, too
     reference = train(make_learner(manifest(), start), [1])[0]
     assert load_file(tmp_path / "low.safetensors")["network.norm.weight"].dtype == torch.float32
     # bfloat16 keeps 8 bits: log-probs are off by percents, the loss of a batch by less.
@@ -307,19 +415,32 @@ def test_a_batch_without_a_single_trained_token_is_a_step_with_zero_gradients(st
     columns = batch_columns(1)
     columns.token["trained"][:] = False
     metrics = learner.learn([columns], 1, count_members(columns), 1.0).metrics
-    assert (metrics["loss"], metrics["grad_norm"], metrics["num_trained_tokens"], metrics["entropy"]) == (0, 0.0, 0, None)
+    assert (
+        metrics["loss"],
+        metrics["grad_norm"],
+        metrics["num_trained_tokens"],
+        metrics["entropy"],
+    ) == (0, 0.0, 0, None)
 
 
 def test_not_finite_data_ends_the_run_by_step_component_and_rank_and_leaves_the_weights(two_ranks):
     folder, answers = two_ranks
-    assert answers[0]["poisoned"] == answers[1]["poisoned"] == {"error": "step 1: loss_rl is nan on rank 1; all weights are finite"}
+    assert (
+        answers[0]["poisoned"]
+        == answers[1]["poisoned"]
+        == {"error": "step 1: loss_rl is nan on rank 1; all weights are finite"}
+    )
     before = whole_weights(make_learner(manifest(), folder / "start_poisoned"))
     for name, weight in load_file(folder / "poisoned.safetensors").items():
         assert torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize("name", [name for name, job in BAD_ON_TWO_RANKS.items() if "broken_on" in job])
-def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_sums_over_ranks(two_ranks, name):
+@pytest.mark.parametrize(
+    "name", [name for name, job in BAD_ON_TWO_RANKS.items() if "broken_on" in job]
+)
+def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_sums_over_ranks(
+    two_ranks, name
+):
     """Also where the embedding is frozen, and where ranks that share a context hand one another what is broken."""
     folder, answers = two_ranks
     job = BAD_ON_TWO_RANKS[name]
@@ -328,8 +449,13 @@ def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_s
     weight, rank = r"network.layers.0.self_attn.\w+.(weight|lora.b)", job["broken_on"]
     said = rf"step 1: the gradient of {weight} is not finite on rank {rank}; weights stay as before the step"
     assert re.fullmatch(said, answers[0][name]["error"])
-    before = whole_weights(make_learner(manifest(trainer=job["manifest"].get("trainer")), folder / f"start_{name}"))
-    assert all(torch.equal(weight, before[other]) for other, weight in load_file(folder / f"{name}.safetensors").items())
+    before = whole_weights(
+        make_learner(manifest(trainer=job["manifest"].get("trainer")), folder / f"start_{name}")
+    )
+    assert all(
+        torch.equal(weight, before[other])
+        for other, weight in load_file(folder / f"{name}.safetensors").items()
+    )
 
 
 def test_where_nobody_could_watch_the_shards_rank_is_told(start):
@@ -338,7 +464,9 @@ def test_where_nobody_could_watch_the_shards_rank_is_told(start):
     position = list(learner.weights).index("network.layers.0.self_attn.q_proj.weight")
     answers = iter([[-1, position], [-1, -1], [0, 1]])
     learner.world = SimpleNamespace(size=2, data_rank=0, each=lambda value: next(answers))
-    with pytest.raises(RunFailed, match=r"q_proj.weight is not finite in the shard of rank 1; weights stay"):
+    with pytest.raises(
+        RunFailed, match=r"q_proj.weight is not finite in the shard of rank 1; weights stay"
+    ):
         learner._name_gradient(1)
 
 
@@ -347,14 +475,22 @@ def test_weights_that_the_last_update_broke_are_told_where_nothing_is_trained_af
     learner.check_weights()
     with torch.no_grad():
         learner.weights["network.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    with pytest.raises(RunFailed, match=r"version 0: \w+ is nan on rank 0 \(weight network.layers.1.mlp.up_proj.weight is not finite\)"):
+    with pytest.raises(
+        RunFailed,
+        match=r"version 0: \w+ is nan on rank 0 \(weight network.layers.1.mlp.up_proj.weight is not finite\)",
+    ):
         learner.compare([batch_columns(1)])
-    with pytest.raises(RunFailed, match=r"step 0: after its update the weight network.layers.1.mlp.up_proj.weight is not finite"):
+    with pytest.raises(
+        RunFailed,
+        match=r"step 0: after its update the weight network.layers.1.mlp.up_proj.weight is not finite",
+    ):
         learner.check_weights()
 
 
 @pytest.mark.parametrize("name", POISONED)
-def test_not_finite_data_of_one_of_four_ranks_ends_the_run_by_step_and_rank_and_leaves_the_weights(four_ranks, name):
+def test_not_finite_data_of_one_of_four_ranks_ends_the_run_by_step_and_rank_and_leaves_the_weights(
+    four_ranks, name
+):
     folder, answers = four_ranks
     error = f"step 2: loss_rl is nan on rank {POISONED[name][1]}; all weights are finite"
     assert [answer[name] for answer in answers] == [{"error": error}] * 4
@@ -369,15 +505,23 @@ def test_a_weight_that_is_not_finite_is_named(start):
     learner = make_learner(manifest(), start)
     with torch.no_grad():
         learner.weights["network.layers.1.mlp.up_proj.weight"][3, 4] = float("inf")
-    with pytest.raises(RunFailed, match=r"step 1: loss_rl is nan on rank 0 \(weight network.layers.1.mlp.up_proj.weight is not finite\)"):
+    with pytest.raises(
+        RunFailed,
+        match=r"step 1: loss_rl is nan on rank 0 \(weight network.layers.1.mlp.up_proj.weight is not finite\)",
+    ):
         train(learner, [1])
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_no_weight_moves(start):
     learner = make_learner(manifest(), start)
     before = whole_weights(learner)
-    learner.weights["network.layers.0.self_attn.q_proj.weight"].register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(RunFailed, match=r"step 1: the gradient of network.layers.0.self_attn.q_proj.weight is not finite on rank 0"):
+    learner.weights["network.layers.0.self_attn.q_proj.weight"].register_hook(
+        lambda gradient: gradient * float("nan")
+    )
+    with pytest.raises(
+        RunFailed,
+        match=r"step 1: the gradient of network.layers.0.self_attn.q_proj.weight is not finite on rank 0",
+    ):
         train(learner, [1])
     assert learner.step == 0
     assert all(torch.equal(weight, before[name]) for name, weight in whole_weights(learner).items())
@@ -409,13 +553,17 @@ def test_only_scored_tokens_reach_the_lm_head_each_from_the_row_before_it():
     assert batch.target.tolist() == columns.token["token_id"][scored].tolist()
     assert batch.max_seqlen == columns.lengths.max()
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
-    np.testing.assert_array_equal(batch.temperature, columns.sample["temperature"][sample_of[scored]])
+    np.testing.assert_array_equal(
+        batch.temperature, columns.sample["temperature"][sample_of[scored]]
+    )
 
 
 def test_same_weights_means_dispatched_and_sampled_at_the_version_being_trained():
     columns = batch_columns(4)
     columns.sample["dispatch_version"][[0, 2, 3]] = 3
-    columns.token["version"][columns.offsets[3] - 1] = 2  # the last token of sample 2 is of an older version
+    columns.token["version"][columns.offsets[3] - 1] = (
+        2  # the last token of sample 2 is of an older version
+    )
     same = micro_batch(columns, 4, CPU).loss.same_weights
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)[columns.token["trained"]]
     assert sorted(set(sample_of[same.numpy()].tolist())) == [0, 3]
@@ -425,7 +573,11 @@ def test_same_weights_means_dispatched_and_sampled_at_the_version_being_trained(
 def test_the_members_of_every_component_are_counted_over_micro_batches():
     columns = batch_columns(1)
     rows = columns.num_tokens
-    token = {**columns.token, "rl_weight": np.zeros(rows, np.float32), "cross_entropy_weight": np.ones(rows, np.float32)}
+    token = {
+        **columns.token,
+        "rl_weight": np.zeros(rows, np.float32),
+        "cross_entropy_weight": np.ones(rows, np.float32),
+    }
     supervised = Columns(columns.offsets, token, columns.sample)
     trained = int(columns.token["trained"].sum())
     assert count_members(columns) == {"rl": trained, "cross_entropy": 0, "reference_kl": 0}
@@ -438,15 +590,24 @@ def test_packed_samples_do_not_see_one_another(start):
     learner, columns = make_learner(manifest(), start), batch_columns(1)
     with torch.no_grad():
         whole, _ = learner.policy(micro_batch(columns, 1, CPU))
-        single = [learner.policy(micro_batch(columns.select([i]), 1, CPU))[0] for i in range(columns.num_samples)]
+        single = [
+            learner.policy(micro_batch(columns.select([i]), 1, CPU))[0]
+            for i in range(columns.num_samples)
+        ]
     torch.testing.assert_close(whole, torch.cat(list(itertools.chain(single))), rtol=0, atol=2e-6)
 
 
-def test_log_probs_of_a_prompt_are_the_networks_and_leave_weights_gradients_and_compiled_graphs_alone(tmp_path, monkeypatch):
+def test_log_probs_of_a_prompt_are_the_networks_and_leave_weights_gradients_and_compiled_graphs_alone(
+    tmp_path, monkeypatch
+):
     from torch._dynamo.testing import CompileCounter
 
     compiled, counter = torch.compile, CompileCounter()
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiled(function, fullgraph=fullgraph, backend=counter))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compiled(function, fullgraph=fullgraph, backend=counter),
+    )
     spec = manifest(trainer={"compile": True})
     learner = make_learner(spec, write_start_weights(spec, tmp_path / "start"))
     before, tokens = whole_weights(learner), [9, 11, 8, 14, 10]
@@ -455,7 +616,11 @@ def test_log_probs_of_a_prompt_are_the_networks_and_leave_weights_gradients_and_
     ids = torch.tensor(tokens)
     network = learner.policy.network
     hidden = network(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
-    expected = torch.log_softmax((hidden @ network.lm_head_weight.T).float(), -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+    expected = (
+        torch.log_softmax((hidden @ network.lm_head_weight.T).float(), -1)[:-1]
+        .gather(1, ids[1:, None])
+        .squeeze(1)
+    )
     assert found == pytest.approx(expected.tolist(), abs=1e-5)
     assert all(torch.equal(weight, before[name]) for name, weight in whole_weights(learner).items())
     assert all(weight.grad is None for weight in learner.weights.values())

@@ -27,10 +27,14 @@ def tokens(num=200, seed=0):
     return logprob, torch.rand(num, generator=draw), targets
 
 
-def slow_policy_gradient(p: float, q: float, advantage: float, spec: DppoLoss) -> tuple[float, float, bool]:
+def slow_policy_gradient(
+    p: float, q: float, advantage: float, spec: DppoLoss
+) -> tuple[float, float, bool]:
     """(ℓ, ∂ℓ/∂log π, kept)."""
     shift, ratio = math.exp(p) - math.exp(q), math.exp(p - q)
-    kept = not ((advantage > 0 and shift > spec.mask_high) or (advantage <= 0 and shift < -spec.mask_low))
+    kept = not (
+        (advantage > 0 and shift > spec.mask_high) or (advantage <= 0 and shift < -spec.mask_low)
+    )
     value = -kept * advantage * ratio + spec.penalty * (p - q) ** 2
     return value, -kept * advantage * ratio + 2 * spec.penalty * (p - q), kept
 
@@ -39,7 +43,11 @@ def slow_loss(logprob, targets: Targets, totals: dict[str, int], spec: DppoLoss)
     total, gradient, sums = 0.0, [], dict.fromkeys(COMPONENTS, 0.0)
     masked = kl = 0.0
     for t in range(len(logprob)):
-        p, q, reference = logprob[t].item(), targets.engine_logprob[t].item(), targets.reference_logprob[t].item()
+        p, q, reference = (
+            logprob[t].item(),
+            targets.engine_logprob[t].item(),
+            targets.reference_logprob[t].item(),
+        )
         slope = 0.0
         if (w := targets.rl_weight[t].item()) != 0:
             value, d, kept = slow_policy_gradient(p, q, targets.advantage[t].item(), spec)
@@ -85,10 +93,16 @@ def test_value_gradient_and_tally_are_those_of_the_formula_token_by_token(seed):
     assert values["masked"] > 0
     for name in COMPONENTS:
         assert values[f"members_{name}"] == (getattr(targets, f"{name}_weight") != 0).sum()
-    scored = (targets.rl_weight != 0) | (targets.cross_entropy_weight != 0) | (targets.reference_kl_weight != 0)
+    scored = (
+        (targets.rl_weight != 0)
+        | (targets.cross_entropy_weight != 0)
+        | (targets.reference_kl_weight != 0)
+    )
     assert values["entropy"] == pytest.approx(entropy[scored].sum().item(), rel=1e-5)
     same = targets.same_weights & (targets.rl_weight != 0)
-    assert tally.peaks.item() == pytest.approx((logprob - targets.engine_logprob)[same].abs().max().item())
+    assert tally.peaks.item() == pytest.approx(
+        (logprob - targets.engine_logprob)[same].abs().max().item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,11 +119,15 @@ def test_value_gradient_and_tally_are_those_of_the_formula_token_by_token(seed):
 )
 def test_the_mask_drops_only_what_moves_further_away_and_the_penalty_stays(p, q, advantage, kept):
     logprob = torch.tensor([math.log(p)], requires_grad=True)
-    value, keep = policy_gradient(logprob, torch.tensor([math.log(q)]), torch.tensor([advantage]), SPEC)
+    value, keep = policy_gradient(
+        logprob, torch.tensor([math.log(q)]), torch.tensor([advantage]), SPEC
+    )
     value.sum().backward()
     penalty_slope = 2 * SPEC.penalty * (math.log(p) - math.log(q))
     assert keep.item() is kept
-    assert logprob.grad.item() == pytest.approx(penalty_slope - (advantage * p / q if kept else 0.0), rel=1e-5)
+    assert logprob.grad.item() == pytest.approx(
+        penalty_slope - (advantage * p / q if kept else 0.0), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,11 +135,17 @@ def test_the_mask_drops_only_what_moves_further_away_and_the_penalty_stays(p, q,
     [(1.0, -0.5, 0.5, 0.0), (0.0, -0.5, 0.5, 0.0), (-1.0, 0.5, 0.0, 0.5), (-1.0, -0.01, 0.0, 0.5)],
     ids=["masked", "advantage of 0", "masked in reference_kl", "reference that agrees"],
 )
-def test_a_ratio_that_overflows_adds_nothing_where_nothing_pulls(advantage, reference, rl_weight, kl_weight):
+def test_a_ratio_that_overflows_adds_nothing_where_nothing_pulls(
+    advantage, reference, rl_weight, kl_weight
+):
     logprob, entropy, targets = tokens()
     logprob[0], targets.engine_logprob[0] = -0.01, -95.0  # exp(94.99) is more than float32 holds
     targets.advantage[0], targets.reference_logprob[0] = advantage, reference
-    targets.rl_weight[0], targets.reference_kl_weight[0], targets.same_weights[0] = rl_weight, kl_weight, False
+    targets.rl_weight[0], targets.reference_kl_weight[0], targets.same_weights[0] = (
+        rl_weight,
+        kl_weight,
+        False,
+    )
     logprob.requires_grad_()
     tally = check_by_the_formula(logprob, entropy, targets, dict.fromkeys(COMPONENTS, 100))
     assert math.isfinite(tally.values()["mismatch_kl_same_weights"])
@@ -134,7 +158,9 @@ def test_what_stands_in_columns_of_non_members_cannot_reach_the_loss():
     clean = loss(logprob, entropy, targets, totals, SPEC)[0]
     broken = targets.engine_logprob.clone()
     broken[none & (targets.reference_kl_weight == 0)] = -float("inf")
-    reference = torch.where(targets.reference_kl_weight == 0, torch.tensor(float("inf")), targets.reference_logprob)
+    reference = torch.where(
+        targets.reference_kl_weight == 0, torch.tensor(float("inf")), targets.reference_logprob
+    )
     weights = (getattr(targets, f"{name}_weight") for name in COMPONENTS)
     dirty = Targets(broken, targets.advantage, reference, *weights, targets.same_weights)
     value, tally = loss(logprob, entropy, dirty, totals, SPEC)
@@ -145,7 +171,15 @@ def test_what_stands_in_columns_of_non_members_cannot_reach_the_loss():
 def test_a_component_without_members_adds_nothing_and_divides_by_one():
     logprob, entropy, targets = tokens()
     zero = torch.zeros_like(logprob)
-    nothing = Targets(targets.engine_logprob, targets.advantage, targets.reference_logprob, zero, zero, zero, targets.same_weights)
+    nothing = Targets(
+        targets.engine_logprob,
+        targets.advantage,
+        targets.reference_logprob,
+        zero,
+        zero,
+        zero,
+        targets.same_weights,
+    )
     value, tally = loss(logprob, entropy, nothing, dict.fromkeys(COMPONENTS, 0), SPEC)
     assert value.item() == 0.0
     assert tally.peaks.item() == -1.0

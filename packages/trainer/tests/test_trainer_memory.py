@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import GEMMA2, MEMORY, MOE, batch_columns, make_learner, manifest, share, write_start_weights
+from trainer_cases import (
+    GEMMA2,
+    MEMORY,
+    MOE,
+    batch_columns,
+    make_learner,
+    manifest,
+    share,
+    write_start_weights,
+)
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
@@ -20,8 +29,18 @@ from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
 from orrery.trainer.parallel.activation_offload import Offload
 
-GEMMA = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": {**GEMMA2, "num_hidden_layers": 3}}
-MODELS = {"dense": {"num_layers": 3}, "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE}, "gemma": GEMMA}
+GEMMA = {
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "family": "hugging_face",
+    "hf_config": {**GEMMA2, "num_hidden_layers": 3},
+}
+MODELS = {
+    "dense": {"num_layers": 3},
+    "moe": {"num_layers": 3, "family": "qwen3_moe", "moe": MOE},
+    "gemma": GEMMA,
+}
 
 
 def steps_with(tmp_path, model, compile=False, **memory):
@@ -50,9 +69,18 @@ KEPT = [["attention"], ["projections"], ["experts"], ["attention", "projections"
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_made_again_is_the_same_bits(tmp_path, model):
     plain = steps_with(tmp_path, MODELS[model])
-    assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "full"}), plain)
+    assert_same(
+        steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "full"}), plain
+    )
     for keep in KEPT:
-        assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "selective", "keep": keep}), plain)
+        assert_same(
+            steps_with(
+                tmp_path,
+                MODELS[model],
+                activation_checkpointing={"kind": "selective", "keep": keep},
+            ),
+            plain,
+        )
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "away"])
@@ -63,10 +91,19 @@ def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp
 
     def calls(**checkpointing):
         with torch.profiler.profile() as profiled:
-            found = steps_with(tmp_path, model, activation_checkpointing=checkpointing, activation_offload=away)
-        attention = [one for one in profiled.events() if one.name == "aten::_scaled_dot_product_flash_attention_for_cpu"]
+            found = steps_with(
+                tmp_path, model, activation_checkpointing=checkpointing, activation_offload=away
+            )
+        attention = [
+            one
+            for one in profiled.events()
+            if one.name == "aten::_scaled_dot_product_flash_attention_for_cpu"
+        ]
         # One that makes room for its result is one that computes it; others hand a call on, or give what was kept.
-        return found, sum(any(child.name.startswith("aten::empty") for child in one.cpu_children) for one in attention)
+        return found, sum(
+            any(child.name.startswith("aten::empty") for child in one.cpu_children)
+            for one in attention
+        )
 
     plain, once = calls(kind="none")
     again, twice = calls(kind="full")
@@ -77,11 +114,27 @@ def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp
 
 
 @pytest.mark.parametrize("kind", ["none", "full"])
-def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(tmp_path, monkeypatch, kind):
+def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(
+    tmp_path, monkeypatch, kind
+):
     compile = torch.compile  # without a compiler of C++
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"))
-    experts = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
-    model = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": {**GEMMA2, **experts}}
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"),
+    )
+    experts = {
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-6,
+    }
+    model = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "family": "hugging_face",
+        "hf_config": {**GEMMA2, **experts},
+    }
     told = r"trainer\.compile true: torch does not compile blocks of model\.hf_config\.model_type 'granitemoe' whole \(.*\); set trainer\."
     with pytest.raises(OrreryError, match=told) as caught:
         steps_with(tmp_path, model, compile=True, activation_checkpointing={"kind": kind})
@@ -92,12 +145,20 @@ def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(tm
     ("error", "becomes"),
     [
         (torch._dynamo.exc.FailOnRecompileLimitHit("the 65th graph"), OrreryError),
-        (torch._dynamo.exc.BackendCompilerFailed(len, RuntimeError("CUDA out of memory"), None), RuntimeError),  # which has levers
+        (
+            torch._dynamo.exc.BackendCompilerFailed(len, RuntimeError("CUDA out of memory"), None),
+            RuntimeError,
+        ),  # which has levers
         (RuntimeError("else"), RuntimeError),
     ],
 )
-def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothing_else(error, becomes):
-    with pytest.raises(becomes) as caught, compiled.told(SimpleNamespace(hf_config={"model_type": "granitemoe"})):
+def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothing_else(
+    error, becomes
+):
+    with (
+        pytest.raises(becomes) as caught,
+        compiled.told(SimpleNamespace(hf_config={"model_type": "granitemoe"})),
+    ):
         raise error
     assert type(caught.value) is OrreryError if becomes is OrreryError else caught.value is error
 
@@ -105,16 +166,27 @@ def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothi
 def test_a_block_of_transformers_is_one_graph(tmp_path, monkeypatch):
     torch._dynamo.reset()
     counter, compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter),
+    )
     steps_with(tmp_path, GEMMA, compile=True, activation_checkpointing={"kind": "full"})
     assert counter.frame_count == 4  # with a window and without, for the first length and for all
 
 
 def test_logits_that_stay_are_those_that_are_made_again(tmp_path, monkeypatch):
     asked, op = [], causal_lm.token_logprob
-    monkeypatch.setattr(causal_lm, "token_logprob", lambda *args, **options: asked.append(options["keep_logits"]) or op(*args, **options))
+    monkeypatch.setattr(
+        causal_lm,
+        "token_logprob",
+        lambda *args, **options: asked.append(options["keep_logits"]) or op(*args, **options),
+    )
     for chunk in (5, 1000):
-        again, kept = (steps_with(tmp_path, {}, lm_head_chunk_tokens=chunk, lm_head_keeps_logits=keeps) for keeps in (False, True))
+        again, kept = (
+            steps_with(tmp_path, {}, lm_head_chunk_tokens=chunk, lm_head_keeps_logits=keeps)
+            for keeps in (False, True)
+        )
         assert_same(kept, again)
         half = len(asked) // 2
         assert asked == half * [False] + half * [True] and half
@@ -139,7 +211,9 @@ def pools(monkeypatch):
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, kind, pools):
     plain = steps_with(tmp_path, MODELS[model])
-    away = steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": kind}, activation_offload=True)
+    away = steps_with(
+        tmp_path, MODELS[model], activation_checkpointing={"kind": kind}, activation_offload=True
+    )
     assert_same(away, plain)
     (pool,) = pools
     assert pool.num_bytes > 0
@@ -150,21 +224,44 @@ def test_what_waits_in_host_memory_comes_back_as_the_same_bits(tmp_path, model, 
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_what_selective_checkpointing_keeps_waits_in_host_memory_too(tmp_path, model, pools):
     plain, keep = steps_with(tmp_path, MODELS[model]), ["attention", "projections", "experts"]
-    for checkpointing in ({"kind": "full"}, {"kind": "selective", "keep": keep[:1]}, {"kind": "selective", "keep": keep}):
-        assert_same(steps_with(tmp_path, MODELS[model], activation_checkpointing=checkpointing, activation_offload=True), plain)
+    for checkpointing in (
+        {"kind": "full"},
+        {"kind": "selective", "keep": keep[:1]},
+        {"kind": "selective", "keep": keep},
+    ):
+        assert_same(
+            steps_with(
+                tmp_path,
+                MODELS[model],
+                activation_checkpointing=checkpointing,
+                activation_offload=True,
+            ),
+            plain,
+        )
     full, attention, every = (pool.num_bytes for pool in pools)
     assert full < attention < every
-    assert all(sum(len(buffers) * size for size, buffers in pool._free.items()) == pool.num_bytes for pool in pools)
+    assert all(
+        sum(len(buffers) * size for size, buffers in pool._free.items()) == pool.num_bytes
+        for pool in pools
+    )
 
 
 def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(monkeypatch):
     """With an exchange inside, it is compiled inside of what is checkpointed; it is given a view, and offload gives back what is none."""
     counter, compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter),
+    )
     memory = {**MEMORY, "activation_checkpointing": {"kind": "full"}, "activation_offload": True}
-    trainer = manifest(mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True, "memory": memory}).trainer
+    trainer = manifest(
+        mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True, "memory": memory}
+    ).trainer
     blocks, device = [torch.nn.Linear(8, 8) for _ in range(2)], torch.device("cpu")
-    policy = SimpleNamespace(network=SimpleNamespace(layers=blocks, config=SimpleNamespace(family="qwen3")))
+    policy = SimpleNamespace(
+        network=SimpleNamespace(layers=blocks, config=SimpleNamespace(family="qwen3"))
+    )
     world = SimpleNamespace(device=device)
     for step in (compiled, activation_checkpointing):
         step.apply(policy, world, trainer)
@@ -180,7 +277,10 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
 
 def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():
     """As in a block that is compiled around an exchange (`cp` of tokens, `ep` of rows): the memory plan counts on it."""
-    weight, ends = torch.randn(4, 16, 8, requires_grad=True), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
+    weight, ends = (
+        torch.randn(4, 16, 8, requires_grad=True),
+        torch.tensor([4, 8, 12, 16], dtype=torch.int32),
+    )
     exchange = torch._dynamo.disable(lambda x: x * 1.0)
     documents = Documents(torch.tensor([0, 16], dtype=torch.int32), 16)
 
@@ -194,10 +294,14 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
     def products_of_the_backward_pass(block, operation, mesh, *keep):
         memory = {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": keep}}
         spec = manifest(
-            mesh={"dp_shard": 1, **mesh}, model={"family": "qwen3_moe", "moe": MOE}, trainer={"compile": True, "memory": memory}
+            mesh={"dp_shard": 1, **mesh},
+            model={"family": "qwen3_moe", "moe": MOE},
+            trainer={"compile": True, "memory": memory},
         )
         assert spec.trainer.kept == keep
-        run = partial(activation_checkpointing._on_no_views, torch.compile(block, backend="aot_eager"))
+        run = partial(
+            activation_checkpointing._on_no_views, torch.compile(block, backend="aot_eager")
+        )
         context = activation_checkpointing.contexts(spec.trainer, spec.model)
         y = checkpoint(run, torch.randn(16, 8, requires_grad=True), use_reentrant=False, **context)
         with torch.profiler.profile() as profiled:
@@ -206,10 +310,18 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
 
     for block, operation, mesh, keep in (
         (experts, "orrery::grouped_matmul", {"cp": 2}, ["attention", "experts"]),
-        (attend, "orrery::varlen_attention_forward", {"ep": 2, "dp_shard": 2}, ["experts", "attention"]),
+        (
+            attend,
+            "orrery::varlen_attention_forward",
+            {"ep": 2, "dp_shard": 2},
+            ["experts", "attention"],
+        ),
     ):
         torch._dynamo.reset()
-        named, unnamed = (products_of_the_backward_pass(block, operation, mesh, *names) for names in (keep, keep[:1]))
+        named, unnamed = (
+            products_of_the_backward_pass(block, operation, mesh, *names)
+            for names in (keep, keep[:1])
+        )
         assert named < unnamed, operation
 
 
@@ -253,17 +365,39 @@ def test_weights_and_what_blocks_share_stay_on_the_device():
         return result
 
     offload._pack = watch
-    offload.run(layer, lambda x, shared: (layer(x) * shared).tanh(), torch.randn(4, 8, requires_grad=True), shared)
+    offload.run(
+        layer,
+        lambda x, shared: (layer(x) * shared).tanh(),
+        torch.randn(4, 8, requires_grad=True),
+        shared,
+    )
     stayed = [tensor for tensor, on_device in packed if on_device]
     assert any(tensor.data_ptr() == layer.weight.data_ptr() for tensor in stayed)
     assert any(tensor.data_ptr() == shared.data_ptr() for tensor in stayed)
     assert any(not on_device for _, on_device in packed)
 
 
-@pytest.mark.parametrize("said", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}])
-def test_a_rank_lets_segments_grow_unless_its_environment_says_otherwise_and_before_torch_is_loaded(said):
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}],
+)
+def test_a_rank_lets_segments_grow_unless_its_environment_says_otherwise_and_before_torch_is_loaded(
+    said,
+):
     script = "import os, sys, orrery.trainer.__main__ as m; m.grow_segments(); assert 'torch' not in sys.modules; "
-    script += "print({name: value for name, value in os.environ.items() if name.endswith('ALLOC_CONF')})"
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment | said, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(said or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    script += (
+        "print({name: value for name, value in os.environ.items() if name.endswith('ALLOC_CONF')})"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment | said,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.strip() == str(
+        said or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    )

@@ -31,12 +31,16 @@ def batch(step, engines, versions, differences):
         "version": np.where(prompt, -1, np.repeat(versions, LENGTH)).astype(np.int32),
     }
     columns = Columns(np.arange(n + 1) * LENGTH, token, {"engine": np.asarray(engines, np.int32)})
-    return micro_batch(columns, step, WORLD.device), torch.tensor(differences).repeat_interleave(LENGTH - 1) - 2.0
+    return micro_batch(columns, step, WORLD.device), torch.tensor(differences).repeat_interleave(
+        LENGTH - 1
+    ) - 2.0
 
 
 def guard(**bounds):
     spec = manifest(trainer={"mismatch": MISMATCH | bounds})
-    spec = spec.model_copy(update={"inference": spec.inference.model_copy(update={"num_replicas": 4})})
+    spec = spec.model_copy(
+        update={"inference": spec.inference.model_copy(update={"num_replicas": 4})}
+    )
     return MismatchGuard(spec, WORLD, logging.getLogger("trainer.0"))
 
 
@@ -56,7 +60,9 @@ def test_one_engine_of_four_that_forges_is_named_with_its_version_though_the_bat
     )
     with pytest.raises(RunFailed, match=says):
         judged(guard(), 9, *good, *forged)
-    assert judged(guard(stop_logprob_difference=None), 9, *good, *forged) == pytest.approx((24 * 0.1 + 2 * 6 + 2 * 0.1) / 28)
+    assert judged(guard(stop_logprob_difference=None), 9, *good, *forged) == pytest.approx(
+        (24 * 0.1 + 2 * 6 + 2 * 0.1) / 28
+    )
 
 
 def test_engines_that_are_a_little_off_end_nothing_and_one_that_is_further_is_told(caplog):
@@ -65,7 +71,10 @@ def test_engines_that_are_a_little_off_end_nothing_and_one_that_is_further_is_to
     judged(guard(), 9, *[batch(9, [0, 1], [8, 6], [0.2, -1.5]) for _ in range(2)])
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "tokens of engine 1 are 1.5 from the trainer's on average, of version 6 1.5" in record.message
+    assert (
+        "tokens of engine 1 are 1.5 from the trainer's on average, of version 6 1.5"
+        in record.message
+    )
     assert "is more than trainer.mismatch.warn_logprob_difference = 1" in record.message
 
 
@@ -73,8 +82,14 @@ def test_the_kl_of_a_batch_warns_and_then_ends_the_run(caplog):
     each = [batch(9, [0, 1], [8, 8], [0.2, -0.3]) for _ in range(2)]
     judged(guard(), 9, *each, kl=3.8)
     assert "tokens of engine 1 are 0.3" in caplog.text
-    assert "the KL from engines to trainer, 3.8, is more than trainer.mismatch.warn_kl = 2" in caplog.text
-    with pytest.raises(RunFailed, match=r"engine 1 .* the KL from engines to trainer, 11, is more than trainer\.mismatch\.stop_kl = 10"):
+    assert (
+        "the KL from engines to trainer, 3.8, is more than trainer.mismatch.warn_kl = 2"
+        in caplog.text
+    )
+    with pytest.raises(
+        RunFailed,
+        match=r"engine 1 .* the KL from engines to trainer, 11, is more than trainer\.mismatch\.stop_kl = 10",
+    ):
         judged(guard(), 9, *each, kl=11.0)
     judged(guard(stop_kl=None), 9, *each, kl=11.0)
 

@@ -23,7 +23,11 @@ from orrery.trainer.parallel.expert_parallel import make_exchange
 HEAD_DIM = 128
 LENGTHS = {"cpu": [70, 1, 9, 150], "cuda": [700, 1, 96, 1500]}
 HALF = pytest.param(
-    "cuda", torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU")
+    "cuda",
+    torch.bfloat16,
+    marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+    ),
 )
 
 
@@ -38,7 +42,12 @@ def calls(monkeypatch):
 
     A lock lets one rank at a time call kernels, because their compilers are not thread-safe.
     """
-    seen, flash4, first_that_runs, lock = [], forms.FORMS["flash4"], forms._first_that_runs, threading.Lock()
+    seen, flash4, first_that_runs, lock = (
+        [],
+        forms.FORMS["flash4"],
+        forms._first_that_runs,
+        threading.Lock(),
+    )
 
     def noted(name):
         def call(*args):
@@ -65,18 +74,26 @@ def is_hopper():
 
 def check_calls(calls, device, num_ranks):
     """Check for one forward and one backward pass per rank: only its own block is causal."""
-    assert sorted(calls) == (["backward"] * num_ranks + ["forward"] * num_ranks if device == "cuda" and is_hopper() else [])
+    assert sorted(calls) == (
+        ["backward"] * num_ranks + ["forward"] * num_ranks
+        if device == "cuda" and is_hopper()
+        else []
+    )
     assert not forms._failed
 
 
 def draw(seed, *shape, device="cpu", dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(device, dtype)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 2), (32, 4)])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), HALF])
-def test_a_ring_makes_the_attention_and_the_gradients_of_whole_documents(device, dtype, num_heads, num_kv_heads, num_ranks, calls):
+def test_a_ring_makes_the_attention_and_the_gradients_of_whole_documents(
+    device, dtype, num_heads, num_kv_heads, num_ranks, calls
+):
     lengths = LENGTHS[device]
     num_tokens = sum(lengths)
     q, k, v, dout = (
@@ -97,7 +114,9 @@ def test_a_ring_makes_the_attention_and_the_gradients_of_whole_documents(device,
         return out.detach(), *(leaf.grad for leaf in leaves)
 
     found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v)]
-    for here, is_real, (out, *gradients) in zip(sources, real, rank_threads.on_ranks(num_ranks, on_rank), strict=True):
+    for here, is_real, (out, *gradients) in zip(
+        sources, real, rank_threads.on_ranks(num_ranks, on_rank), strict=True
+    ):
         found[0][here[is_real]] = out[is_real].double()
         for whole, part in zip(found[1:], gradients, strict=True):
             whole.index_add_(0, here, part.double())
@@ -118,7 +137,10 @@ class Block(torch.nn.Module):
 
     def __init__(self, config, exchange=None):
         super().__init__()
-        self.attention, self.experts = Attention(config), MixtureOfExperts(config.hidden_size, config.moe)
+        self.attention, self.experts = (
+            Attention(config),
+            MixtureOfExperts(config.hidden_size, config.moe),
+        )
         if exchange is not None:
             self.experts.exchange = exchange
 
@@ -127,28 +149,49 @@ class Block(torch.nn.Module):
         return x + self.experts(x, routes)[0]
 
 
-MODEL = {"family": "qwen3_moe", "hidden_size": 256, "head_dim": HEAD_DIM, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
+MODEL = {
+    "family": "qwen3_moe",
+    "hidden_size": 256,
+    "head_dim": HEAD_DIM,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 128,
+}
 MODEL["moe"] = {**MOE, "num_experts": 8, "expert_intermediate_size": 128}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), HALF])
-def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_are_all_here(device, dtype, num_ranks, calls):
+def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_are_all_here(
+    device, dtype, num_ranks, calls
+):
     """Each rank has its own documents and a share of the experts.
 
     Routes are given, because rounding may change the choice of an expert.
     """
     config = manifest(model=MODEL).model
-    lengths = ([[900, 3], [250, 653], [1, 902], [451, 452]] if device == "cuda" else [[90, 3], [25, 68], [1, 92], [46, 47]])[:num_ranks]
+    lengths = (
+        [[900, 3], [250, 653], [1, 902], [451, 452]]
+        if device == "cuda"
+        else [[90, 3], [25, 68], [1, 92], [46, 47]]
+    )[:num_ranks]
     num_tokens, num_local = sum(lengths[0]), config.moe.num_experts // num_ranks
     torch.manual_seed(0)
     whole = Block(config)
     with torch.no_grad():
         for parameter in whole.parameters():
-            parameter.copy_(0.05 * torch.randn(parameter.shape)) if parameter.dim() > 1 else parameter.fill_(1.0)
+            parameter.copy_(
+                0.05 * torch.randn(parameter.shape)
+            ) if parameter.dim() > 1 else parameter.fill_(1.0)
             parameter.copy_(parameter.to(dtype))  # both dtypes hold the same numbers
-    xs, douts = ([draw(i + base, num_tokens, 256, dtype=torch.float32).to(dtype) for i in range(num_ranks)] for base in (0, 50))
-    routes = [torch.rand(num_tokens, 8, generator=torch.Generator().manual_seed(i)).argsort(1)[:, :2] for i in range(num_ranks)]
+    xs, douts = (
+        [draw(i + base, num_tokens, 256, dtype=torch.float32).to(dtype) for i in range(num_ranks)]
+        for base in (0, 50)
+    )
+    routes = [
+        torch.rand(num_tokens, 8, generator=torch.Generator().manual_seed(i)).argsort(1)[:, :2]
+        for i in range(num_ranks)
+    ]
     positions = [torch.cat([torch.arange(length) for length in each]) for each in lengths]
 
     def run(block, rank, device, dtype):
@@ -161,24 +204,42 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
 
     def on_rank(group):
         block = Block(config, make_exchange("torch", group, config.moe.num_experts))
-        block.experts.experts = Experts(num_local, config.hidden_size, config.moe.expert_intermediate_size)
+        block.experts.experts = Experts(
+            num_local, config.hidden_size, config.moe.expert_intermediate_size
+        )
         with torch.no_grad():
             for name, parameter in block.named_parameters():
                 source = whole.get_parameter(name)
-                parameter.copy_(source[group.rank() * num_local :][:num_local] if ".experts.experts." in f".{name}" else source)
+                parameter.copy_(
+                    source[group.rank() * num_local :][:num_local]
+                    if ".experts.experts." in f".{name}"
+                    else source
+                )
         block.to(device, dtype)
-        return *run(block, group.rank(), device, dtype), {name: parameter.grad for name, parameter in block.named_parameters()}
+        return *run(block, group.rank(), device, dtype), {
+            name: parameter.grad for name, parameter in block.named_parameters()
+        }
 
     ranks = rank_threads.on_ranks(num_ranks, on_rank)
-    expected = [run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)]  # weight gradients add up
+    expected = [
+        run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)
+    ]  # weight gradients add up
     pairs = [(f"{what} of rank {i}", a, e) for i, (r, one) in enumerate(zip(ranks, expected, strict=True)) for what, a, e in
              zip(("output", "gradient"), r, one, strict=False)]  # fmt: skip
     for name, parameter in whole.named_parameters():
         parts = [gradients[name].float().cpu() for *_, gradients in ranks]
-        pairs.append((name, torch.cat(parts) if "experts.experts." in name else torch.stack(parts).sum(0), parameter.grad))
+        pairs.append(
+            (
+                name,
+                torch.cat(parts) if "experts.experts." in name else torch.stack(parts).sum(0),
+                parameter.grad,
+            )
+        )
     # As on several GPUs: a half-precision gradient has tens of roundings of 4e-3 (random signs).
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-5
     for name, actual, reference in pairs:
-        error = torch.linalg.vector_norm(actual.float().cpu() - reference) / torch.linalg.vector_norm(reference)
+        error = torch.linalg.vector_norm(
+            actual.float().cpu() - reference
+        ) / torch.linalg.vector_norm(reference)
         assert error <= tolerance, (name, error)
     check_calls(calls, device, num_ranks)

@@ -15,7 +15,12 @@ from orrery.trainer.optim.optimizer import Optimizer
 from orrery.trainer.optim.whole_matrices import _bounds, newton_schulz
 from orrery.trainer.parallel.world import World
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
 WORLD = World(0, 1, torch.device("cpu"), None)
 
 
@@ -41,7 +46,9 @@ def test_offloaded_state_in_small_buckets_gives_the_same_bits(kind, prefetch, de
     take_steps(offloaded, small_buckets(offloaded, kind, True), [1, 2, 3], prefetch=prefetch)
     take_steps(whole, make_optimizer(whole, spec_of(kind)), [1, 2, 3])
     assert equal(plain, offloaded)
-    assert equal(plain, whole) or (kind in ("muon", "muon_without_nesterov") and device == "cuda")  # where batches' sizes choose kernels
+    assert equal(plain, whole) or (
+        kind in ("muon", "muon_without_nesterov") and device == "cuda"
+    )  # where batches' sizes choose kernels
     assert not equal(whole, Toy().to(device))
 
 
@@ -52,7 +59,10 @@ def test_state_filled_by_name_goes_on_with_the_same_bits(kind, offload):
     from_, to = small_buckets(first, kind, not offload), small_buckets(second, kind, offload)
     take_steps(first, from_, [1, 2])
     to.prefetch()  # what was fetched before the fill must not be used
-    state = {(key, name): (tensor.clone(), box) for key, name, tensor, box in named_state(from_, dict(first.named_parameters()))}
+    state = {
+        (key, name): (tensor.clone(), box)
+        for key, name, tensor, box in named_state(from_, dict(first.named_parameters()))
+    }
     for key, name, tensor, box in named_state(to, dict(second.named_parameters())):
         assert state[key, name][1] == box
         tensor.copy_(state.pop((key, name))[0])
@@ -85,7 +95,11 @@ def test_a_weight_without_gradient_stays_and_does_not_count_the_step(kind, offlo
     optimizer.step()
     for (name, weight), old in zip(toy.named_parameters(), Toy().parameters(), strict=True):
         assert torch.equal(weight, old) == (name in missing), name
-    steps = {name: tensor.item() for key, name, tensor, _ in named_state(optimizer, dict(toy.named_parameters())) if key == "step"}
+    steps = {
+        name: tensor.item()
+        for key, name, tensor, _ in named_state(optimizer, dict(toy.named_parameters()))
+        if key == "step"
+    }
     assert all(step == (name not in missing) for name, step in steps.items())
 
 
@@ -97,10 +111,16 @@ def test_weight_decay_shrinks_matrices_and_no_others_and_the_rate_scales_all(kin
     for weight in toy.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    rates = {id(weight): group.lr * group.weight_decay for group in optimizer.groups for weight in group.weights}
+    rates = {
+        id(weight): group.lr * group.weight_decay
+        for group in optimizer.groups
+        for weight in group.weights
+    }
     for weight, old in zip(toy.parameters(), Toy().parameters(), strict=True):
         assert (rates[id(weight)] > 0) == (weight.ndim >= 2)
-        torch.testing.assert_close(weight, old * (1 - 0.5 * rates[id(weight)]), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            weight, old * (1 - 0.5 * rates[id(weight)]), rtol=1e-6, atol=1e-7
+        )
 
 
 def test_frozen_weights_have_no_state():
@@ -115,13 +135,17 @@ def test_frozen_weights_have_no_state():
 def test_a_learner_steps_with_every_kind_and_offload_changes_no_bit(kind, tmp_path):
     learners = []
     for offload in (False, True):
-        spec = manifest(trainer={"optimizer": SPECS[kind], "memory": MEMORY | {"optimizer_offload": offload}})
+        spec = manifest(
+            trainer={"optimizer": SPECS[kind], "memory": MEMORY | {"optimizer_offload": offload}}
+        )
         start = write_start_weights(spec, tmp_path / str(offload))
         learners.append(make_learner(spec, start))
         rows = train(learners[-1], [1, 2, 3])
         assert rows[-1]["learning_rate"] == SPECS[kind]["lr"]
         assert all(math.isfinite(row["loss"]) for row in rows)
-    for (name, weight), other in zip(whole_weights(learners[0]).items(), whole_weights(learners[1]).values(), strict=True):
+    for (name, weight), other in zip(
+        whole_weights(learners[0]).items(), whole_weights(learners[1]).values(), strict=True
+    ):
         assert torch.equal(weight, other), name
     for name, weight in make_learner(spec, start).weights.items():
         assert not torch.equal(weight, learners[0].weights[name]), name
@@ -136,7 +160,9 @@ def test_a_step_at_a_small_rate_moves_weights_in_float32_and_is_lost_in_bfloat16
     for dtype in (torch.float32, torch.bfloat16):
         layer = torch.nn.Linear(16, 16, bias=False, dtype=dtype)
         torch.nn.init.constant_(layer.weight, 0.02)
-        optimizer = make_optimizer(layer, spec_of("adamw").model_copy(update={"lr": 1e-6, "weight_decay": 0.0}))
+        optimizer = make_optimizer(
+            layer, spec_of("adamw").model_copy(update={"lr": 1e-6, "weight_decay": 0.0})
+        )
         before = layer.weight.detach().clone()
         for _ in range(10):
             layer.weight.grad = torch.ones_like(layer.weight)
@@ -155,9 +181,19 @@ def referee_steps(toy: Toy, optimizer: torch.optim.Optimizer, steps: list[int]) 
 def test_adamw_has_the_bits_of_torch():
     ours, theirs = Toy(), Toy()
     take_steps(ours, small_buckets(ours, "adamw", True), [1, 2, 3])
-    split = [[w for w in theirs.parameters() if w.ndim >= 2], [w for w in theirs.parameters() if w.ndim < 2]]
-    options = [{"params": split[0], "weight_decay": ADAMW["weight_decay"]}, {"params": split[1], "weight_decay": 0.0}]
-    referee_steps(theirs, torch.optim.AdamW(options, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, fused=True), [1, 2, 3])
+    split = [
+        [w for w in theirs.parameters() if w.ndim >= 2],
+        [w for w in theirs.parameters() if w.ndim < 2],
+    ]
+    options = [
+        {"params": split[0], "weight_decay": ADAMW["weight_decay"]},
+        {"params": split[1], "weight_decay": 0.0},
+    ]
+    referee_steps(
+        theirs,
+        torch.optim.AdamW(options, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, fused=True),
+        [1, 2, 3],
+    )
     assert equal(ours, theirs)
 
 
@@ -165,9 +201,16 @@ def test_adamw_has_the_bits_of_torch():
 def test_sgd_has_the_bits_of_torch(kind):
     ours, theirs = Toy(), Toy()
     take_steps(ours, small_buckets(ours, kind, True), [1, 2, 3])
-    split = [[w for w in theirs.parameters() if w.ndim >= 2], [w for w in theirs.parameters() if w.ndim < 2]]
+    split = [
+        [w for w in theirs.parameters() if w.ndim >= 2],
+        [w for w in theirs.parameters() if w.ndim < 2],
+    ]
     options = [{"params": split[0], "weight_decay": 0.1}, {"params": split[1], "weight_decay": 0.0}]
-    referee_steps(theirs, torch.optim.SGD(options, lr=1e-2, momentum=SPECS[kind]["momentum"], fused=True), [1, 2, 3])
+    referee_steps(
+        theirs,
+        torch.optim.SGD(options, lr=1e-2, momentum=SPECS[kind]["momentum"], fused=True),
+        [1, 2, 3],
+    )
     assert equal(ours, theirs)
 
 
@@ -176,7 +219,9 @@ def test_sign_sgd_moves_each_value_by_the_rate():
     take_steps(toy, make_optimizer(toy, spec_of("sign_sgd")), [1])
     for (name, weight), old in zip(toy.named_parameters(), Toy().parameters(), strict=True):
         kept = 1 - 1e-3 * 0.1 if old.ndim >= 2 else 1.0
-        torch.testing.assert_close(weight, old * kept - 1e-3 * gradients(1)[name].sign(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            weight, old * kept - 1e-3 * gradients(1)[name].sign(), rtol=1e-6, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("kind", ["muon", "muon_without_nesterov"])
@@ -190,7 +235,9 @@ def test_muon_is_torchs_where_that_is_defined_and_stacks_are_their_matrices(kind
         halves = tensor.chunk(2, 1) if "gate_up" in name else [tensor]
         return [matrix for half in halves for matrix in (half if half.ndim == 3 else [half])]
 
-    matrices = {name: weight for name, weight in Toy().named_parameters() if is_block_matrix(name, weight)}
+    matrices = {
+        name: weight for name, weight in Toy().named_parameters() if is_block_matrix(name, weight)
+    }
     assert {name for name in SHAPES if name not in matrices} == {
         "embed.weight",
         "layers.0.norm.weight",
@@ -200,10 +247,17 @@ def test_muon_is_torchs_where_that_is_defined_and_stacks_are_their_matrices(kind
     for name, weight in matrices.items():
         theirs = [torch.nn.Parameter(part.detach().clone()) for part in parts(name, weight)]
         referee = torch.optim.Muon(
-            theirs, lr=2e-2, weight_decay=0.1, momentum=0.9, nesterov=SPECS[kind]["nesterov"], adjust_lr_fn="match_rms_adamw"
+            theirs,
+            lr=2e-2,
+            weight_decay=0.1,
+            momentum=0.9,
+            nesterov=SPECS[kind]["nesterov"],
+            adjust_lr_fn="match_rms_adamw",
         )
         for step in (1, 2, 3):
-            for weight_part, gradient in zip(theirs, parts(name, gradients(step)[name]), strict=True):
+            for weight_part, gradient in zip(
+                theirs, parts(name, gradients(step)[name]), strict=True
+            ):
                 weight_part.grad = gradient.clone()
             referee.step()
         for mine, other in zip(parts(name, ours.get_parameter(name)), theirs, strict=True):
@@ -218,17 +272,32 @@ def test_the_rest_of_muon_is_adamw():
         assert torch.equal(mine, other) == (not is_block_matrix(name, mine)), name
 
 
-@pytest.mark.parametrize("name", ["network.embed_tokens.weight", "network.lm_head.weight", "network.layers.3.mlp.gate.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["network.embed_tokens.weight", "network.lm_head.weight", "network.layers.3.mlp.gate.weight"],
+)
 def test_what_is_no_matrix_of_a_block(name):
     assert not is_block_matrix(name, torch.empty(4, 4))
     assert is_block_matrix("network.layers.3.mlp.gate_proj.weight", torch.empty(4, 4))
 
 
 def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is():
-    shapes = {"gate_up_proj": (2, 12, 8), "gate_up_lora.a": (2, 4, 8), "gate_up_lora.b": (2, 12, 4), "down_lora.b": (2, 8, 4)}
-    weights = {f"network.layers.0.mlp.experts.{name}": torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    shapes = {
+        "gate_up_proj": (2, 12, 8),
+        "gate_up_lora.a": (2, 4, 8),
+        "gate_up_lora.b": (2, 12, 4),
+        "down_lora.b": (2, 8, 4),
+    }
+    weights = {
+        f"network.layers.0.mlp.experts.{name}": torch.nn.Parameter(torch.zeros(shape))
+        for name, shape in shapes.items()
+    }
     group, *_ = muon.groups(spec_of("muon"), weights)
-    fused = {name.rpartition("experts.")[2] for name, weight in weights.items() if weight in group.rule.fused}
+    fused = {
+        name.rpartition("experts.")[2]
+        for name, weight in weights.items()
+        if weight in group.rule.fused
+    }
     assert len(group.weights) == 4 and fused == {"gate_up_proj", "gate_up_lora.b"}
 
 
@@ -243,21 +312,34 @@ def test_stacks_of_transformers_are_a_matrix_an_expert_and_their_biases_neither_
         "conv.conv.weight": (32, 1, 3),
         "mixer.A_log": (48, 16),
     }
-    weights = {f"network.body.layers.0.{name}": torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    names = {weight: name.removeprefix("network.body.layers.0.") for name, weight in weights.items()}
+    weights = {
+        f"network.body.layers.0.{name}": torch.nn.Parameter(torch.zeros(shape))
+        for name, shape in shapes.items()
+    }
+    names = {
+        weight: name.removeprefix("network.body.layers.0.") for name, weight in weights.items()
+    }
     matrices, decayed, plain = muon.groups(spec_of("muon"), weights)
     assert [names[weight] for weight in matrices.weights] == list(shapes)[:3]
     assert [names[weight] for weight in matrices.rule.fused] == ["mlp.gate_up_proj.weight"]
-    assert [names[weight] for weight in plain.weights] == list(shapes)[3:5] and plain.weight_decay == 0.0
+    assert [names[weight] for weight in plain.weights] == list(shapes)[
+        3:5
+    ] and plain.weight_decay == 0.0
     assert [names[weight] for weight in decayed.weights] == list(shapes)[5:]
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 7, 7)])
-def test_orthogonalised_matrices_have_singular_values_near_one_and_the_singular_vectors_of_the_input(shape):
+def test_orthogonalised_matrices_have_singular_values_near_one_and_the_singular_vectors_of_the_input(
+    shape,
+):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    x = x + 2 * torch.eye(shape[1], shape[2])  # no singular value near zero, from where five steps do not reach one
+    x = x + 2 * torch.eye(
+        shape[1], shape[2]
+    )  # no singular value near zero, from where five steps do not reach one
     done = newton_schulz(x, 5, torch.float32)
-    assert torch.linalg.svdvals(done).sub(1).abs().max() < 0.35  # the coefficients' own band is 0.68 to 1.13
+    assert (
+        torch.linalg.svdvals(done).sub(1).abs().max() < 0.35
+    )  # the coefficients' own band is 0.68 to 1.13
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     rotated = u.mT @ done @ vh.mT  # diagonal when singular vectors are the same
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-4
@@ -267,7 +349,9 @@ def test_bounds_are_those_of_chunk():
     for size, num_ranks in itertools.product(range(1, 12), range(1, 6)):
         sizes = [len(part) for part in torch.arange(size).chunk(num_ranks)]
         bounds = _bounds(size, num_ranks)
-        assert [b - a for a, b in itertools.pairwise(bounds)] == sizes + [0] * (num_ranks - len(sizes))
+        assert [b - a for a, b in itertools.pairwise(bounds)] == sizes + [0] * (
+            num_ranks - len(sizes)
+        )
 
 
 # Norms, and ranks ---------------------------------------------------------------------------------------------------
@@ -291,14 +375,21 @@ def test_the_norm_of_unsharded_gradients_and_what_clipping_divides_by():
 def test_every_layout_of_shards_has_the_norm_and_the_steps_of_the_whole(tmp_path):
     ranks = run_ranks(tmp_path, 4)
     for name in ranks[0]:
-        expected = whole_norm([n for n in SHAPES if "q.weight" in n or "norm" in n]) if name == "adapters only" else whole_norm()
+        expected = (
+            whole_norm([n for n in SHAPES if "q.weight" in n or "norm" in n])
+            if name == "adapters only"
+            else whole_norm()
+        )
         for answers in ranks[: 2 if name == "dp_shard 2" else 4]:
             answer = answers[name]
             assert answer["norm"] == pytest.approx(expected, rel=1e-6), name
             for variant in [*SPECS, "adamw, offloaded", "muon, offloaded"]:
                 # Value-by-value rules do the same arithmetic on shards. Muon's iteration has the same whole matrix; only batches
                 # differ, and with them the order of a product's sums: rounding of float32, amplified by five quintic steps.
-                assert answer[variant] <= (5e-7 if variant.startswith("muon") else 0.0), (name, variant)
+                assert answer[variant] <= (5e-7 if variant.startswith("muon") else 0.0), (
+                    name,
+                    variant,
+                )
     assert "layers.0.norm.weight" in ranks[3]["dp_shard 4"]["empty"]
     assert "layers.0.thin.weight" in ranks[2]["dp_shard 4"]["empty"]
     assert "fully_shard over ep" in ranks[0] and "dp_shard 2" not in ranks[2]

@@ -29,11 +29,29 @@ MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 3}
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
 DENSE = {**HEADS, "tie_embeddings": False}
 MIXTURE = {**HEADS, "family": "qwen3_moe", "moe": MOE}
-GLM = {**HEADS, "family": "glm4_moe", "num_layers": 3, "rotary_fraction": 0.5, "attention_bias": True, "tie_embeddings": False}
-GLM["moe"] = {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid", "routed_scale": 2.5}
+GLM = {
+    **HEADS,
+    "family": "glm4_moe",
+    "num_layers": 3,
+    "rotary_fraction": 0.5,
+    "attention_bias": True,
+    "tie_embeddings": False,
+}
+GLM["moe"] = {
+    **MOE,
+    "num_dense_layers": 1,
+    "num_shared_experts": 1,
+    "score": "sigmoid",
+    "routed_scale": 2.5,
+}
 GEMMA = {**HEADS, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
 EXPERTS = {
-    **{"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    **{
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": True,
+    },
     **{"rope_theta": 1e4, "rms_norm_eps": 1e-6},
 }
 MIXTRAL = {**HEADS, "family": "hugging_face", "hf_config": {**trainer_cases.GEMMA2, **EXPERTS}}
@@ -61,7 +79,10 @@ MESHES = {
     "fsdp2_ep2": {"dp_shard": 4, "ep": 2},
     "hsdp_ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
     "ulysses2": {"cp": 2, "cp_style": "ulysses"},
-    "ulysses4": {"cp": 4, "cp_style": "ulysses"},  # as many ranks as query heads, more than key heads
+    "ulysses4": {
+        "cp": 4,
+        "cp_style": "ulysses",
+    },  # as many ranks as query heads, more than key heads
     "ring2": {"cp": 2, "cp_style": "ring"},
     "ring4": {"cp": 4, "cp_style": "ring"},
     "fsdp2_ring2": {"dp_shard": 2, "cp": 2, "cp_style": "ring"},
@@ -71,28 +92,69 @@ MESHES = {
     "hsdp_ep2_ulysses2": {"dp_replicate": 2, "cp": 2, "ep": 2, "cp_style": "ulysses"},
 }
 CASES = {
-    **{f"dense_{name}": {"mesh": mesh, "model": DENSE} for name, mesh in MESHES.items() if "ep" not in mesh},
+    **{
+        f"dense_{name}": {"mesh": mesh, "model": DENSE}
+        for name, mesh in MESHES.items()
+        if "ep" not in mesh
+    },
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
-    **{f"replayed_{name}": {"mesh": MESHES[name], "model": MIXTURE} for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")},
+    **{
+        f"replayed_{name}": {"mesh": MESHES[name], "model": MIXTURE}
+        for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")
+    },
     **{f"gemma_{name}": {"mesh": MESHES[name], "model": GEMMA} for name in ("fsdp2", "hsdp")},
     "mixtral_fsdp2": {"mesh": MESHES["fsdp2"], "model": MIXTRAL},
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
     # Levers on layouts: gradients that travel after each micro-batch, activations and weights in host memory, all beside adapters.
-    "mixture_hsdp_ep2_reducing": {"mesh": MESHES["hsdp_ep2"], "model": MIXTURE, "trainer": {"fsdp": FSDP}},
-    "mixture_ep2_ulysses2_away": {"mesh": MESHES["ep2_ulysses2"], "model": MIXTURE, "trainer": AWAY},
-    "mixture_fsdp2_ep2_hosted": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": {"fsdp": {**FSDP, "cpu_offload": True}}},
-    "adapted_ep4_ring2_away": {"mesh": MESHES["ep4_ring2"], "model": MIXTURE, "trainer": {**ADAPTERS, **AWAY, "fsdp": FSDP}},
+    "mixture_hsdp_ep2_reducing": {
+        "mesh": MESHES["hsdp_ep2"],
+        "model": MIXTURE,
+        "trainer": {"fsdp": FSDP},
+    },
+    "mixture_ep2_ulysses2_away": {
+        "mesh": MESHES["ep2_ulysses2"],
+        "model": MIXTURE,
+        "trainer": AWAY,
+    },
+    "mixture_fsdp2_ep2_hosted": {
+        "mesh": MESHES["fsdp2_ep2"],
+        "model": MIXTURE,
+        "trainer": {"fsdp": {**FSDP, "cpu_offload": True}},
+    },
+    "adapted_ep4_ring2_away": {
+        "mesh": MESHES["ep4_ring2"],
+        "model": MIXTURE,
+        "trainer": {**ADAPTERS, **AWAY, "fsdp": FSDP},
+    },
 }
 AGAIN = {
     **{
-        f"{name}_again": {**CASES[name], "trainer": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}}}
-        for name in ("mixture_ep2", "mixture_fsdp2_ep2", "dense_ulysses2", "dense_ring4", "mixture_ep2_ring2")
+        f"{name}_again": {
+            **CASES[name],
+            "trainer": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}},
+        }
+        for name in (
+            "mixture_ep2",
+            "mixture_fsdp2_ep2",
+            "dense_ulysses2",
+            "dense_ring4",
+            "mixture_ep2_ring2",
+        )
     },
     **{
-        f"{name}_again": {**CASES[name], "trainer": {"memory": {**MEMORY, "activation_checkpointing": KEEPING}}}
-        for name in ("mixture_ep4", "mixture_ring2", "mixture_ep4_ring2", "mixture_ep2_ulysses2", "replayed_ep2_ring2")
+        f"{name}_again": {
+            **CASES[name],
+            "trainer": {"memory": {**MEMORY, "activation_checkpointing": KEEPING}},
+        }
+        for name in (
+            "mixture_ep4",
+            "mixture_ring2",
+            "mixture_ep4_ring2",
+            "mixture_ep2_ulysses2",
+            "replayed_ep2_ring2",
+        )
     },
 }
 
@@ -107,7 +169,9 @@ def documents(spec, is_replayed=False):
     token = {
         "token_id": rng.integers(8, spec.model.vocab_size, total).astype(np.int32),
         "trained": trained,
-        "logprob": np.where(trained, np.log(1 / spec.model.vocab_size) + rng.normal(0, 0.3, total), 0).astype(np.float32),
+        "logprob": np.where(
+            trained, np.log(1 / spec.model.vocab_size) + rng.normal(0, 0.3, total), 0
+        ).astype(np.float32),
         "version": np.where(trained, 0, -1).astype(np.int32),
         "advantage": np.repeat(rng.normal(0, 1, len(LENGTHS)), LENGTHS).astype(np.float32),
     }
@@ -115,11 +179,19 @@ def documents(spec, is_replayed=False):
         "temperature": rng.uniform(0.7, 1.3, len(LENGTHS)).astype(np.float32),
         "dispatch_version": np.zeros(len(LENGTHS), dtype=np.int32),
     }
-    if is_replayed:  # among the first half of the experts: the ranks of the other half get few rows, or not one
+    if (
+        is_replayed
+    ):  # among the first half of the experts: the ranks of the other half get few rows, or not one
         shape = route_shape(spec.model)
-        routes = rng.random((total, shape.num_layers, shape.num_experts // 2)).argsort(-1)[..., : shape.top_k].astype(shape.dtype)
+        routes = (
+            rng.random((total, shape.num_layers, shape.num_experts // 2))
+            .argsort(-1)[..., : shape.top_k]
+            .astype(shape.dtype)
+        )
         routes[offsets[1:] - 1] = shape.no_route
-        routes[offsets[5] : offsets[6], 0] = shape.no_route  # a document of 8 tokens, the last of which is missing already
+        routes[offsets[5] : offsets[6], 0] = (
+            shape.no_route
+        )  # a document of 8 tokens, the last of which is missing already
         token["routed_experts"] = routes
     return Columns(offsets, token, sample)
 
@@ -132,7 +204,10 @@ def ran(tmp_path_factory):
         write_start_weights(manifest(model=model), folder / network)
     (folder / "cases.json").write_text(json.dumps({**CASES, **AGAIN}))
     answers = run_script("parallel_rank", folder, 4, deadline_s=200)
-    return folder, {name: [answer[name] for answer in answers if name in answer] for name in (*CASES, *AGAIN, "exchanges")}
+    return folder, {
+        name: [answer[name] for answer in answers if name in answer]
+        for name in (*CASES, *AGAIN, "exchanges")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +229,17 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
     expected_metrics, expected = alone[name.partition("_")[0]]
     assert all(each == metrics[name][0] for each in metrics[name]), "ranks disagree"
     for metric, value in expected_metrics.items():
-        assert metrics[name][0][metric] == (value if value is None else pytest.approx(value, rel=RELATIVE, abs=1e-6)), metric
+        assert metrics[name][0][metric] == (
+            value if value is None else pytest.approx(value, rel=RELATIVE, abs=1e-6)
+        ), metric
     found = load_file(folder / f"{name}.safetensors")
     assert found.keys() == expected.keys()
     errors = {
-        each: (torch.linalg.vector_norm(found[each] - expected[each]) / torch.linalg.vector_norm(expected[each])).item() for each in found
+        each: (
+            torch.linalg.vector_norm(found[each] - expected[each])
+            / torch.linalg.vector_norm(expected[each])
+        ).item()
+        for each in found
     }
     worst = max(errors, key=lambda each: errors[each])
     assert errors[worst] <= RELATIVE, worst
@@ -186,14 +267,19 @@ def test_every_kind_of_exchange_makes_the_same_of_the_same_tokens(ran):
             for found, expected in zip(tensors, of_rank["torch"], strict=True):
                 # Sums of at most three rows, in another order.
                 torch.testing.assert_close(
-                    torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-5, msg=lambda m, k=kind: f"{k}: {m}"
+                    torch.tensor(found),
+                    torch.tensor(expected),
+                    rtol=1e-5,
+                    atol=1e-5,
+                    msg=lambda m, k=kind: f"{k}: {m}",
                 )
     assert len(ran[1]["exchanges"]) == 4
 
 
 def test_an_exchange_whose_library_is_absent_says_what_to_do():
     with pytest.raises(
-        OrreryError, match=r"the package deep_ep is not installed here; install it or set trainer.mesh.ep_backend to 'torch'"
+        OrreryError,
+        match=r"the package deep_ep is not installed here; install it or set trainer.mesh.ep_backend to 'torch'",
     ):
         make_exchange("deepep", None, 8)
 
@@ -213,7 +299,10 @@ def test_a_recomputation_recalls_what_the_forward_pass_kept():
     x, again = (torch.tensor([0.5, 0.7], requires_grad=True) for _ in range(2))
     block(x).sum().backward()
     assert asked == [2.0, 3.0] and recomputation.recall() is None
-    first, second = (checkpoint(block, again, use_reentrant=False, context_fn=recomputation.contexts) for _ in range(2))
+    first, second = (
+        checkpoint(block, again, use_reentrant=False, context_fn=recomputation.contexts)
+        for _ in range(2)
+    )
     (first.sum() + second.sum()).backward()
     assert asked == [2.0, 3.0] * 3
     assert torch.equal(again.grad, 2 * x.grad)
@@ -241,7 +330,9 @@ def test_of_a_result_that_compiled_code_writes_over_a_copy_is_kept():
 
     expected = gradient(frozenset(), writes_over=False)
     assert torch.equal(gradient(product, writes_over=True), expected)
-    assert not torch.equal(gradient(frozenset(), writes_over=True), expected), "or nothing was written over"
+    assert not torch.equal(gradient(frozenset(), writes_over=True), expected), (
+        "or nothing was written over"
+    )
 
 
 def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_trains(tmp_path):
@@ -258,12 +349,18 @@ def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_
         finally:
             remove_weight_dir(run_dir, 1)
         assert [code for code, _ in ends] == [0] * spec.trainer.mesh.world_size, ends[0][1]
-        rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+        rows = [
+            row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"
+        ]
         return rows, load_file(run_dir / "weights" / "rl" / "model.safetensors")
 
     expected_rows, expected = trained("alone", {})
     rows, weights = trained("shared", {"cp": 2, "ep": 2, "cp_style": "ring"})
     for row, other in zip(rows, expected_rows, strict=True):
-        assert row["num_trained_tokens"] == other["num_trained_tokens"] and row.get("num_tokens") == other.get("num_tokens")
+        assert row["num_trained_tokens"] == other["num_trained_tokens"] and row.get(
+            "num_tokens"
+        ) == other.get("num_tokens")
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)  # summation order; test_trainer_learner.py says more
+        torch.testing.assert_close(
+            weight, expected[name], rtol=0, atol=5e-5
+        )  # summation order; test_trainer_learner.py says more

@@ -22,8 +22,14 @@ from orrery.transport import checkpoints
 CPU = torch.device("cpu")
 
 
-def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_waits_for_it(monkeypatch):
-    assert [pulse.still_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [STILL_S, pulse.ALONE_S, pulse.ALONE_S]
+def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_waits_for_it(
+    monkeypatch,
+):
+    assert [pulse.still_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [
+        STILL_S,
+        pulse.ALONE_S,
+        pulse.ALONE_S,
+    ]
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "3")
     assert pulse.still_s(False, 2) == 3 * STILL_S
 
@@ -31,45 +37,83 @@ def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_wa
 def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
     eager, compiled = (manifest(trainer={"compile": compile}).trainer for compile in (False, True))
     cuda = torch.device("cuda")
-    assert [pulse.warms_up(*each) for each in ((eager, CPU), (compiled, CPU), (eager, cuda))] == [False, True, True]
-    assert [pulse.still_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [pulse.ALONE_S, STILL_S]
+    assert [pulse.warms_up(*each) for each in ((eager, CPU), (compiled, CPU), (eager, cuda))] == [
+        False,
+        True,
+        True,
+    ]
+    assert [pulse.still_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [
+        pulse.ALONE_S,
+        STILL_S,
+    ]
 
 
 def deeds():
     """(me, what it said that it does, by how long that may stand still)."""
     said = {}
     health = SimpleNamespace(
-        doing=lambda what, step=None, still_s=None: said.update({what: still_s}), waiting=lambda *_, **__: nullcontext()
+        doing=lambda what, step=None, still_s=None: said.update({what: still_s}),
+        waiting=lambda *_, **__: nullcontext(),
     )
     metrics = SimpleNamespace(span=lambda *_, **__: nullcontext())
     return SimpleNamespace(
-        health=health, metrics=metrics, manifest=manifest(), run_dir=Path("run"), attempt=1, log=logging.getLogger()
+        health=health,
+        metrics=metrics,
+        manifest=manifest(),
+        run_dir=Path("run"),
+        attempt=1,
+        log=logging.getLogger(),
     ), said
 
 
-@pytest.mark.parametrize(("kind", "num_nodes", "limit_s"), [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)])
+@pytest.mark.parametrize(
+    ("kind", "num_nodes", "limit_s"),
+    [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)],
+)
 def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
     me, said = deeds()
     world = SimpleNamespace(size=2, device=CPU)
-    learner = SimpleNamespace(step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids))
+    learner = SimpleNamespace(
+        step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids)
+    )
     spec = SimpleNamespace(transport=SimpleNamespace(weights=kind))
     may_stand_s = assemble._publish_still_s(spec, world, num_nodes)
     publisher = SimpleNamespace(publish=lambda version, canary: None)
-    loop._publish(SimpleNamespace(learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s), me)
+    loop._publish(
+        SimpleNamespace(
+            learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s
+        ),
+        me,
+    )
     saving = StageCheckpoints(me, learner, "rl")
     saving._saver = SimpleNamespace(copy=lambda *_: 0.0)
     saving.copy()
     assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
 
 
-@pytest.mark.parametrize(("kind", "devices", "limit_s"), [("zmq", 2, STILL_S), ("zmq", 1, pulse.PARTS_S), ("files", 2, pulse.PARTS_S)])
-def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(kind, devices, limit_s):
+@pytest.mark.parametrize(
+    ("kind", "devices", "limit_s"),
+    [("zmq", 2, STILL_S), ("zmq", 1, pulse.PARTS_S), ("files", 2, pulse.PARTS_S)],
+)
+def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(
+    kind, devices, limit_s
+):
     me, said = deeds()
-    me.health.waiting = lambda what, deadline_s, behind_s: nullcontext(said.update({what: (deadline_s, behind_s)}))
+    me.health.waiting = lambda what, deadline_s, behind_s: nullcontext(
+        said.update({what: (deadline_s, behind_s)})
+    )
     transport, hardware = SimpleNamespace(rollouts=kind), SimpleNamespace(devices_per_node=devices)
-    spec, world = SimpleNamespace(transport=transport, hardware=hardware), SimpleNamespace(size=2, is_first=False)
+    spec, world = (
+        SimpleNamespace(transport=transport, hardware=hardware),
+        SimpleNamespace(size=2, is_first=False),
+    )
     receiver = SimpleNamespace(receive=lambda step, deadline_s: SimpleNamespace(info={}))
-    rig = SimpleNamespace(receiver=receiver, world=world, batch_deadline_s=9.0, batch_behind_s=assemble._batch_behind_s(spec, world))
+    rig = SimpleNamespace(
+        receiver=receiver,
+        world=world,
+        batch_deadline_s=9.0,
+        batch_behind_s=assemble._batch_behind_s(spec, world),
+    )
     loop._await_batch(rig, None, me, 5, 0)
     assert said == {"batch 5 from orchestrator": (9.0, limit_s)}
 
@@ -84,7 +128,9 @@ def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch
     start = write_start_weights(spec, tmp_path / "start")
     learner = make_learner(spec, start)
     num_weights = len(list(learner.policy.named_parameters()))
-    assert parts(lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)) == len(hf_tensors(learner.policy.network))
+    assert parts(
+        lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)
+    ) == len(hf_tensors(learner.policy.network))
     folder = checkpoints.checkpoint_dir(tmp_path, 0, 1)
     assert parts(lambda: checkpoint.save(learner, folder / "trainer")) > num_weights
     assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
@@ -121,11 +167,15 @@ def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it
 
 def test_what_torch_recorded_is_kept_as_it_writes_it_itself(tmp_path):
     pulse.keep_flight_recorder(tmp_path / "rank_0", CPU)
-    assert {"entries", "pg_config", "pg_status", "version"} <= pickle.loads((tmp_path / "rank_0").read_bytes()).keys()
+    assert {"entries", "pg_config", "pg_status", "version"} <= pickle.loads(
+        (tmp_path / "rank_0").read_bytes()
+    ).keys()
 
 
 @pytest.mark.parametrize(("device", "kind"), [(CPU, "fr"), (torch.device("cuda"), "nccl")])
-def test_a_torch_without_a_recorder_counts_nothing_and_keeps_nothing(tmp_path, monkeypatch, device, kind):
+def test_a_torch_without_a_recorder_counts_nothing_and_keeps_nothing(
+    tmp_path, monkeypatch, device, kind
+):
     for name in (f"_dump_{kind}_trace", f"_dump_{kind}_trace_json"):
         monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
     assert pulse.collectives(device) == (0, 0)

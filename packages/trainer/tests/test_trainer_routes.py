@@ -31,7 +31,9 @@ def routed(learner, columns):
     """The batch with the routes that the learner's own routers choose."""
     found = []
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: found.append(output[1].numpy()))
+        layer.mlp.gate.register_forward_hook(
+            lambda _module, _inputs, output: found.append(output[1].numpy())
+        )
         for layer in learner.policy.network.layers
     ]
     learner.compare([columns])
@@ -54,8 +56,12 @@ def elsewhere(learner, columns):
 def stepped(learner, columns):
     """(metrics, gradients before clipping)."""
     gradients = {}
-    learner.optimizer.step = lambda _: gradients.update({name: weight.grad.clone() for name, weight in learner.weights.items()})
-    return learner.learn([columns], 1, count_totals([columns], learner.world), 1.0).metrics, gradients
+    learner.optimizer.step = lambda _: gradients.update(
+        {name: weight.grad.clone() for name, weight in learner.weights.items()}
+    )
+    return learner.learn(
+        [columns], 1, count_totals([columns], learner.world), 1.0
+    ).metrics, gradients
 
 
 def test_a_step_on_its_own_routes_has_the_bits_of_one_without(start):
@@ -74,11 +80,15 @@ def test_a_step_on_its_own_routes_has_the_bits_of_one_without(start):
 @pytest.mark.parametrize("fields", LEVERS.values(), ids=LEVERS)
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["", "adapted"])
 def test_levers_change_no_bit_of_a_replayed_step(start, fields, adapters, monkeypatch):
-    monkeypatch.setattr(activation_offload.apply, "__defaults__", (64,))  # bytes: what these blocks keep is small
+    monkeypatch.setattr(
+        activation_offload.apply, "__defaults__", (64,)
+    )  # bytes: what these blocks keep is small
     plain = make_learner(manifest(model=MODEL, trainer=adapters), start)
     columns = elsewhere(plain, batch_columns(1))
     expected = stepped(plain, columns)
-    metrics, gradients = stepped(make_learner(manifest(model=MODEL, trainer={**adapters, **fields}), start), columns)
+    metrics, gradients = stepped(
+        make_learner(manifest(model=MODEL, trainer={**adapters, **fields}), start), columns
+    )
     assert metrics == expected[0] and metrics["routes_differ"] > 0.1
     for name, gradient in expected[1].items():
         assert torch.equal(gradient, gradients[name]), name
@@ -91,7 +101,10 @@ def test_tokens_without_routes_are_counted_but_for_each_samples_last(start):
     nothing = batch_columns(1)
     nothing.token["routed_experts"] = without_routes(nothing.num_tokens, SHAPE)
     metrics, _ = stepped(make_learner(manifest(model=MODEL), start), nothing)
-    assert metrics["routes_missing"] == nothing.num_tokens - nothing.num_samples and metrics["routes_differ"] is None
+    assert (
+        metrics["routes_missing"] == nothing.num_tokens - nothing.num_samples
+        and metrics["routes_differ"] is None
+    )
 
 
 def test_log_probs_are_compared_on_the_engines_routes(start):
@@ -101,10 +114,21 @@ def test_log_probs_are_compared_on_the_engines_routes(start):
     columns.sample["temperature"][:] = 1.0
     columns = elsewhere(engine, columns)
     ids = torch.from_numpy(columns.token["token_id"].astype(np.int64))
-    position = torch.from_numpy(np.arange(len(ids)) - np.repeat(columns.offsets[:-1], columns.lengths))
-    given = (ids, position, torch.from_numpy(columns.offsets.astype(np.int32)), torch.from_numpy(columns.token["routed_experts"]))
+    position = torch.from_numpy(
+        np.arange(len(ids)) - np.repeat(columns.offsets[:-1], columns.lengths)
+    )
+    given = (
+        ids,
+        position,
+        torch.from_numpy(columns.offsets.astype(np.int32)),
+        torch.from_numpy(columns.token["routed_experts"]),
+    )
     network = engine.policy.network
-    logprob = network.log_probs(network(*given), ids.roll(-1), torch.ones(len(ids)), 16)[0].detach().numpy()
+    logprob = (
+        network.log_probs(network(*given), ids.roll(-1), torch.ones(len(ids)), 16)[0]
+        .detach()
+        .numpy()
+    )
     columns.token["logprob"][1:] = np.where(columns.token["trained"][1:], logprob[:-1], 0)
     peak, num_tokens = engine.compare([columns])
     assert peak < 1e-5 and num_tokens == columns.token["trained"].sum()
@@ -115,9 +139,14 @@ def test_log_probs_are_compared_on_the_engines_routes(start):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda routes: routes[:, :1], r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* wants uint8 \[tokens, 2, 3\]"),
         (
-            lambda routes: np.where(np.arange(len(routes))[:, None, None] == 5, 8, routes).astype(np.uint8),
+            lambda routes: routes[:, :1],
+            r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* wants uint8 \[tokens, 2, 3\]",
+        ),
+        (
+            lambda routes: np.where(np.arange(len(routes))[:, None, None] == 5, 8, routes).astype(
+                np.uint8
+            ),
             r"batch 1, groups 4, 9: .* token 5",
         ),
     ],
@@ -135,5 +164,7 @@ def test_routes_for_a_network_without_experts_end_the_run(tmp_path):
     learner = make_learner(manifest(), write_start_weights(manifest(), tmp_path / "dense"))
     columns = batch_columns(1)
     columns.token["routed_experts"] = without_routes(columns.num_tokens, SHAPE)
-    with pytest.raises(RunFailed, match="batch 1: it carries routed_experts, and this network has no experts"):
+    with pytest.raises(
+        RunFailed, match="batch 1: it carries routed_experts, and this network has no experts"
+    ):
         stepped(learner, columns)

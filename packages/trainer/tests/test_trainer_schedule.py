@@ -48,4 +48,6 @@ def test_a_warm_up_longer_than_the_run_and_a_decay_longer_than_the_rest_are_take
 
 
 def test_without_warm_up_the_first_step_has_the_whole_rate():
-    assert factor(LinearSchedule(kind="linear", warmup_steps=0, final_fraction=0.0), 1, 1_000_000) == pytest.approx(1.0, abs=1e-5)
+    assert factor(
+        LinearSchedule(kind="linear", warmup_steps=0, final_fraction=0.0), 1, 1_000_000
+    ) == pytest.approx(1.0, abs=1e-5)

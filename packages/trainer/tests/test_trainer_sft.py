@@ -45,8 +45,17 @@ ALONE = World(0, 1, torch.device("cpu"), None)
 
 def dataset(split: str | None = "train", path: Path = WORDS, **changes) -> dict:
     folder = path if split is None else path / split
-    fingerprint = json.loads((folder / "state.json").read_text())["_fingerprint"] if folder.exists() else "0"
-    return {"kind": "dataset", "path": str(path), "split": split, "column": "messages", "fingerprint": fingerprint, **changes}
+    fingerprint = (
+        json.loads((folder / "state.json").read_text())["_fingerprint"] if folder.exists() else "0"
+    )
+    return {
+        "kind": "dataset",
+        "path": str(path),
+        "split": split,
+        "column": "messages",
+        "fingerprint": fingerprint,
+        **changes,
+    }
 
 
 def sft_spec(mesh=None, data=None, **changes):
@@ -55,7 +64,11 @@ def sft_spec(mesh=None, data=None, **changes):
 
 
 def validated(data=None, num_examples: int = 8, interval_steps: int = 4) -> dict:
-    return {"interval_steps": interval_steps, "num_examples": num_examples, "data": data or dataset("validation")}
+    return {
+        "interval_steps": interval_steps,
+        "num_examples": num_examples,
+        "data": data or dataset("validation"),
+    }
 
 
 def opened(**fields):
@@ -72,15 +85,23 @@ def write_arrow(folder: Path, chats: list, rows_a_batch: int = 2, **beside: list
     """A dataset of one file in the form of `save_to_disk`; `beside` are more columns."""
     folder.mkdir()
     table = pa.table({"messages": chats, **beside})
-    with pa.OSFile(str(folder / "data.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+    with (
+        pa.OSFile(str(folder / "data.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as stream,
+    ):
         stream.write_table(table, max_chunksize=rows_a_batch)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "f00d"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "f00d"})
+    )
     return dataset(None, folder)
 
 
 def word_chats(split: str) -> list[list[dict]]:
     chats = opened(**dataset(split))
-    return [[{"role": m.role, "content": m.content} for m in chats[i].messages] for i in range(len(chats))]
+    return [
+        [{"role": m.role, "content": m.content} for m in chats[i].messages]
+        for i in range(len(chats))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +138,9 @@ def run_here(folder: Path, spec, start: Path) -> tuple[list[dict], bytes]:
     """(the trainer's rows, the exported weights) of the SFT stage, done in this process."""
     run_dir = start_run(folder, spec, start)
     sft_stage(run_dir)
-    return read(run_dir / "metrics" / "trainer.0.jsonl"), (run_dir / "weights" / "sft" / "model.safetensors").read_bytes()
+    return read(run_dir / "metrics" / "trainer.0.jsonl"), (
+        run_dir / "weights" / "sft" / "model.safetensors"
+    ).read_bytes()
 
 
 # Datasets on disk
@@ -125,10 +148,14 @@ def run_here(folder: Path, spec, start: Path) -> tuple[list[dict], bytes]:
 
 def test_a_dataset_and_a_file_of_the_same_chats_are_the_same_examples(tmp_path, tokenizer):
     chats = word_chats("train")
-    assert len(chats) == 48 and all(asked["content"] == answered["content"][::-1] for asked, answered in chats)
+    assert len(chats) == 48 and all(
+        asked["content"] == answered["content"][::-1] for asked, answered in chats
+    )
     specs = [sft_spec(), sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats))]
     first, second = (load_examples(spec, tokenizer).columns(range(48)) for spec in specs)
-    assert first.token["trained"].sum() == sum(len(answered["content"]) + 1 for _, answered in chats)
+    assert first.token["trained"].sum() == sum(
+        len(answered["content"]) + 1 for _, answered in chats
+    )
     for name, column in first.token.items():
         np.testing.assert_array_equal(column, second.token[name])
     np.testing.assert_array_equal(first.offsets, second.offsets)
@@ -137,13 +164,22 @@ def test_a_dataset_and_a_file_of_the_same_chats_are_the_same_examples(tmp_path, 
 def test_calls_and_missing_fields_of_arrow_are_messages(tmp_path):
     call = {"function": {"name": "calculator", "arguments": '{"input": "1+2"}'}}
     chats = [
-        [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
-        [{"role": "tool", "content": "3", "name": "calculator"}, {"role": "assistant", "content": "3"}],
+        [
+            {"role": "user", "content": "1+2"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ],
+        [
+            {"role": "tool", "content": "3", "name": "calculator"},
+            {"role": "assistant", "content": "3"},
+        ],
         [{"role": "system", "content": "be brief"}],
     ]
     read_back = opened(**write_arrow(tmp_path / "calls", chats))
     assert [read_back[i].messages for i in range(3)] == [
-        [Message("user", "1+2"), Message("assistant", "", (ToolCall("calculator", {"input": "1+2"}),))],
+        [
+            Message("user", "1+2"),
+            Message("assistant", "", (ToolCall("calculator", {"input": "1+2"}),)),
+        ],
         [Message("tool", "3", name="calculator"), Message("assistant", "3")],
         [Message("system", "be brief")],
     ]
@@ -152,13 +188,25 @@ def test_calls_and_missing_fields_of_arrow_are_messages(tmp_path):
 FUNCTION = {
     "name": "calculator",
     "description": "adds",
-    "parameters": {"type": "object", "properties": {"input": {"type": "string", "default": "1"}, "unused": None}},
+    "parameters": {
+        "type": "object",
+        "properties": {"input": {"type": "string", "default": "1"}, "unused": None},
+    },
 }
-WITHOUT_NULL = FUNCTION | {"parameters": {"type": "object", "properties": {"input": {"type": "string", "default": "1"}}}}
+WITHOUT_NULL = FUNCTION | {
+    "parameters": {"type": "object", "properties": {"input": {"type": "string", "default": "1"}}}
+}
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
 CALLS = {
     "role": "assistant",
-    "tool_calls": [{"id": f"c{n}", "type": "function", "function": {"name": "calculator", "arguments": {"input": str(n)}}} for n in (1, 2)],
+    "tool_calls": [
+        {
+            "id": f"c{n}",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": {"input": str(n)}},
+        }
+        for n in (1, 2)
+    ],
 }
 
 
@@ -182,15 +230,27 @@ def test_tools_are_read_in_every_form_and_notes_are_not(tmp_path, tools, of_file
     of_dataset = opened(**write_arrow(tmp_path / "tools", [[USER, ANSWER]] * 2, **columns))
     assert of_dataset[0].tools == ()
     assert of_dataset[1].tools == (Tool(**WITHOUT_NULL),), "null is absent in Arrow"
-    chat = opened(**write_chats(tmp_path / "tools.jsonl", [[USER, ANSWER]], tools=tools, **notes))[0]
-    assert chat.messages == of_dataset[1].messages == [Message("user", "ab"), Message("assistant", "ba")]
+    chat = opened(**write_chats(tmp_path / "tools.jsonl", [[USER, ANSWER]], tools=tools, **notes))[
+        0
+    ]
+    assert (
+        chat.messages
+        == of_dataset[1].messages
+        == [Message("user", "ab"), Message("assistant", "ba")]
+    )
     assert chat.tools == (Tool(**of_file),)
 
 
 def test_results_name_the_calls_that_they_answer(tmp_path):
-    chat = opened(**write_chats(tmp_path / "calls.jsonl", [[USER, CALLS, result("c1"), result("c2"), ANSWER]]))[0]
+    chat = opened(
+        **write_chats(tmp_path / "calls.jsonl", [[USER, CALLS, result("c1"), result("c2"), ANSWER]])
+    )[0]
     assert chat.messages[1:3] == [
-        Message("assistant", "", (ToolCall("calculator", {"input": "1"}), ToolCall("calculator", {"input": "2"}))),
+        Message(
+            "assistant",
+            "",
+            (ToolCall("calculator", {"input": "1"}), ToolCall("calculator", {"input": "2"})),
+        ),
         Message("tool", "3"),
     ]
 
@@ -203,9 +263,21 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
             {},
             r"message 1 \(assistant\) has 'reasoning_content', which is not read; leave",
         ),
-        ([USER, {"role": "assistant", "value": "ba"}], {}, r"message 1 \(assistant\) has 'value', which is not read"),
-        ([USER, {"role": "assistant"}], {}, r"message 1 \(assistant\) has no content or tool_calls; add it"),
-        ([USER | {"tool_calls": CALLS["tool_calls"]}, ANSWER], {}, r"message 0 \(user\) has 'tool_calls', which is not read"),
+        (
+            [USER, {"role": "assistant", "value": "ba"}],
+            {},
+            r"message 1 \(assistant\) has 'value', which is not read",
+        ),
+        (
+            [USER, {"role": "assistant"}],
+            {},
+            r"message 1 \(assistant\) has no content or tool_calls; add it",
+        ),
+        (
+            [USER | {"tool_calls": CALLS["tool_calls"]}, ANSWER],
+            {},
+            r"message 0 \(user\) has 'tool_calls', which is not read",
+        ),
         (
             [USER, CALLS, result("c2"), result("c1"), ANSWER],
             {},
@@ -216,10 +288,26 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
             {},
             r"message 4 \(tool\) has the tool_call_id 'c3' and no call before it waits for a result",
         ),
-        ([USER, {"role": "assistant", "tool_calls": [{"function": FUNCTION}]}], {}, "a call of message 1 has 'description', which is not"),
-        ([USER, ANSWER], {"functions": [FUNCTION]}, "'functions' changes the chat and is not read; say it in messages and tools"),
-        ([USER, ANSWER], {"chat_template_kwargs": {"thinking": True}}, "'chat_template_kwargs' changes the chat"),
-        ([USER, ANSWER], {"tools": [FUNCTION | {"strict": True}]}, "tool 0 has 'strict', which is not read; leave it out"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": FUNCTION}]}],
+            {},
+            "a call of message 1 has 'description', which is not",
+        ),
+        (
+            [USER, ANSWER],
+            {"functions": [FUNCTION]},
+            "'functions' changes the chat and is not read; say it in messages and tools",
+        ),
+        (
+            [USER, ANSWER],
+            {"chat_template_kwargs": {"thinking": True}},
+            "'chat_template_kwargs' changes the chat",
+        ),
+        (
+            [USER, ANSWER],
+            {"tools": [FUNCTION | {"strict": True}]},
+            "tool 0 has 'strict', which is not read; leave it out",
+        ),
         (
             [USER, ANSWER],
             {"tools": [{"name": "calculator"}]},
@@ -233,7 +321,11 @@ def test_what_would_be_lost_is_refused_by_its_name(tmp_path, chat, beside, sente
         opened(**write_chats(tmp_path / "lost.jsonl", [chat], **beside))[0]
     if beside.get("tools") != 3:
         with pytest.raises(OrreryError, match="lost: row 0: " + sentence):
-            opened(**write_arrow(tmp_path / "lost", [chat], **{name: [value] for name, value in beside.items()}))[0]
+            opened(
+                **write_arrow(
+                    tmp_path / "lost", [chat], **{name: [value] for name, value in beside.items()}
+                )
+            )[0]
 
 
 def test_a_row_without_tools_may_say_so_with_an_empty_text(tmp_path):
@@ -242,38 +334,65 @@ def test_a_row_without_tools_may_say_so_with_an_empty_text(tmp_path):
 
 def test_null_and_empty_keys_of_a_message_are_no_obstacle(tmp_path):
     empty = {"reasoning_content": None, "tool_calls": [], "refusal": None}
-    chats = opened(**write_chats(tmp_path / "empty.jsonl", [[USER | empty, ANSWER | empty]], tools=None, functions=[]))
+    chats = opened(
+        **write_chats(
+            tmp_path / "empty.jsonl", [[USER | empty, ANSWER | empty]], tools=None, functions=[]
+        )
+    )
     assert chats[0].messages == [Message("user", "ab"), Message("assistant", "ba")]
     assert chats[0].tools == ()
 
 
 def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
     function = WITHOUT_NULL | {"name": "cab"}
-    data = write_chats(tmp_path / "tools.jsonl", [[USER, ANSWER]], tools=[{"type": "function", "function": function}])
-    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHARACTER_TEMPLATE
+    data = write_chats(
+        tmp_path / "tools.jsonl",
+        [[USER, ANSWER]],
+        tools=[{"type": "function", "function": function}],
+    )
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHARACTER_TEMPLATE
+    )
     announcing = tmp_path / "announcing"
     shutil.copytree(tokenizer, announcing)
     (announcing / "chat_template.jinja").write_text(template)
     renderer = Renderer(announcing)
     columns = Examples(opened(**data), renderer, ("assistant",), 64, 64).columns([0])
     prompt = renderer.prompt([Message("user", "ab")], [Tool(**function)])
-    assert columns.token["token_id"].tolist() == prompt + renderer.completion(Message("assistant", "ba"))
+    assert columns.token["token_id"].tolist() == prompt + renderer.completion(
+        Message("assistant", "ba")
+    )
     assert renderer.decode(prompt).startswith("cab<|user|>")
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"fingerprint": "beef"}, r"data\.fingerprint: .*reversed_words/train has 5d8f9d93110c4621, the manifest says beef"),
-        ({"split": "test"}, r"data\.split: .*reversed_words has no 'test'; choose from train, validation"),
-        ({"split": None}, r"data\.split: .*reversed_words has no None; choose from train, validation"),
+        (
+            {"fingerprint": "beef"},
+            r"data\.fingerprint: .*reversed_words/train has 5d8f9d93110c4621, the manifest says beef",
+        ),
+        (
+            {"split": "test"},
+            r"data\.split: .*reversed_words has no 'test'; choose from train, validation",
+        ),
+        (
+            {"split": None},
+            r"data\.split: .*reversed_words has no None; choose from train, validation",
+        ),
         (
             {"path": str(WORDS / "train")},
             r"data\.split: .*train is not a dataset of several splits.* no 'train'; set it to null",
         ),
-        ({"column": "chat"}, r"data\.column: .*data-00000-of-00002.arrow has no 'chat'; choose from length, messages"),
+        (
+            {"column": "chat"},
+            r"data\.column: .*data-00000-of-00002.arrow has no 'chat'; choose from length, messages",
+        ),
         ({"column": "length"}, r"reversed_words/train: row 0: not a chat of the form"),
-        ({"path": str(WORDS / "elsewhere"), "split": None}, r"data\.path: .*name a folder that `Dataset.save_to_disk` wrote"),
+        (
+            {"path": str(WORDS / "elsewhere"), "split": None},
+            r"data\.path: .*name a folder that `Dataset.save_to_disk` wrote",
+        ),
     ],
 )
 def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer, changes, sentence):
@@ -284,8 +403,14 @@ def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer,
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        ({"role": "human", "content": "ab"}, "row 1: not a chat .* role 'human' is none of system, user, assistant, tool"),
-        ({"role": "user", "content": "a" * 80}, "row 1: 86 tokens do not fit trainer.memory.max_tokens_per_micro_batch 64; raise it"),
+        (
+            {"role": "human", "content": "ab"},
+            "row 1: not a chat .* role 'human' is none of system, user, assistant, tool",
+        ),
+        (
+            {"role": "user", "content": "a" * 80},
+            "row 1: 86 tokens do not fit trainer.memory.max_tokens_per_micro_batch 64; raise it",
+        ),
         (
             {"role": "user", "thinking": "ab"},
             r"row 1: message 0 \(user\) has 'thinking', which is not read; leave it out, or say it in",
@@ -295,7 +420,9 @@ def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer,
 )
 def test_a_row_that_cannot_be_trained_on_is_named(tmp_path, tokenizer, message, sentence):
     answer = {"role": "assistant", "content": "ba"}
-    data = write_arrow(tmp_path / "rows", [[{"role": "user", "content": "ab"}, answer], [message, answer]])
+    data = write_arrow(
+        tmp_path / "rows", [[{"role": "user", "content": "ab"}, answer], [message, answer]]
+    )
     with pytest.raises(OrreryError, match=sentence):
         load_examples(with_model(sft_spec(data=data), max_positions=4096), tokenizer)
 
@@ -304,22 +431,33 @@ def with_model(spec, **fields):
     return spec.model_copy(update={"model": spec.model.model_copy(update=fields)})
 
 
-def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batch_holds_it(tmp_path, tokenizer):
+def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batch_holds_it(
+    tmp_path, tokenizer
+):
     answer = {"role": "assistant", "content": "ba"}
     chats = [[{"role": "user", "content": "a" * num}, answer] for num in (58, 59)]
     spec = sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats))
     memory = spec.trainer.memory.model_copy(update={"max_tokens_per_micro_batch": 512})
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
-    with pytest.raises(OrreryError, match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or leave it out"):
+    with pytest.raises(
+        OrreryError,
+        match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or leave it out",
+    ):
         load_examples(spec, tokenizer)
-    assert load_examples(with_model(spec, max_positions=65), tokenizer).columns([0, 1]).lengths.tolist() == [64, 65]
+    assert load_examples(with_model(spec, max_positions=65), tokenizer).columns(
+        [0, 1]
+    ).lengths.tolist() == [64, 65]
 
 
 def test_a_chat_with_a_token_that_the_model_has_no_row_for_is_named(tmp_path, tokenizer):
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "ba"}] for text in ("ab", "ah")]
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "ba"}]
+        for text in ("ab", "ah")
+    ]
     spec = with_model(sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats)), vocab_size=15)
     with pytest.raises(
-        OrreryError, match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token 15, which is no row"
+        OrreryError,
+        match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token 15, which is no row",
     ):
         load_examples(spec, tokenizer)
 
@@ -330,7 +468,10 @@ def test_a_torn_file_and_a_missing_reader_are_one_sentence(tmp_path, monkeypatch
     with pytest.raises(OrreryError, match=r"data\.path: cannot read .*torn/data\.arrow"):
         opened(**data)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OrreryError, match=r"data\.kind: datasets are read with pyarrow, which is not installed here; type `make setup`"):
+    with pytest.raises(
+        OrreryError,
+        match=r"data\.kind: datasets are read with pyarrow, which is not installed here; type `make setup`",
+    ):
         opened(**dataset())
 
 
@@ -359,7 +500,9 @@ def test_only_what_a_step_needs_is_tokenised_and_only_so_much_is_kept(tokenizer,
     seen = examples._renderer.seen
     first = examples.columns([7, 3])
     assert seen == [words[7], words[3]]
-    np.testing.assert_array_equal(examples.columns([7, 3]).token["token_id"], first.token["token_id"])
+    np.testing.assert_array_equal(
+        examples.columns([7, 3]).token["token_id"], first.token["token_id"]
+    )
     assert len(seen) == 2, "what was tokenised stays"
     monkeypatch.setattr(sft_data, "KEPT_TOKENS", first.num_tokens)
     examples.columns([9])
@@ -405,7 +548,9 @@ def test_one_batch_is_made_ahead_and_its_mistake_waits_for_its_turn():
     with ahead(items()) as take:
         assert asked.acquire(timeout=30), "the first is made before anybody asks"
         assert take().num_tokens == 0
-        assert asked.acquire(timeout=30) and made == [0, 1], "and the second while the first is used"
+        assert asked.acquire(timeout=30) and made == [0, 1], (
+            "and the second while the first is used"
+        )
         assert take().num_tokens == 1
         with pytest.raises(OrreryError, match="the third is broken"):
             take()
@@ -424,7 +569,9 @@ def reference_loss(spec, folder: Path, split: str, roles) -> tuple[float, int]:
         ids, trained = renderer.example([Message(m["role"], m["content"]) for m in chat], (), roles)
         tokens = torch.from_numpy(ids.astype(np.int64))
         with torch.no_grad():
-            logits = network.logits(tokens, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+            logits = network.logits(
+                tokens, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32)
+            )
         logprob = torch.log_softmax(logits[:-1].double(), -1).gather(1, tokens[1:, None]).squeeze(1)
         total -= float(logprob[torch.from_numpy(trained[1:])].sum())
         count += int(trained.sum())
@@ -443,11 +590,16 @@ def test_the_validation_loss_is_the_mean_over_tokens_however_they_are_packed(sta
     learner = make_learner(spec, folder)
     found, expected = validation.loss(learner), reference_loss(spec, folder, "validation", roles)
     assert found[1] == expected[1]
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)  # float32 log-probs, summed in float64: an ulp is 6e-8
+    assert found[0] == pytest.approx(
+        expected[0], rel=1e-6
+    )  # float32 log-probs, summed in float64: an ulp is 6e-8
     assert all(weight.grad is None for weight in learner.weights.values())
     with torch.no_grad():
         learner.weights["network.norm.weight"][0] = float("nan")
-    with pytest.raises(RunFailed, match=r"validation after step 0: cross-entropy is nan \(weight network.norm.weight is not finite\)"):
+    with pytest.raises(
+        RunFailed,
+        match=r"validation after step 0: cross-entropy is nan \(weight network.norm.weight is not finite\)",
+    ):
         validation.loss(learner)
 
 
@@ -456,24 +608,35 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_validation(tmp_path, star
     assert not [row for row in rows if row.get("event") == "validation"]
     rows, found = run_here(tmp_path / "with", sft_spec(validation=validated()), start)
     assert found == expected
-    losses = {row["step"]: row["validation_loss"] for row in rows if row.get("event") == "validation"}
+    losses = {
+        row["step"]: row["validation_loss"] for row in rows if row.get("event") == "validation"
+    }
     assert list(losses) == [0, 4, 6], "before the first step, every interval, after the last"
     spec = sft_spec()
-    for step, folder in ((0, start / "weights" / "init"), (6, tmp_path / "with" / "weights" / "sft")):
+    for step, folder in (
+        (0, start / "weights" / "init"),
+        (6, tmp_path / "with" / "weights" / "sft"),
+    ):
         loss, num_tokens = reference_loss(spec, folder, "validation", ("assistant",))
         assert losses[step] == pytest.approx(loss, rel=1e-6)
-        assert [row["num_validation_tokens"] for row in rows if row.get("event") == "validation"] == [num_tokens] * 3
+        assert [
+            row["num_validation_tokens"] for row in rows if row.get("event") == "validation"
+        ] == [num_tokens] * 3
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert all(row["wait_s"] < row["step_time_s"] for row in rows if "loss" in row)
 
 
-def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_makes_the_same_bits(tmp_path, start, monkeypatch):
+def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_makes_the_same_bits(
+    tmp_path, start, monkeypatch
+):
     spec = sft_spec(num_steps=7, validation=validated())
     rows, expected = run_here(tmp_path / "straight", spec, start)
     run_dir, right = start_run(tmp_path / "died", spec, start), sft.factor
 
     def die(schedule, step, num_steps):
-        while step == 6 and checkpoints.steps(run_dir, "sft")[-1] != 4:  # it becomes whole some time after its step
+        while (
+            step == 6 and checkpoints.steps(run_dir, "sft")[-1] != 4
+        ):  # it becomes whole some time after its step
             time.sleep(0.01)
         if step == 6:
             raise RunFailed("killed")
@@ -487,10 +650,18 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
     assert (run_dir / "weights" / "sft" / "model.safetensors").read_bytes() == expected
 
     def validation_of(rows):
-        return [(row["attempt"], row["step"], row["validation_loss"]) for row in rows if row.get("event") == "validation"]
+        return [
+            (row["attempt"], row["step"], row["validation_loss"])
+            for row in rows
+            if row.get("event") == "validation"
+        ]
 
     losses = {step: loss for _, step, loss in validation_of(rows)}
-    assert validation_of(read(run_dir / "metrics" / "trainer.0.jsonl")) == [(1, 0, losses[0]), (2, 4, losses[4]), (2, 7, losses[7])]
+    assert validation_of(read(run_dir / "metrics" / "trainer.0.jsonl")) == [
+        (1, 0, losses[0]),
+        (2, 4, losses[4]),
+        (2, 7, losses[7]),
+    ]
 
 
 def test_a_validation_task_is_checked_before_the_run_begins(tmp_path):
@@ -498,7 +669,9 @@ def test_a_validation_task_is_checked_before_the_run_begins(tmp_path):
     task["args"] = task["args"] | {"instruction": "Z"}
     data = {"kind": "demonstrations", "task": task, "num_problems": 8}
     (tmp_path / "manifest.json").write_bytes(canonical_json(sft_spec(validation=validated(data))))
-    with pytest.raises(OrreryError, match=r"stages\.sft\.validation\.data\.task: .*alphabet has no 'Z'"):
+    with pytest.raises(
+        OrreryError, match=r"stages\.sft\.validation\.data\.task: .*alphabet has no 'Z'"
+    ):
         initialize(parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "init"]))
 
 
@@ -512,14 +685,41 @@ def alone(tmp_path_factory, start):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2, "cp_style": "ring"}], ids=["two parts of the data", "shared documents"])
-def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(tmp_path, start, alone, mesh):
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 2}, {"cp": 2, "cp_style": "ring"}],
+    ids=["two parts of the data", "shared documents"],
+)
+def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(
+    tmp_path, start, alone, mesh
+):
     changes, rows_alone, expected = alone
     run_dir = start_run(tmp_path / "two", sft_spec(mesh=mesh, **changes), start)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "orrery.trainer", "--run-dir", str(run_dir), "--stage", "sft", "--attempt", "1", "--index"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "orrery.trainer",
+        "--run-dir",
+        str(run_dir),
+        "--stage",
+        "sft",
+        "--attempt",
+        "1",
+        "--index",
+    ]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        subprocess.Popen(
+            [*command, str(rank)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         for rank in range(2)
     ]
     try:
@@ -533,16 +733,24 @@ def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(tmp
     together = read(run_dir / "metrics" / "trainer.0.jsonl")
 
     def validation_of(rows):
-        return [(row["step"], row["validation_loss"], row["num_validation_tokens"]) for row in rows if row.get("event") == "validation"]
+        return [
+            (row["step"], row["validation_loss"], row["num_validation_tokens"])
+            for row in rows
+            if row.get("event") == "validation"
+        ]
 
     (first, *later), (same, *others) = validation_of(rows_alone), validation_of(together)
     assert first[0] == same[0] == 0 and first[2] == same[2]
-    assert first[1] == pytest.approx(same[1], rel=1e-6)  # the same weights; seven examples on two ranks, so one rank has more
+    assert first[1] == pytest.approx(
+        same[1], rel=1e-6
+    )  # the same weights; seven examples on two ranks, so one rank has more
     # Later the weights themselves differ by the order of sums, as test_trainer_stages.py bounds them.
     for name, weight in load_file(run_dir / "weights" / "sft" / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)
     assert [step for step, _, _ in later] == [step for step, _, _ in others] == [4, 6]
-    assert [loss for _, loss, _ in later] == pytest.approx([loss for _, loss, _ in others], rel=1e-4)
+    assert [loss for _, loss, _ in later] == pytest.approx(
+        [loss for _, loss, _ in others], rel=1e-4
+    )
 
 
 def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
@@ -554,14 +762,21 @@ def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
     with pytest.raises(OrreryError, match=expected):
         load_validation(spec, tokenizer, examples.chats, ALONE)
     fewer = sft_spec(data=shared, validation=validated(num_examples=5))
-    assert isinstance(load_validation(fewer, tokenizer, examples.chats, ALONE), Validation), "what is not validated may be trained"
+    assert isinstance(load_validation(fewer, tokenizer, examples.chats, ALONE), Validation), (
+        "what is not validated may be trained"
+    )
 
 
 def test_too_few_validation_examples_are_refused(tokenizer):
     spec = sft_spec(validation=validated(num_examples=9))
-    with pytest.raises(OrreryError, match=r"stages\.sft\.validation\.num_examples: 9 are asked for and data has 8"):
+    with pytest.raises(
+        OrreryError, match=r"stages\.sft\.validation\.num_examples: 9 are asked for and data has 8"
+    ):
         load_validation(spec, tokenizer, load_examples(spec, tokenizer).chats, ALONE)
 
 
 def test_without_validation_there_is_nothing_to_load(tokenizer):
-    assert load_validation(sft_spec(), tokenizer, load_examples(sft_spec(), tokenizer).chats, ALONE) is None
+    assert (
+        load_validation(sft_spec(), tokenizer, load_examples(sft_spec(), tokenizer).chats, ALONE)
+        is None
+    )

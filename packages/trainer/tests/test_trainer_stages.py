@@ -43,7 +43,13 @@ from orrery.trainer.sft_data import endless_order, load_examples
 from orrery.transport import checkpoints, rendezvous
 from orrery.transport.packing import pack
 from orrery.transport.rollout_wire import Batch, make_sender
-from orrery.transport.weight_wire import Published, WeightWatch, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire import (
+    Published,
+    WeightWatch,
+    read_weights,
+    remove_weight_dir,
+    weight_dir,
+)
 from orrery.transport.weight_wire.files import WeightPublisher
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,11 +60,31 @@ class Stage:
     """The trainer ranks of one stage of one attempt."""
 
     def __init__(self, run_dir: Path, stage: str, num_ranks: int = 1, attempt: int = 1):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "orrery.trainer", "--run-dir", str(run_dir), "--stage", stage, "--attempt", str(attempt)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "orrery.trainer",
+            "--run-dir",
+            str(run_dir),
+            "--stage",
+            stage,
+            "--attempt",
+            str(attempt),
+        ]
         self.ranks = [
             # A session of its own: a role whose parent dies ends its whole process group.
-            subprocess.Popen([*command, "--index", str(rank)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+            subprocess.Popen(
+                [*command, "--index", str(rank)],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
             for rank in range(num_ranks)
         ]
 
@@ -118,7 +144,9 @@ async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
     return published.digest
 
 
-async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down=False, ends_early=False) -> None:
+async def orchestrate(
+    run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down=False, ends_early=False
+) -> None:
     """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all.
 
     With `ends_early` the batch to compare comes after `steps`, with the orchestrator's half of the
@@ -135,21 +163,40 @@ async def orchestrate(run_dir: Path, spec, steps: range, attempt: int, change=No
         if ends_early:
             write_half(run_dir, last, attempt)
         for step in [*steps, *([last + 1] if last in steps or ends_early else [])]:
-            columns = batch_columns(step) if step <= last else await compare_columns(run_dir, spec, attempt, last)
+            columns = (
+                batch_columns(step)
+                if step <= last
+                else await compare_columns(run_dir, spec, attempt, last)
+            )
             digests = {str(step - 1): await digest_of(step - 1, run_dir, attempt)}
             if change is not None:
                 change(step, columns, digests)
-            if step % spec.trainer.checkpoint.interval_steps == 0 or step == spec.stages.rl.num_steps:
+            if (
+                step % spec.trainer.checkpoint.interval_steps == 0
+                or step == spec.stages.rl.num_steps
+            ):
                 write_half(run_dir, step, attempt)
-            plan = pack(columns.lengths, mesh.num_data_ranks, spec.trainer.memory.max_tokens_per_micro_batch)
+            plan = pack(
+                columns.lengths, mesh.num_data_ranks, spec.trainer.memory.max_tokens_per_micro_batch
+            )
             totals = count_totals([columns], World(0, 1, torch.device("cpu"), None))
-            parts = [[[columns.select(samples)] for samples in plan[mesh.data_rank(rank)]] for rank in range(ranks)]
-            await asyncio.wait_for(sender.send(Batch(step, parts, totals, {"compare": step > last, "digests": digests})), DEADLINE_S)
+            parts = [
+                [[columns.select(samples)] for samples in plan[mesh.data_rank(rank)]]
+                for rank in range(ranks)
+            ]
+            await asyncio.wait_for(
+                sender.send(
+                    Batch(step, parts, totals, {"compare": step > last, "digests": digests})
+                ),
+                DEADLINE_S,
+            )
         if winds_down:
             if steps:
                 await sender.wanted(steps[-1] + 1)
                 write_half(run_dir, steps[-1], attempt)
-            await sender.send(Batch(steps.stop, [[] for _ in range(ranks)], {}, {"wind_down": True}))
+            await sender.send(
+                Batch(steps.stop, [[] for _ in range(ranks)], {}, {"wind_down": True})
+            )
         await sender.drained(DEADLINE_S)
     finally:
         sender.close()
@@ -171,17 +218,29 @@ def await_checkpoint(run_dir: Path, step: int, stage: str = "rl") -> None:
         time.sleep(0.02)
 
 
-def run_rl(run_dir: Path, spec, steps: range, attempt: int = 1, change=None, winds_down=False, ends_early=False) -> list[tuple[int, str]]:
+def run_rl(
+    run_dir: Path,
+    spec,
+    steps: range,
+    attempt: int = 1,
+    change=None,
+    winds_down=False,
+    ends_early=False,
+) -> list[tuple[int, str]]:
     """(exit code, stderr) of every rank. A trainer that fails is not waited for."""
     stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
 
     async def both() -> list[tuple[int, str]]:
-        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, steps, attempt, change, winds_down, ends_early))
+        orchestrator = asyncio.create_task(
+            orchestrate(run_dir, spec, steps, attempt, change, winds_down, ends_early)
+        )
         ended = asyncio.create_task(asyncio.to_thread(stage.end))
         try:
             await asyncio.wait({orchestrator, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not orchestrator.done() and not {code for code, _ in ended.result()} <= {0, 75}:
-                while not orchestrator.done():  # more than once: `wait_for` loses a cancellation that comes with its result
+                while (
+                    not orchestrator.done()
+                ):  # more than once: `wait_for` loses a cancellation that comes with its result
                     orchestrator.cancel()
                     await asyncio.wait({orchestrator}, timeout=0.1)
                 return ended.result()
@@ -202,7 +261,9 @@ def in_shared_memory():
         remove_weight_dir(run_dir, attempt)
 
 
-@pytest.fixture(scope="module", params=[(1, "zmq"), (2, "files")], ids=["1-rank-zmq", "2-ranks-files"])
+@pytest.fixture(
+    scope="module", params=[(1, "zmq"), (2, "files")], ids=["1-rank-zmq", "2-ranks-files"]
+)
 def whole(request, tmp_path_factory):
     """(manifest, run directory) of five steps in one go, with a checkpoint every second step."""
     num_ranks, wire = request.param
@@ -218,12 +279,20 @@ def whole(request, tmp_path_factory):
     remove_weight_dir(straight, 1)
 
 
-def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(tmp_path, in_shared_memory, whole):
+def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
+    tmp_path, in_shared_memory, whole
+):
     spec, straight = whole
     num_ranks, published = spec.trainer.mesh.world_size, weight_dir(straight, 1)
-    *rows, compared = [row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
+    *rows, compared = [
+        row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert compared["event"] == "compare" and compared["version"] == 5 and compared["num_trained_tokens"] > 0
+    assert (
+        compared["event"] == "compare"
+        and compared["version"] == 5
+        and compared["num_trained_tokens"] > 0
+    )
     assert 0 <= compared["logprob_max_abs_diff_same_weights"] <= 1e-5
     names = {
         "loss",
@@ -236,19 +305,44 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
         "learning_rate",
         "tokens_per_s",
     }
-    names |= {"step_time_s", "wait_s", "forward_backward_s", "optimizer_s", "publish_s", "num_samples", "num_tokens", "num_trained_tokens"}
+    names |= {
+        "step_time_s",
+        "wait_s",
+        "forward_backward_s",
+        "optimizer_s",
+        "publish_s",
+        "num_samples",
+        "num_tokens",
+        "num_trained_tokens",
+    }
     assert names <= rows[0].keys()
     assert [row["step"] for row in rows if row["checkpoint_blocked_s"]] == [2, 4, 5]
     assert [row["learning_rate"] for row in rows] == [0.005, 0.01, 0.01, 0.01, 0.01]
-    assert [row["num_tokens"] for row in rows] == [batch_columns(step).num_tokens for step in range(1, 6)]
+    assert [row["num_tokens"] for row in rows] == [
+        batch_columns(step).num_tokens for step in range(1, 6)
+    ]
     spans = [row["name"] for row in read(straight / "metrics" / "trainer.0.spans.jsonl")]
-    expected = {"publish": 6, "wait": 6, "forward_backward": 5, "optimizer": 5, "checkpoint": 3, "checkpoint_write": 3}
+    expected = {
+        "publish": 6,
+        "wait": 6,
+        "forward_backward": 5,
+        "optimizer": 5,
+        "checkpoint": 3,
+        "checkpoint_write": 3,
+    }
     assert {name: spans.count(name) for name in set(spans)} == expected
     newest = WeightWatch(published).latest()
     assert newest.version == 5
     kept = [version for version in range(6) if WeightWatch(published).version(version)]
-    assert kept == [2, 3, 4, 5]  # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest
-    stamped = json.loads((checkpoints.checkpoint_dir(straight, 5, 1) / "trainer" / "published.json").read_text())
+    assert kept == [
+        2,
+        3,
+        4,
+        5,
+    ]  # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest
+    stamped = json.loads(
+        (checkpoints.checkpoint_dir(straight, 5, 1) / "trainer" / "published.json").read_text()
+    )
     assert list(stamped) == ["0", "1", "2", "3", "4", "5"] and stamped["5"] == newest.digest
     exported = load_file(straight / "weights" / "rl" / "model.safetensors")
     assert newest.fingerprints.keys() == exported.keys()
@@ -260,7 +354,9 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     assert Renderer(straight / "weights" / "rl").stop_token_ids
     export_checkpoint(straight, to=tmp_path / "exported")
     files = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
-    assert files == {file.name: file.read_bytes() for file in (straight / "weights" / "rl").iterdir()}
+    assert files == {
+        file.name: file.read_bytes() for file in (straight / "weights" / "rl").iterdir()
+    }
 
     killed = start_run(tmp_path / "killed", spec)
     in_shared_memory(killed, 1)
@@ -277,16 +373,30 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
     assert "resuming after step 2" in ends[0][1]
     assert final_weights(killed, "rl") == final_weights(straight, "rl")
-    rows = [row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
-    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    rows = [
+        row
+        for row in read(killed / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "rl" and row["step"]
+    ]
+    assert [(row["step"], row["attempt"]) for row in rows] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+        (5, 2),
+    ]
 
 
-def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, in_shared_memory, whole):
+def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(
+    tmp_path, in_shared_memory, whole
+):
     """Before any batch, after a step that is due no checkpoint, after one that has its checkpoint; or at once after resuming."""
     spec, straight = whole
     num_ranks = spec.trainer.mesh.world_size
     run_dir = start_run(tmp_path / "run", spec)
-    starts = [1, 1, 4, 5, 6] if num_ranks == 1 else [1, 4, 4, 6]  # few attempts, since starting processes takes seconds
+    starts = (
+        [1, 1, 4, 5, 6] if num_ranks == 1 else [1, 4, 4, 6]
+    )  # few attempts, since starting processes takes seconds
     attempts = [range(first, following) for first, following in pairwise(starts)]
     expected = [(step, attempt) for attempt, steps in enumerate(attempts, 1) for step in steps]
     for attempt, steps in enumerate(attempts, 1):
@@ -298,21 +408,31 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(tmp_path, 
         if winds_down:
             step = steps.stop - 1
             said = read_health(run_dir, "rl", attempt)
-            assert [said[f"trainer.{rank}"].sentence() for rank in range(num_ranks)] == [f"wound down at step {step}"] * num_ranks
+            assert [said[f"trainer.{rank}"].sentence() for rank in range(num_ranks)] == [
+                f"wound down at step {step}"
+            ] * num_ranks
             assert max(checkpoints.steps(run_dir), default=0) == step
             if step:
                 checkpoints.verify(checkpoints.whole_dir(run_dir, step))
     assert final_weights(run_dir, "rl") == final_weights(straight, "rl")
-    rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl" and row["step"]]
+    rows = [
+        row
+        for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "rl" and row["step"]
+    ]
     assert [(row["step"], row["attempt"]) for row in rows] == expected, "no batch is trained twice"
 
 
-def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also_once_killed_at_that(tmp_path, in_shared_memory, whole):
+def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also_once_killed_at_that(
+    tmp_path, in_shared_memory, whole
+):
     """Step 3 of 5 is the last, and no checkpoint is due. The second attempt resumes from step 3."""
     spec, straight = whole
     run_dir = start_run(tmp_path / "run", spec)
     num_ranks = spec.trainer.mesh.world_size
-    attempts = [range(1, 4), range(4, 4)][: 2 if num_ranks == 1 else 1]  # starting processes takes seconds
+    attempts = [range(1, 4), range(4, 4)][
+        : 2 if num_ranks == 1 else 1
+    ]  # starting processes takes seconds
     for attempt, steps in enumerate(attempts, 1):
         shutil.rmtree(run_dir / "weights" / "rl", ignore_errors=True)
         in_shared_memory(run_dir, attempt)
@@ -321,16 +441,26 @@ def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also
         assert checkpoints.steps(run_dir) == [2, 3]
         checkpoints.verify(checkpoints.whole_dir(run_dir, 3))
         export_checkpoint(run_dir, to=tmp_path / f"exported_{attempt}")
-        assert (tmp_path / f"exported_{attempt}" / "model.safetensors").read_bytes() == final_weights(run_dir, "rl")
+        assert (
+            tmp_path / f"exported_{attempt}" / "model.safetensors"
+        ).read_bytes() == final_weights(run_dir, "rl")
     assert final_weights(run_dir, "rl") != final_weights(straight, "rl")
     rows = [row for row in rows_of(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
-    assert [(row["step"], row["attempt"]) for row in rows if row["step"]] == [(1, 1), (2, 1), (3, 1)]
+    assert [(row["step"], row["attempt"]) for row in rows if row["step"]] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
     assert [row["version"] for row in rows if row.get("event") == "compare"] == [3] * len(attempts)
 
 
 @pytest.mark.parametrize(("at", "what"), [(1, "step 1"), (2, "version 1")])
-def test_log_probs_that_differ_on_the_same_weights_end_the_run(tmp_path, in_shared_memory, at, what):
-    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3 - at}})  # the trainer that ends at step 1 never gets to comparing
+def test_log_probs_that_differ_on_the_same_weights_end_the_run(
+    tmp_path, in_shared_memory, at, what
+):
+    spec = manifest(
+        stages={"sft": None, "rl": {"num_steps": 3 - at}}
+    )  # the trainer that ends at step 1 never gets to comparing
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
 
@@ -357,13 +487,19 @@ def test_a_batch_of_other_log_probs_is_not_trained(tmp_path, in_shared_memory):
 
     [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=forge)
     assert code == 1 and "Traceback" not in error
-    assert "error: step 1: log-probs of " in error and "tokens of engine 0 are " in error and ", so the batch is not trained" in error
+    assert (
+        "error: step 1: log-probs of " in error
+        and "tokens of engine 0 are " in error
+        and ", so the batch is not trained" in error
+    )
     rows = [row for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl"]
     assert not [row for row in rows if row["step"] == 1 and "loss" in row], "no step was made of it"
 
 
 def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_shared_memory):
-    run_dir = start_run(tmp_path / "run", spec := manifest(stages={"sft": None, "rl": {"num_steps": 2}}))
+    run_dir = start_run(
+        tmp_path / "run", spec := manifest(stages={"sft": None, "rl": {"num_steps": 2}})
+    )
     in_shared_memory(run_dir, 1)
 
     def stamp(step, columns, digests):
@@ -371,7 +507,10 @@ def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_
 
     [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=stamp)
     assert code == 1 and "Traceback" not in error
-    assert "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer published it with " in error
+    assert (
+        "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer published it with "
+        in error
+    )
 
 
 def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(tmp_path):
@@ -395,16 +534,24 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
         after.restore(tmp_path / "elsewhere")
 
 
-def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared_memory, monkeypatch):
+def test_a_steps_row_is_written_before_its_checkpoint_counts(
+    tmp_path, in_shared_memory, monkeypatch
+):
     """Nobody makes a checkpointed step again, so a kill right after the marker must find its row."""
-    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3}})  # a checkpoint after step 2, which step 3's waits for
+    spec = manifest(
+        stages={"sft": None, "rl": {"num_steps": 3}}
+    )  # a checkpoint after step 2, which step 3's waits for
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
     me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
     found = []
 
     def complete(folder, notes):
-        found.extend(row["step"] for row in read(run_dir / "metrics" / "trainer.0.jsonl") if row["stage"] == "rl")
+        found.extend(
+            row["step"]
+            for row in read(run_dir / "metrics" / "trainer.0.jsonl")
+            if row["stage"] == "rl"
+        )
         raise RunFailed("killed")
 
     monkeypatch.setattr(checkpoints, "complete", complete)
@@ -417,7 +564,9 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(tmp_path, in_shared
         orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
         with pytest.raises(RunFailed, match="killed"):
             await asyncio.to_thread(train)
-        while not orchestrator.done():  # more than once: `wait_for` loses a cancellation that comes with its result
+        while (
+            not orchestrator.done()
+        ):  # more than once: `wait_for` loses a cancellation that comes with its result
             orchestrator.cancel()
             await asyncio.wait({orchestrator}, timeout=0.1)
 
@@ -429,7 +578,10 @@ def test_mistakes_in_tasks_end_the_init_stage_before_anything_is_written(tmp_pat
     task = manifest().tasks.evaluation[0].model_dump()
     for change, sentence in [
         ({"kind": "reverse_txt"}, r"tasks\.evaluation\[0\].*there is no 'reverse_txt'"),
-        ({"args": task["args"] | {"instruction": "Z"}}, r"tasks\.evaluation\[0\].*alphabet has no 'Z'"),
+        (
+            {"args": task["args"] | {"instruction": "Z"}},
+            r"tasks\.evaluation\[0\].*alphabet has no 'Z'",
+        ),
     ]:
         spec = manifest(tasks={"train": [task | {"seed": 1}], "evaluation": [task | change]})
         (run_dir := tmp_path / sentence[-4:-1]).mkdir()
@@ -446,7 +598,9 @@ def test_the_init_stage_gives_the_same_bytes_again(tmp_path):
     [(code, error)] = Stage(there, "init").end()
     assert code == 0, error
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        assert (here / "weights" / "init" / name).read_bytes() == (there / "weights" / "init" / name).read_bytes()
+        assert (here / "weights" / "init" / name).read_bytes() == (
+            there / "weights" / "init" / name
+        ).read_bytes()
     assert [path.name for path in (there / "weights").iterdir()] == ["init"]
 
 
@@ -461,7 +615,11 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     for stage in [Stage(run_dir, "sft") for run_dir in runs]:
         [(code, error)] = stage.end()
         assert code == 0, error
-    losses = [row["loss"] for row in read(runs[0] / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"]
+    losses = [
+        row["loss"]
+        for row in read(runs[0] / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "sft"
+    ]
     assert len(losses) == 40
     assert losses[0] > 2.3  # about log 16, the size of the vocabulary
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
@@ -471,7 +629,9 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     weights.load(network, runs[0] / "weights" / "sft")
     examples = load_examples(spec, runs[0] / "weights" / "sft").columns(range(64))
     tokens = torch.from_numpy(examples.token["token_id"].astype(np.int64))
-    positions = torch.from_numpy(np.arange(len(tokens)) - np.repeat(examples.offsets[:-1], examples.lengths))
+    positions = torch.from_numpy(
+        np.arange(len(tokens)) - np.repeat(examples.offsets[:-1], examples.lengths)
+    )
     logits = network.logits(tokens, positions, torch.from_numpy(examples.offsets.astype(np.int32)))
     logprob = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
     loss = -logprob[torch.from_numpy(examples.token["trained"][1:])].mean().item()
@@ -496,14 +656,28 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     assert code == 0, error
     assert f"resuming after step {reached}" in error
     assert final_weights(killed, "sft") == final_weights(straight, "sft")
-    rows = {row["step"]: row for row in read(killed / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
-    expected = {row["step"]: row for row in read(straight / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"}
-    assert [rows[step]["loss"] for step in range(1, 21)] == [expected[step]["loss"] for step in range(1, 21)]
+    rows = {
+        row["step"]: row
+        for row in read(killed / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "sft"
+    }
+    expected = {
+        row["step"]: row
+        for row in read(straight / "metrics" / "trainer.0.jsonl")
+        if row["stage"] == "sft"
+    }
+    assert [rows[step]["loss"] for step in range(1, 21)] == [
+        expected[step]["loss"] for step in range(1, 21)
+    ]
     assert [step for step in rows if rows[step]["checkpoint_blocked_s"]] == list(range(2, 20, 2))
     assert checkpoints.steps(killed, "sft") == [16, 18] and not checkpoints.steps(killed)
 
 
-@pytest.mark.parametrize(("before", "after"), [({"dp_shard": 2}, {}), ({}, {"cp": 2})], ids=["two ranks to one", "one to two that share"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"dp_shard": 2}, {}), ({}, {"cp": 2})],
+    ids=["two ranks to one", "one to two that share"],
+)
 def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, before, after):
     straight = start_run(tmp_path / "straight", sft_spec(8), ("sft",))
     moved = start_run(tmp_path / "moved", sft_spec(8, **before))
@@ -513,18 +687,27 @@ def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, 
     finally:
         stage.kill()
     reached, spec = checkpoints.steps(moved, "sft")[-1], sft_spec(8, **after)
-    (moved / "manifest.json").write_bytes(canonical_json(spec))  # as `orrery adopt` does in a folder of its own
+    (moved / "manifest.json").write_bytes(
+        canonical_json(spec)
+    )  # as `orrery adopt` does in a folder of its own
     for code, error in Stage(moved, "sft", spec.trainer.mesh.world_size, attempt=2).end():
         assert code == 0 and f"resuming after step {reached}" in error, error
     of = {
-        run: {row["step"]: row for row in read(run / "metrics" / "trainer.0.jsonl") if row["stage"] == "sft"} for run in (straight, moved)
+        run: {
+            row["step"]: row
+            for row in read(run / "metrics" / "trainer.0.jsonl")
+            if row["stage"] == "sft"
+        }
+        for run in (straight, moved)
     }
     assert list(of[moved]) == list(of[straight]) == list(range(1, 9))
     for step in of[straight]:
         assert of[moved][step]["loss"] == pytest.approx(of[straight][step]["loss"], rel=1e-4), step
     expected = load_file(straight / "weights" / "sft" / "model.safetensors")
     for name, weight in load_file(moved / "weights" / "sft" / "model.safetensors").items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)  # twice the steps of the test below
+        torch.testing.assert_close(
+            weight, expected[name], rtol=0, atol=1e-4
+        )  # twice the steps of the test below
 
 
 def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
@@ -532,7 +715,9 @@ def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
     two = start_run(tmp_path / "two", sft_spec(4, dp_shard=2), ("sft",))
     expected = load_file(one / "weights" / "sft" / "model.safetensors")
     for name, weight in load_file(two / "weights" / "sft" / "model.safetensors").items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)  # summation order; test_trainer_learner.py says more
+        torch.testing.assert_close(
+            weight, expected[name], rtol=0, atol=5e-5
+        )  # summation order; test_trainer_learner.py says more
 
 
 def test_examples_train_the_assistants_tokens_by_cross_entropy_only(tmp_path):
@@ -562,7 +747,11 @@ def test_the_order_of_examples_is_every_example_once_an_epoch_and_another_order_
 
 def chat_spec(path: Path, content: str, digest: str | None = None):
     path.write_text(content)
-    data = {"kind": "chat_file", "path": str(path), "sha256": digest or hashlib.sha256(content.encode()).hexdigest()}
+    data = {
+        "kind": "chat_file",
+        "path": str(path),
+        "sha256": digest or hashlib.sha256(content.encode()).hexdigest(),
+    }
     return manifest(stages={"sft": manifest().stages.sft.model_dump() | {"data": data}})
 
 
@@ -575,18 +764,31 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
     cases = {
         "not json": "broken.jsonl:2: not a chat",
         json.dumps({"messages": [asked]}): "broken.jsonl:2: chat of roles",
-        json.dumps({"messages": [asked | {"content": "a" * 80}, answered]}): "broken.jsonl:2: 86 tokens do not fit",
-        json.dumps({"messages": [asked | {"content": "Z"}, answered]}): "broken.jsonl:2: .*alphabet has no 'Z'",
+        json.dumps(
+            {"messages": [asked | {"content": "a" * 80}, answered]}
+        ): "broken.jsonl:2: 86 tokens do not fit",
+        json.dumps(
+            {"messages": [asked | {"content": "Z"}, answered]}
+        ): "broken.jsonl:2: .*alphabet has no 'Z'",
     }
     for line, sentence in cases.items():
         with pytest.raises(OrreryError, match=sentence):
             load_examples(chat_spec(tmp_path / "broken.jsonl", f"{chat}\n{line}\n"), tokenizer)
     note = json.dumps({"messages": [asked, answered], "note": "one\u2028line"}, ensure_ascii=False)
-    assert len(load_examples(chat_spec(tmp_path / "lines.jsonl", f"{note}\r\n{chat}\n"), tokenizer)) == 2
+    assert (
+        len(load_examples(chat_spec(tmp_path / "lines.jsonl", f"{note}\r\n{chat}\n"), tokenizer))
+        == 2
+    )
     (tmp_path / "latin.jsonl").write_bytes(latin := chat.encode() + b'\n{"messages": "\xe9"}\n')
-    data = {"kind": "chat_file", "path": str(tmp_path / "latin.jsonl"), "sha256": hashlib.sha256(latin).hexdigest()}
+    data = {
+        "kind": "chat_file",
+        "path": str(tmp_path / "latin.jsonl"),
+        "sha256": hashlib.sha256(latin).hexdigest(),
+    }
     with pytest.raises(OrreryError, match=r"latin\.jsonl:2: not a chat"):
-        load_examples(manifest(stages={"sft": manifest().stages.sft.model_dump() | {"data": data}}), tokenizer)
+        load_examples(
+            manifest(stages={"sft": manifest().stages.sft.model_dump() | {"data": data}}), tokenizer
+        )
     with pytest.raises(OrreryError, match=r"stages.sft.data.sha256: .*good.jsonl has"):
         load_examples(chat_spec(tmp_path / "good.jsonl", chat, "0" * 64), tokenizer)
     with pytest.raises(OrreryError, match="there is not one chat"):
@@ -598,23 +800,37 @@ def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path)
     run_dir.mkdir()
     text = canonical_json(manifest()).decode()
     assert '"tensor_parallel":1' in text
-    (run_dir / "manifest.json").write_text(text.replace('"tensor_parallel":1', '"tensor_parallel":2'))
+    (run_dir / "manifest.json").write_text(
+        text.replace('"tensor_parallel":1', '"tensor_parallel":2')
+    )
     [(code, error)] = Stage(run_dir, "sft").end()
     assert code == 2 and "an engine on cpu is one process" in error and "set both to 1" in error
     assert "Traceback" not in error
     (run_dir / "manifest.json").write_text(text)
     [(code, error)] = Stage(run_dir, "evaluate").end()
-    assert (code, error.strip()) == (2, "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl")
+    assert (code, error.strip()) == (
+        2,
+        "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl",
+    )
 
 
 def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     """Its orchestrator may be asked before there are engines; then the batch after the last one is to be compared by nobody."""
     ended, spec = [], manifest(stages={"rl": {"num_steps": 3}})
-    saving = SimpleNamespace(copy=lambda *_: pytest.fail("the last step has its checkpoint"), finish=lambda: ended.append("finished"))
+    saving = SimpleNamespace(
+        copy=lambda *_: pytest.fail("the last step has its checkpoint"),
+        finish=lambda: ended.append("finished"),
+    )
     batch = SimpleNamespace(info={"wind_down": True})
-    receiver = SimpleNamespace(receive=lambda step, _: batch if step == 4 else pytest.fail(f"asked for batch {step}"))
-    rig = SimpleNamespace(learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0, batch_behind_s=1.0)
-    me = SimpleNamespace(manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext()))
+    receiver = SimpleNamespace(
+        receive=lambda step, _: batch if step == 4 else pytest.fail(f"asked for batch {step}")
+    )
+    rig = SimpleNamespace(
+        learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0, batch_behind_s=1.0
+    )
+    me = SimpleNamespace(
+        manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext())
+    )
     me.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
     for first_step in (3, 1):  # begun after its last step, or before it
         with pytest.raises(WoundDown) as wound_down:

@@ -37,7 +37,9 @@ MISMATCH = {
     "stop_logprob_difference": 2.0,
     "canary_logprob_difference": 1e-3,
 }
-OFFLOADED = {"memory": {**MEMORY, "optimizer_offload": True}}  # fields of `trainer`, as those of the next line
+OFFLOADED = {
+    "memory": {**MEMORY, "optimizer_offload": True}
+}  # fields of `trainer`, as those of the next line
 HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
 MOE = {
     "num_experts": 4,
@@ -68,11 +70,31 @@ HERE = Path(__file__).resolve().parent
 def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Manifest:
     """A tiny run; each keyword replaces fields of its object."""
     task = {"name": "reverse", "kind": "reverse_text", "weight": 1.0, "seed": 1, "max_turns": 1}
-    task["args"] = {"alphabet": ALPHABET, "min_length": 2, "max_length": 4, "instruction": "", "split": "train"}
-    adamw = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+    task["args"] = {
+        "alphabet": ALPHABET,
+        "min_length": 2,
+        "max_length": 4,
+        "instruction": "",
+        "split": "train",
+    }
+    adamw = {
+        "kind": "adamw",
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
     constant = {"kind": "constant", "warmup_steps": 2}
     data = {"kind": "demonstrations", "task": task, "num_problems": 64}
-    sft = {"num_steps": 8, "examples_per_batch": 16, "optimizer": adamw, "schedule": constant, "max_grad_norm": 1.0, "data": data}
+    sft = {
+        "num_steps": 8,
+        "examples_per_batch": 16,
+        "optimizer": adamw,
+        "schedule": constant,
+        "max_grad_norm": 1.0,
+        "data": data,
+    }
     sft |= {"trained_roles": ["assistant"], "validation": None}
     return Manifest.model_validate(
         {
@@ -106,8 +128,20 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
             },
             "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
             "trainer": {
-                "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses", "ep_backend": "torch", **(mesh or {})},
-                "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": False},
+                "mesh": {
+                    "dp_replicate": 1,
+                    "dp_shard": 1,
+                    "cp": 1,
+                    "ep": 1,
+                    "cp_style": "ulysses",
+                    "ep_backend": "torch",
+                    **(mesh or {}),
+                },
+                "fsdp": {
+                    "reshard_after_forward": True,
+                    "reduce_gradients": "step",
+                    "cpu_offload": False,
+                },
                 "lora": None,
                 "param_dtype": "float32",
                 "compute_dtype": "float32",
@@ -153,11 +187,21 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "admission": {"kind": "fixed", "max_in_flight": 4},
                 "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
                 "rollout_timeout_s": 5.0,
-                "evaluation": {"interval_steps": 2, "num_problems": 2, "rollouts_per_problem": 1, "stop_at": None},
+                "evaluation": {
+                    "interval_steps": 2,
+                    "num_problems": 2,
+                    "rollouts_per_problem": 1,
+                    "stop_at": None,
+                },
             },
             "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
             "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
-            "stages": {"sft": sft, "rl": {"num_steps": 4}, "evaluate": {"num_problems": 2, "rollouts_per_problem": 1}, **(stages or {})},
+            "stages": {
+                "sft": sft,
+                "rl": {"num_steps": 4},
+                "evaluate": {"num_problems": 2, "rollouts_per_problem": 1},
+                **(stages or {}),
+            },
             **fields,
         }
     )
@@ -174,7 +218,9 @@ def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: i
     token = {
         "token_id": rng.integers(8, vocab_size, total).astype(np.int32),
         "trained": trained,
-        "logprob": np.where(trained, np.log(1 / vocab_size) + rng.normal(0, 0.3, total), 0).astype(np.float32),
+        "logprob": np.where(trained, np.log(1 / vocab_size) + rng.normal(0, 0.3, total), 0).astype(
+            np.float32
+        ),
         "version": np.where(trained, step - 1, -1).astype(np.int32),
         "advantage": np.repeat(rng.normal(0, 1, num_samples), lengths).astype(np.float32),
     }
@@ -187,7 +233,9 @@ def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: i
 
 
 def share(columns: Columns, num_ranks: int, rank: int, max_tokens: int = 64) -> list[Columns]:
-    return [columns.select(samples) for samples in pack(columns.lengths, num_ranks, max_tokens)[rank]]
+    return [
+        columns.select(samples) for samples in pack(columns.lengths, num_ranks, max_tokens)[rank]
+    ]
 
 
 def write_start_weights(spec: Manifest, folder: Path) -> Path:
@@ -215,7 +263,9 @@ def rank_device(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def run_ranks(num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu") -> list[dict[str, dict]]:
+def run_ranks(
+    num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu"
+) -> list[dict[str, dict]]:
     """Do the jobs, one after the other, on `num_ranks` processes (trainer_rank.py says what a job is): each rank's answers by job name.
 
     Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
@@ -224,16 +274,29 @@ def run_ranks(num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu
     return run_script("trainer_rank", folder, num_ranks, deadline_s=100, device=device)
 
 
-def run_script(module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu") -> list[dict]:
+def run_script(
+    module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu"
+) -> list[dict]:
     """`main` of `module` with the words FOLDER PORT NUM_RANKS RANK as every rank: each one's last line, JSON.
 
     Fails with the stderr of all where one failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path]))}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path])),
+    }
     environment["TRAINER_TEST_DEVICE"] = device
-    command = [sys.executable, str(HERE / "ranks.py"), module, str(folder), str(port), str(num_ranks)]
+    command = [
+        sys.executable,
+        str(HERE / "ranks.py"),
+        module,
+        str(folder),
+        str(port),
+        str(num_ranks),
+    ]
     ranks = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         _, stderr = ranks.communicate(timeout=deadline_s)
@@ -241,6 +304,9 @@ def run_script(module: str, folder: Path, num_ranks: int, deadline_s: float, dev
         if ranks.poll() is None:
             ranks.terminate()  # it ends its ranks
             ranks.wait()
-    said = {stream: [path.read_text() for path in sorted(folder.glob(f"rank_?.{stream}"))] for stream in ("out", "err")}
+    said = {
+        stream: [path.read_text() for path in sorted(folder.glob(f"rank_?.{stream}"))]
+        for stream in ("out", "err")
+    }
     assert ranks.returncode == 0, "\n".join(text[-3000:] for text in (stderr, *said["err"]))
     return [json.loads(text.splitlines()[-1]) for text in said["out"]]

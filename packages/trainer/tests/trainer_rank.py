@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from trainer_cases import batch_columns, make_learner, manifest, rank_device, share, whole_weights, write_start_weights
+from trainer_cases import (
+    batch_columns,
+    make_learner,
+    manifest,
+    rank_device,
+    share,
+    whole_weights,
+    write_start_weights,
+)
 
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
@@ -29,11 +37,22 @@ from orrery.transport import checkpoints
 from orrery.transport.fingerprint import digest, tensor_fingerprint
 
 
-def train(learner: Learner, steps: list[int], num_samples: int = 7, max_tokens: int = 64, poison: int | None = None) -> list[dict]:
+def train(
+    learner: Learner,
+    steps: list[int],
+    num_samples: int = 7,
+    max_tokens: int = 64,
+    poison: int | None = None,
+) -> list[dict]:
     """Steps on the made-up batches; with `poison`, that rank's first advantages of the last step are NaN."""
     rows = []
     for step in steps:
-        mine = share(batch_columns(step, num_samples), learner.trainer.mesh.num_data_ranks, learner.world.data_rank, max_tokens)
+        mine = share(
+            batch_columns(step, num_samples),
+            learner.trainer.mesh.num_data_ranks,
+            learner.world.data_rank,
+            max_tokens,
+        )
         totals = count_totals(mine, learner.world)
         if poison == learner.world.rank and step == steps[-1]:
             mine[0].token["advantage"][:] = float("nan")
@@ -104,7 +123,12 @@ def held_by_this_rank(learner: Learner) -> dict:
     bits = digest({one.name: tensor_fingerprint(one.local) for one in source.held})
     num_whole = sum(tensor.numel() for tensor in whole.values())
     difference = torch.stack(differences).max().item()  # NaN where one is
-    return {"difference": difference, "num_elements": num_elements, "num_whole": num_whole, "bits": bits}
+    return {
+        "difference": difference,
+        "num_elements": num_elements,
+        "num_whole": num_whole,
+        "bits": bits,
+    }
 
 
 def break_backward(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
@@ -126,9 +150,15 @@ def do(job: dict, folder: Path, world: World) -> dict:
     try:
         answer["rows"] = train(learner, job["steps"], **job.get("batch", {}))
         if world.rank == job.get("bit_flipped_on"):
-            local_tensor(next(iter(learner.weights.values())).detach()).view(torch.int32).view(-1)[0] ^= 1
+            local_tensor(next(iter(learner.weights.values())).detach()).view(torch.int32).view(-1)[
+                0
+            ] ^= 1
         if world.rank == job.get("moment_lost_on"):
-            next(held for key, held in checkpoint.state_of(learner).items() if key.startswith("exp_avg/")).local.view(-1)[0] = float("nan")
+            next(
+                held
+                for key, held in checkpoint.state_of(learner).items()
+                if key.startswith("exp_avg/")
+            ).local.view(-1)[0] = float("nan")
         if "save" in job:
             checkpoint.save(learner, Path(job["save"]))
     except RunFailed as error:

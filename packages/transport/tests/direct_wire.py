@@ -39,7 +39,10 @@ def trainer_box(name, shape, rank, num_ranks):
     if not shape:
         return ()
     rows = -(-shape[0] // num_ranks)
-    return ((min(rows * rank, shape[0]), min(rows * (rank + 1), shape[0])), *((0, size) for size in shape[1:]))
+    return (
+        (min(rows * rank, shape[0]), min(rows * (rank + 1), shape[0])),
+        *((0, size) for size in shape[1:]),
+    )
 
 
 def engine_boxes(tensors, rank, world_size):
@@ -55,7 +58,12 @@ def engine_boxes(tensors, rank, world_size):
             needs[name] = (whole,)
         else:
             part = shape[dim] // world_size
-            needs[name] = (tuple((part * rank, part * (rank + 1)) if d == dim else side for d, side in enumerate(whole)),)
+            needs[name] = (
+                tuple(
+                    (part * rank, part * (rank + 1)) if d == dim else side
+                    for d, side in enumerate(whole)
+                ),
+            )
     return needs
 
 
@@ -66,7 +74,12 @@ class Trainer:
         self.shard, self.num_shards = rank % (num_ranks // replicas), num_ranks // replicas
         self.source = Source(kind, folder, "127.0.0.1", rank, num_ranks, CPU, BUCKET_BYTES)
         self.local = {
-            name: torch.empty([stop - start for start, stop in trainer_box(name, shape, self.shard, self.num_shards)])
+            name: torch.empty(
+                [
+                    stop - start
+                    for start, stop in trainer_box(name, shape, self.shard, self.num_shards)
+                ]
+            )
             for name, shape in SHAPES.items()
         }
         self.takes = []
@@ -78,20 +91,31 @@ class Trainer:
 
     def held(self):
         return [
-            Held(name, shape, torch.bfloat16, trainer_box(name, shape, self.shard, self.num_shards), self.local[name])
+            Held(
+                name,
+                shape,
+                torch.bfloat16,
+                trainer_box(name, shape, self.shard, self.num_shards),
+                self.local[name],
+            )
             for name, shape in SHAPES.items()
         ]
 
     def publish(self, version):
         self.load(version)
-        return self.source.publish(version, self.held, list(self.local.values()), lambda *take: self.takes.append(take))
+        return self.source.publish(
+            version, self.held, list(self.local.values()), lambda *take: self.takes.append(take)
+        )
 
 
 class Engine:
     """One rank of an engine: what arrived, by name and box, and how large the largest piece of a round was."""
 
     def __init__(self, name, rank, world_size):
-        self.target, self.needs = Target(name, rank, world_size, CPU), lambda tensors: engine_boxes(tensors, rank, world_size)
+        self.target, self.needs = (
+            Target(name, rank, world_size, CPU),
+            lambda tensors: engine_boxes(tensors, rank, world_size),
+        )
         self.got, self.parts, self.damage = {}, None, None
 
     def take(self, published, arriving=lambda: None, at_the_last_round=lambda: None):
@@ -100,12 +124,16 @@ class Engine:
         arriving()
         self.got, self.parts = {}, Parts()
         needs = self.needs(list(self.target.tensors.values()))
-        missing = sum(torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes)
+        missing = sum(
+            torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes
+        )
         with contextlib.closing(self.target.take(taking, self.parts)) as rounds:
             for one, bucket in rounds:
                 for name, box, offset in one.slices:
                     assert (name, box) not in self.got
-                    tensor = in_bucket(bucket, offset, shape_of(box), dtype_of(self.target.tensors[name])).clone()
+                    tensor = in_bucket(
+                        bucket, offset, shape_of(box), dtype_of(self.target.tensors[name])
+                    ).clone()
                     self.got[name, box], missing = tensor, missing - tensor.numel()
                 if not missing:
                     at_the_last_round()
@@ -135,7 +163,10 @@ def together(*calls):
 def trainers(kind, folder, num_ranks, replicas=1):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     first = Trainer(kind, folder, 0, num_ranks, replicas)
-    ranks = [first, *(Trainer(kind, folder, rank, num_ranks, replicas) for rank in range(1, num_ranks))]
+    ranks = [
+        first,
+        *(Trainer(kind, folder, rank, num_ranks, replicas) for rank in range(1, num_ranks)),
+    ]
     try:
         yield ranks, WeightWatch(folder)
     finally:

@@ -22,7 +22,12 @@ def answer(token_ids, spans, logprobs=None, cached=5):
                 "finish_reason": "length",
                 "token_ids": token_ids,
                 "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
-                "logprobs": {"content": [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(token_ids, logprobs, strict=True)]},
+                "logprobs": {
+                    "content": [
+                        {"token_id": t, "logprob": p, "rank": 1}
+                        for t, p in zip(token_ids, logprobs, strict=True)
+                    ]
+                },
             }
         ],
     }
@@ -47,7 +52,9 @@ class StandIn:
     before: dict = field(default_factory=dict)  # path → called with the body, in a thread
     hang: set = field(default_factory=set)  # paths that are never answered
     delay_s: float = 0.0
-    canary: list = field(default_factory=list)  # the log-probs it gives of a prompt's tokens after the first
+    canary: list = field(
+        default_factory=list
+    )  # the log-probs it gives of a prompt's tokens after the first
     asked: list = field(default_factory=list)
 
     async def handle(self, request):
@@ -63,7 +70,10 @@ class StandIn:
         if request.path == "/inference/v1/generate":
             await asyncio.sleep(self.delay_s)
             if "prompt_logprobs" in body["sampling_params"]:
-                rows = [{str(token): {"logprob": p}} for token, p in zip(body["token_ids"][1:], self.canary, strict=False)]
+                rows = [
+                    {str(token): {"logprob": p}}
+                    for token, p in zip(body["token_ids"][1:], self.canary, strict=False)
+                ]
                 return web.json_response(self.generated | {"prompt_logprobs": [None, *rows]})
             return web.json_response(self.generated)
         if request.path == "/collective_rpc":

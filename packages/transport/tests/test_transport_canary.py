@@ -23,7 +23,13 @@ ASKED = {
     "request_id": "canary-3",
     "token_ids": [4, 5, 6, 7],
     "cache_salt": "canary-3",
-    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2, "detokenize": False},
+    "sampling_params": {
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 0,
+        "output_kind": 2,
+        "detokenize": False,
+    },
 }
 
 
@@ -52,13 +58,22 @@ def test_each_engine_is_asked_itself_after_it_has_resumed():
 
 
 def test_an_engine_that_computes_something_else_ends_the_run_by_name_and_version_and_is_paused_again():
-    engines = [StandIn(canary=list(KNOWN)), StandIn(canary=[-1.0, -2.0, -4.0])]  # both pass attestation
+    engines = [
+        StandIn(canary=list(KNOWN)),
+        StandIn(canary=[-1.0, -2.0, -4.0]),
+    ]  # both pass attestation
     error, is_proving, version = update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
-    assert "engine 1: with version 3 its log-probs of the canary are 0.333 from the trainer's on average" in str(error)
+    assert (
+        "engine 1: with version 3 its log-probs of the canary are 0.333 from the trainer's on average"
+        in str(error)
+    )
     assert "trainer.mismatch.canary_logprob_difference = 0.1" in str(error)
     assert is_proving, "or a batch of its tokens could be cut before the run has ended"
-    assert engines[1].paths()[-1] == "/pause?mode=keep&clear_cache=false" and engines[0].paths()[-1] == "/inference/v1/generate"
+    assert (
+        engines[1].paths()[-1] == "/pause?mode=keep&clear_cache=false"
+        and engines[0].paths()[-1] == "/inference/v1/generate"
+    )
 
 
 @pytest.mark.parametrize("given", [[], [-1.0, -2.0], [-1.0, -2.0, float("nan")]])
@@ -69,10 +84,16 @@ def test_an_engine_that_gives_too_few_log_probs_or_none_that_are_numbers_ends_th
 
 def test_an_engine_that_refuses_the_canary_ends_the_run():
     error, _, _ = update([StandIn(fail={"/inference/v1/generate": (400, {"error": "no"})})])
-    assert "engine 0 did not answer the canary of version 3: engine 0 refused request 'canary-3': no (HTTP 400)" in str(error)
+    assert (
+        "engine 0 did not answer the canary of version 3: engine 0 refused request 'canary-3': no (HTTP 400)"
+        in str(error)
+    )
 
 
-@pytest.mark.parametrize(("canary", "published"), [(None, PUBLISHED), (CANARY, Published(3, "/", FINGERPRINTS, PUBLISHED.digest))])
+@pytest.mark.parametrize(
+    ("canary", "published"),
+    [(None, PUBLISHED), (CANARY, Published(3, "/", FINGERPRINTS, PUBLISHED.digest))],
+)
 def test_without_a_bound_or_a_trainer_nothing_is_asked(canary, published):
     engine = StandIn()
     report, _, _ = update([engine], canary, published)
@@ -89,11 +110,26 @@ def test_the_log_probs_travel_with_the_version(tmp_path):
 def test_every_process_of_a_run_draws_the_same_tokens_and_they_fit():
     manifest = check(json.loads((REPOSITORY / "manifests/reverse_text.json").read_text()), "test")
     tokens = canary_tokens(manifest)
-    assert tokens == canary_tokens(manifest) and len(tokens) == 32 and 0 <= min(tokens) <= max(tokens) < manifest.model.vocab_size
+    assert (
+        tokens == canary_tokens(manifest)
+        and len(tokens) == 32
+        and 0 <= min(tokens) <= max(tokens) < manifest.model.vocab_size
+    )
     assert tokens != canary_tokens(manifest.model_copy(update={"seed": manifest.seed + 1}))
-    short = manifest.model_copy(update={"inference": manifest.inference.model_copy(update={"max_model_len_tokens": 8})})
+    short = manifest.model_copy(
+        update={"inference": manifest.inference.model_copy(update={"max_model_len_tokens": 8})}
+    )
     assert len(canary_tokens(short)) == 7
-    assert Canary.of(manifest) == Canary(tokens, manifest.trainer.mismatch.canary_logprob_difference)
+    assert Canary.of(manifest) == Canary(
+        tokens, manifest.trainer.mismatch.canary_logprob_difference
+    )
     unbound = manifest.trainer.mismatch.model_copy(update={"canary_logprob_difference": None})
-    assert Canary.of(manifest.model_copy(update={"trainer": manifest.trainer.model_copy(update={"mismatch": unbound})})) is None
+    assert (
+        Canary.of(
+            manifest.model_copy(
+                update={"trainer": manifest.trainer.model_copy(update={"mismatch": unbound})}
+            )
+        )
+        is None
+    )
     assert replace(CANARY, bound=1.0) != CANARY

@@ -15,7 +15,9 @@ lengths_of = st.lists(st.integers(0, 12), max_size=8)
 @given(lengths_of, st.data())
 def test_selecting_is_concatenating_the_chosen_documents(lengths, data):
     parts = documents(lengths)
-    chosen = data.draw(st.lists(st.integers(0, len(parts) - 1), max_size=8) if parts else st.just([]))
+    chosen = data.draw(
+        st.lists(st.integers(0, len(parts) - 1), max_size=8) if parts else st.just([])
+    )
     whole = Columns.concatenate(parts)
     expected = Columns.concatenate([parts[i] for i in chosen])
     assert same(whole.select(chosen), expected) or not chosen
@@ -40,7 +42,12 @@ def test_every_slot_is_aligned_to_its_dtype():
 def test_large_segments_are_not_copied():
     parts = documents([100_000, 50_000])
     run = list(chunks(segments(parts, layout_of(parts)), 1 << 20))
-    shared = [chunk for chunk in run for part in parts if np.shares_memory(np.frombuffer(chunk, np.uint8), part.token["routed_experts"])]
+    shared = [
+        chunk
+        for chunk in run
+        for part in parts
+        if np.shares_memory(np.frombuffer(chunk, np.uint8), part.token["routed_experts"])
+    ]
     assert sum(map(len, shared)) == 150_000 * 6
 
 
@@ -78,7 +85,13 @@ def test_a_damaged_layout_never_reads_outside_the_buffer(data):
     slot = layout.slots[at]
     change = data.draw(
         st.sampled_from(
-            [{"start": slot.start + 1}, {"shape": (1 << 40, *slot.shape[1:])}, {"shape": (-1,)}, {"dtype": "|O"}, {"kind": "other"}]
+            [
+                {"start": slot.start + 1},
+                {"shape": (1 << 40, *slot.shape[1:])},
+                {"shape": (-1,)},
+                {"dtype": "|O"},
+                {"kind": "other"},
+            ]
         )
     )
     fields = {name: getattr(slot, name) for name in slot.__struct_fields__} | change

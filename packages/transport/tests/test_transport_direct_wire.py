@@ -12,7 +12,16 @@ import torch
 from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
 
 from orrery.transport.fingerprint import tensor_fingerprint
-from orrery.transport.weight_wire import TakeFailed, WireFailed, claim, claim_again, give_up, links, meeting, release
+from orrery.transport.weight_wire import (
+    TakeFailed,
+    WireFailed,
+    claim,
+    claim_again,
+    give_up,
+    links,
+    meeting,
+    release,
+)
 from orrery.transport.weight_wire.claims import read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
 from orrery.transport.weight_wire.peers import Peers
@@ -21,7 +30,9 @@ from orrery.transport.weight_wire.reception import Reception
 from orrery.transport.weight_wire.source import _Sending
 from orrery.transport.weight_wire.target import Target
 
-without_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NOT TESTED: NIXL, which is not installed here")
+without_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NOT TESTED: NIXL, which is not installed here"
+)
 
 
 @pytest.fixture(params=["nccl", pytest.param("nixl", marks=without_nixl)])
@@ -44,21 +55,33 @@ def check(engine, version):
     """What arrived is exactly what was needed, in the dtype that it travels in."""
     seen = dict.fromkeys(SHAPES, 0)
     for (name, box), tensor in engine.got.items():
-        assert torch.equal(tensor, weights(version)[name][tuple(slice(*side) for side in box)].bfloat16())
+        assert torch.equal(
+            tensor, weights(version)[name][tuple(slice(*side) for side in box)].bfloat16()
+        )
         assert tensor.nbytes <= BUCKET_BYTES
         seen[name] += tensor.numel()
-    needs = engine.needs([type("T", (), {"name": name, "shape": shape}) for name, shape in SHAPES.items()])
-    assert seen == {name: sum(torch.Size(b - a for a, b in box).numel() for box in boxes) for name, boxes in needs.items()}
+    needs = engine.needs(
+        [type("T", (), {"name": name, "shape": shape}) for name, shape in SHAPES.items()]
+    )
+    assert seen == {
+        name: sum(torch.Size(b - a for a, b in box).numel() for box in boxes)
+        for name, boxes in needs.items()
+    }
 
 
 @pytest.mark.parametrize(("num_ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
-def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_fingerprints(tmp_path, kind, num_ranks, replicas):
+def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_fingerprints(
+    tmp_path, kind, num_ranks, replicas
+):
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2), Engine("engine 1", 0, 1)]
     with trainers(kind, tmp_path / "wire", num_ranks, replicas) as (ranks, watch):
         for version in (0, 1, 5):
             published = publish(ranks, version)
             assert watch.latest() == published
-            assert published.fingerprints == {name: tensor_fingerprint(whole.bfloat16()) for name, whole in weights(version).items()}
+            assert published.fingerprints == {
+                name: tensor_fingerprint(whole.bfloat16())
+                for name, whole in weights(version).items()
+            }
             claimed = claim(published, ["engine 0", "engine 1"])
             for held in together(*(partial(engine.take, claimed) for engine in engines)):
                 assert held == published.fingerprints
@@ -68,7 +91,11 @@ def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_finger
             settle(ranks)
             assert watch.latest() is None
             assert claim(published, ["engine 0"]) is None
-        assert [(version, error) for version, error, _ in ranks[0].takes] == [(0, ""), (1, ""), (5, "")]
+        assert [(version, error) for version, error, _ in ranks[0].takes] == [
+            (0, ""),
+            (1, ""),
+            (5, ""),
+        ]
 
 
 def test_a_version_that_nobody_claims_keeps_nobody_waiting(tmp_path, kind):
@@ -90,13 +117,17 @@ def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
             rank.source.settle()
             rank.load(99)
 
-        *steps, held = together(*(lambda rank=rank: step(rank) for rank in ranks), lambda: engine.take(claimed))
+        *steps, held = together(
+            *(lambda rank=rank: step(rank) for rank in ranks), lambda: engine.take(claimed)
+        )
         assert steps == [None, None]
         assert held == published.fingerprints
         check(engine, 3)
 
 
-def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it_and_its_next_incarnation_comes_back(tmp_path, kind):
+def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it_and_its_next_incarnation_comes_back(
+    tmp_path, kind
+):
     whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 0)
@@ -125,13 +156,20 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
         back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
         for engines in ([back], [whole, back]):
             claimed = claim(published, [engine.target.engine for engine in engines])
-            assert together(*(partial(engine.take, claimed) for engine in engines)) == [published.fingerprints] * len(engines)
+            assert together(*(partial(engine.take, claimed) for engine in engines)) == [
+                published.fingerprints
+            ] * len(engines)
             release(claimed)
-        kept = [ranks[0].source._meeting.store.check([f"member/{engine.target._member}"]) for engine in (whole, back, ending)]
+        kept = [
+            ranks[0].source._meeting.store.check([f"member/{engine.target._member}"])
+            for engine in (whole, back, ending)
+        ]
         assert kept == [True, True, False]
 
 
-def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks_meet_again(tmp_path, kind):
+def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks_meet_again(
+    tmp_path, kind
+):
     """The rank has received everything, and fails then; neither its neighbour nor the trainer notices before they are told."""
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
 
@@ -142,9 +180,14 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
         for version in (0, 1):  # in a group that forms, and in one that has formed before
             claimed = claim(publish(ranks, version), ["engine 0"])
             begin = time.monotonic()
-            told, failed = together(partial(engines[0].take, claimed), partial(engines[1].take, claimed, at_the_last_round=fail))
+            told, failed = together(
+                partial(engines[0].take, claimed),
+                partial(engines[1].take, claimed, at_the_last_round=fail),
+            )
             assert isinstance(failed, ValueError), failed
-            assert isinstance(told, TakeFailed) and "engine 0 (rank 1) did not receive everything" in str(told)
+            assert isinstance(
+                told, TakeFailed
+            ) and "engine 0 (rank 1) did not receive everything" in str(told)
             again = claim_again(claimed, ["engine 0"])
             held = together(*(partial(engine.take, again) for engine in engines))
             assert held[0] == held[1] and isinstance(held[0], dict), held
@@ -155,7 +198,9 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
             settle(ranks)
 
 
-def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its_version_can_no_longer_be_had(tmp_path, kind):
+def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its_version_can_no_longer_be_had(
+    tmp_path, kind
+):
     """The trainer has sent everything, and goes on though one rank of the engine has failed since; the next version is taken as ever."""
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
 
@@ -164,7 +209,10 @@ def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its
 
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
         claimed = claim(publish(ranks, 0), ["engine 0"])
-        together(partial(engines[0].take, claimed), partial(engines[1].take, claimed, at_the_last_round=fail))
+        together(
+            partial(engines[0].take, claimed),
+            partial(engines[1].take, claimed, at_the_last_round=fail),
+        )
         settle(ranks)
         again = claim_again(claimed, ["engine 0"])
         for failed in together(*(partial(engine.take, again) for engine in engines)):
@@ -183,11 +231,17 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
         published = publish(ranks, 0)
         claimed = claim(published, ["engine 0", "engine 1"])
         begin = time.monotonic()
-        [failed] = together(lambda: engine.take(claimed, arriving=threading.Timer(0.1, give_up, [claimed.folder]).start))
+        [failed] = together(
+            lambda: engine.take(
+                claimed, arriving=threading.Timer(0.1, give_up, [claimed.folder]).start
+            )
+        )
         assert isinstance(failed, TakeFailed) and ELSEWHERE in str(failed)
         assert time.monotonic() - begin < 10
         release(claimed)
-        settle(ranks)  # waits for no take that never began: rank 0 may tell of it later than the engine hears
+        settle(
+            ranks
+        )  # waits for no take that never began: rank 0 may tell of it later than the engine hears
         while not ranks[0].takes:
             assert time.monotonic() - begin < 10
             time.sleep(0.001)
@@ -208,7 +262,9 @@ def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, 
         settle(ranks)
 
 
-def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_change(tmp_path, monkeypatch):
+def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_change(
+    tmp_path, monkeypatch
+):
     """Between an engine's arrival and the order to send: the trainer settles and steps."""
     engine = Engine("engine 0", 0, 1)
     has_arrived, has_stepped, original = threading.Event(), threading.Event(), Reception._order
@@ -239,10 +295,15 @@ def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_
         assert engine.take(claimed) == published.fingerprints
         release(claimed)
         settle(ranks)  # the engine may have all before the trainer has heard so
-        assert [(version, bool(error)) for version, error, _ in ranks[0].takes] == [(3, True), (4, False)]
+        assert [(version, bool(error)) for version, error, _ in ranks[0].takes] == [
+            (3, True),
+            (4, False),
+        ]
 
 
-def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_back(tmp_path, monkeypatch):
+def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_back(
+    tmp_path, monkeypatch
+):
     engine = Engine("engine 0", 0, 1)
     is_sending, may_send, original = threading.Event(), threading.Event(), _Sending._carry_out
 
@@ -255,7 +316,9 @@ def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_
     with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 3)
         claimed = claim(published, ["engine 0"])
-        taking = threading.Thread(target=together, args=(lambda: engine.take(claimed),), daemon=True)
+        taking = threading.Thread(
+            target=together, args=(lambda: engine.take(claimed),), daemon=True
+        )
         taking.start()
         assert is_sending.wait(60)
         release(claimed)
@@ -280,7 +343,12 @@ def test_updates_leave_nothing_behind_in_store_and_folder(tmp_path, kind):
                 assert isinstance(held, dict), held
             release(claimed)
             settle(ranks)
-            seen.append((ranks[0].source._server.num_keys(), sorted(path.name for path in (tmp_path / "wire").iterdir())))
+            seen.append(
+                (
+                    ranks[0].source._server.num_keys(),
+                    sorted(path.name for path in (tmp_path / "wire").iterdir()),
+                )
+            )
     assert seen[1] == seen[2]
 
 
@@ -303,7 +371,9 @@ def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alo
             patch.setattr(Target, "_await_round", damaged)
             held = engine.take(claimed)
         release(claimed)
-        assert flipped and {name for name in held if held[name] != published.fingerprints[name]} == {"expert.2.up"}
+        assert flipped and {
+            name for name in held if held[name] != published.fingerprints[name]
+        } == {"expert.2.up"}
 
 
 class ConnectingForEver:
@@ -327,7 +397,10 @@ def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monke
         set(),
         ConnectingForEver(),
     )
-    with pytest.raises(WireFailed, match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\); see its log"):
+    with pytest.raises(
+        WireFailed,
+        match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\); see its log",
+    ):
         peers.send(torch.zeros(1), 1, 0)
     with pytest.raises(WireFailed, match="trainer 0 did not send its slices"):
         peers.receive(torch.zeros(1), 0, 0)
@@ -343,7 +416,12 @@ class Opened:
 def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypatch):
     closed = []
     member = SimpleNamespace(place=None)
-    plan = SimpleNamespace(members=[member], holdings=[member, member], ranks=[], of_target=lambda _: [(0, {0: None, 1: None})])
+    plan = SimpleNamespace(
+        members=[member],
+        holdings=[member, member],
+        ranks=[],
+        of_target=lambda _: [(0, {0: None, 1: None})],
+    )
 
     def reader(_meeting, _generation, source, _own):
         if source == 1:
@@ -369,7 +447,9 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
 def stranger_at(folder):
     """A connection to the store of anybody's, and the wire's secret to compare with."""
     address = meeting.find(folder)
-    return torch.distributed.TCPStore(address.host, address.port, None, False, wait_for_workers=False), address.secret
+    return torch.distributed.TCPStore(
+        address.host, address.port, None, False, wait_for_workers=False
+    ), address.secret
 
 
 def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
@@ -378,7 +458,9 @@ def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
         claimed = claim(published, ["engine 0"])
         store, secret = stranger_at(tmp_path / "wire")
         together(partial(Engine("engine 0", 0, 1).take, claimed))
-        keys = [key for key in store.list_keys() if key != "arrivals" and not key.startswith("init/")]
+        keys = [
+            key for key in store.list_keys() if key != "arrivals" and not key.startswith("init/")
+        ]
         assert keys and secret
         for key in keys:
             assert secret not in key and secret.encode() not in bytes(store.get(key))
@@ -391,9 +473,17 @@ def test_what_a_stranger_writes_into_the_store_is_refused_before_it_is_decoded(t
         publish([rank], 1)
         store, _ = stranger_at(tmp_path / "wire")
         joined = meeting.join(meeting.find(tmp_path / "wire"))
-        for forged in (b"", b"\xc0", bytes(meeting.MAC_BYTES) + b"\xc0", bytes(store.get("tensors")), b"\x91" * 100_000):
+        for forged in (
+            b"",
+            b"\xc0",
+            bytes(meeting.MAC_BYTES) + b"\xc0",
+            bytes(store.get("tensors")),
+            b"\x91" * 100_000,
+        ):
             store.set("order/1000", forged)
-            with pytest.raises(WireFailed, match=r"'order/1000' .* was not written by a role of this run"):
+            with pytest.raises(
+                WireFailed, match=r"'order/1000' .* was not written by a role of this run"
+            ):
                 joined.order(1000)
         settle([rank])
 
@@ -406,4 +496,6 @@ def test_a_forged_fingerprint_ends_the_publication_by_name(tmp_path):
         [known] = [key for key in store.list_keys() if key.endswith("holding/1")]
         store.set(known.replace("holding/1", "share/2/1"), bytes(8 * len(SHAPES)))
         [refused] = together(partial(ranks[0].publish, 2))
-        assert isinstance(refused, WireFailed) and "trainer 1, its fingerprints of version 2" in str(refused)
+        assert isinstance(
+            refused, WireFailed
+        ) and "trainer 1, its fingerprints of version 2" in str(refused)

@@ -28,17 +28,36 @@ def generate(stand_in, **options):
     async def scenario(urls):
         async with EngineClient(urls[0], token="secret") as engine:
             return await engine.generate(
-                np.array([1, 2], dtype=np.int32), max_tokens=4, temperature=0.5, cache_salt="3", request_id="r", **options
+                np.array([1, 2], dtype=np.int32),
+                max_tokens=4,
+                temperature=0.5,
+                cache_salt="3",
+                request_id="r",
+                **options,
             )
 
     return run([stand_in], scenario)
 
 
 def test_version_spans_become_one_version_a_token_and_the_start_label_is_minus_one():
-    generation = generate(StandIn(generated=answer([5, 6, 7, 8], [("default", 0, 1), ("3", 1, 3), ("12", 3, 4)], [-1.0, -2.0, -3.0, -4.0])))
+    generation = generate(
+        StandIn(
+            generated=answer(
+                [5, 6, 7, 8],
+                [("default", 0, 1), ("3", 1, 3), ("12", 3, 4)],
+                [-1.0, -2.0, -3.0, -4.0],
+            )
+        )
+    )
     assert generation.token_ids.tolist() == [5, 6, 7, 8] and generation.token_ids.dtype == np.int32
-    assert generation.versions.tolist() == [START_VERSION, 3, 3, 12] and generation.versions.dtype == np.int32
-    assert generation.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0] and generation.logprobs.dtype == np.float32
+    assert (
+        generation.versions.tolist() == [START_VERSION, 3, 3, 12]
+        and generation.versions.dtype == np.int32
+    )
+    assert (
+        generation.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
+        and generation.logprobs.dtype == np.float32
+    )
     assert (generation.finish_reason, generation.cached_tokens) == ("length", 5)
 
 
@@ -88,7 +107,10 @@ def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens():
     assert generate(StandIn(generated=with_routes(3))).routes == ()  # nobody asked
 
 
-@pytest.mark.parametrize(("generated", "says"), [(with_routes(2), "3 tokens .* those of 2"), (answer([7, 8], [("3", 0, 2)]), "none")])
+@pytest.mark.parametrize(
+    ("generated", "says"),
+    [(with_routes(2), "3 tokens .* those of 2"), (answer([7, 8], [("3", 0, 2)]), "none")],
+)
 def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(generated, says):
     with pytest.raises(GenerationFailed, match=says):
         generate(StandIn(generated=generated), routes_from=0)
@@ -109,8 +131,14 @@ def test_an_answer_that_is_not_whole_fails_the_generation(generated, says):
 
 
 def test_a_refused_request_fails_with_the_engines_own_words():
-    refusing = StandIn(fail={"/inference/v1/generate": (400, {"error": {"message": "prompt too long", "code": 400}})})
-    with pytest.raises(GenerationFailed, match=r"request 'r' \(2 prompt tokens\): prompt too long \(HTTP 400\)"):
+    refusing = StandIn(
+        fail={
+            "/inference/v1/generate": (400, {"error": {"message": "prompt too long", "code": 400}})
+        }
+    )
+    with pytest.raises(
+        GenerationFailed, match=r"request 'r' \(2 prompt tokens\): prompt too long \(HTTP 400\)"
+    ):
         generate(refusing)
 
 
@@ -175,7 +203,9 @@ def test_a_process_without_room_for_a_connection_waits_and_takes_no_engine_for_d
     async def scenario(urls):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", NO_ROOM, urls[0]]
-        return await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60)
+        return await asyncio.to_thread(
+            subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60
+        )
 
     done = run([StandIn(generated=answer([5, 6], [("default", 0, 2)]))], scenario)
     assert done.returncode == 0, done.stderr
@@ -187,21 +217,30 @@ def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():
             return await engine.metrics()
 
     metrics = run([StandIn()], scenario)
-    assert (metrics.running, metrics.waiting, metrics.kv_usage, metrics.generation_tokens_total) == (3, 2, 0.5, 1000)
+    assert (
+        metrics.running,
+        metrics.waiting,
+        metrics.kv_usage,
+        metrics.generation_tokens_total,
+    ) == (3, 2, 0.5, 1000)
     assert metrics.preemptions_total == 0 and metrics.kv_tokens == 2 * 100 * 32
     assert metrics.external_hit_tokens_total == 96
 
 
 def test_workers_of_one_engine_that_disagree_are_named():
     async def two_workers(request):
-        return web.json_response({"results": [HELD, HELD | {"a": ["0000000000000002", "resident"]}]})
+        return web.json_response(
+            {"results": [HELD, HELD | {"a": ["0000000000000002", "resident"]}]}
+        )
 
     stand_in = StandIn()
     stand_in.handle = two_workers
 
     async def scenario(urls):
         async with EngineClient(urls[0], name="engine 5") as engine:
-            with pytest.raises(UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"):
+            with pytest.raises(
+                UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
+            ):
                 await engine.fingerprints()
 
     run([stand_in], scenario)
@@ -210,7 +249,12 @@ def test_workers_of_one_engine_that_disagree_are_named():
 def test_an_engine_whose_workers_disagree_does_not_go_on():
     """Each by itself has what was published, or has not: only together they show it."""
     other = HELD | {"a": ["0000000000000002", "resident"]}
-    published = Published(3, "/", fingerprints := {name: int(value, 16) for name, (value, _) in HELD.items()}, digest(fingerprints))
+    published = Published(
+        3,
+        "/",
+        fingerprints := {name: int(value, 16) for name, (value, _) in HELD.items()},
+        digest(fingerprints),
+    )
 
     class TwoWorkers(StandIn):
         def answers(self, method):
@@ -219,7 +263,9 @@ def test_an_engine_whose_workers_disagree_does_not_go_on():
 
     async def scenario(urls):
         async with EngineClient(urls[0], name="engine 5") as engine:
-            with pytest.raises(UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"):
+            with pytest.raises(
+                UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
+            ):
                 await update_engine(engine, published)
 
     run([stand_in := TwoWorkers()], scenario)

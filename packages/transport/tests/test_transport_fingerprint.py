@@ -38,12 +38,19 @@ def referee(tensor: torch.Tensor) -> int:
     """The formula of the docstring in Python's own integers, on bytes that numpy reads."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     bits = np.frombuffer(raw, INTEGERS[tensor.element_size()]).tolist()
-    return sum((one + 1) * (mix(2**63 + i % 16) | 1) * (mix(i // 16) | 1) for i, one in enumerate(bits)) % 2**64
+    return (
+        sum(
+            (one + 1) * (mix(2**63 + i % 16) | 1) * (mix(i // 16) | 1) for i, one in enumerate(bits)
+        )
+        % 2**64
+    )
 
 
 def random_tensor(dtype, *shape, seed=0):
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, (math.prod(shape) * size,), dtype=np.uint8)
+    raw = np.random.default_rng(seed).integers(
+        0, 2 if dtype == torch.bool else 256, (math.prod(shape) * size,), dtype=np.uint8
+    )
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
@@ -51,7 +58,9 @@ def random_tensor(dtype, *shape, seed=0):
 def test_the_fingerprint_is_the_formula(dtype):
     tensor = random_tensor(dtype, 7, 5)
     assert tensor_fingerprint(tensor) == referee(tensor)
-    assert array_fingerprint(tensor.view(INTEGER_VIEWS[tensor.element_size()]).numpy()) == referee(tensor)
+    assert array_fingerprint(tensor.view(INTEGER_VIEWS[tensor.element_size()]).numpy()) == referee(
+        tensor
+    )
 
 
 def test_chunks_and_strides_do_not_matter(monkeypatch):
@@ -66,7 +75,9 @@ def test_chunks_and_strides_do_not_matter(monkeypatch):
 
 @given(st.data(), st.sampled_from([1, 8, 16]))
 def test_slices_add_up_to_the_whole(data, unit):
-    shape = data.draw(st.lists(st.integers(1, 6).map(lambda side: side * unit), min_size=1, max_size=3))
+    shape = data.draw(
+        st.lists(st.integers(1, 6).map(lambda side: side * unit), min_size=1, max_size=3)
+    )
     tensor = random_tensor(torch.bfloat16, *shape, seed=data.draw(st.integers(0, 99)))
     pieces = [(tensor, (0,) * len(shape))]
     for _ in range(data.draw(st.integers(0, 4))):
@@ -74,27 +85,49 @@ def test_slices_add_up_to_the_whole(data, unit):
         dim = data.draw(st.integers(0, len(shape) - 1))
         at = data.draw(st.integers(0, piece.shape[dim] // unit)) * unit
         moved = tuple(start + at * (d == dim) for d, start in enumerate(starts))
-        pieces += [(piece.narrow(dim, 0, at), starts), (piece.narrow(dim, at, piece.shape[dim] - at), moved)]
-    assert sum(tensor_fingerprint(piece, shape, starts) for piece, starts in pieces) & MASK == tensor_fingerprint(tensor)
+        pieces += [
+            (piece.narrow(dim, 0, at), starts),
+            (piece.narrow(dim, at, piece.shape[dim] - at), moved),
+        ]
+    assert sum(
+        tensor_fingerprint(piece, shape, starts) for piece, starts in pieces
+    ) & MASK == tensor_fingerprint(tensor)
 
 
-@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]), st.integers(0, 39), st.data())
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]),
+    st.integers(0, 39),
+    st.data(),
+)
 def test_one_flipped_bit_changes_it(dtype, element, data):
     tensor = random_tensor(dtype, 8, 5)
     before = tensor_fingerprint(tensor)
     size = tensor.element_size()
-    tensor.view(-1).view(torch.uint8)[element * size + data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    tensor.view(-1).view(torch.uint8)[element * size + data.draw(st.integers(0, size - 1))] ^= (
+        1 << data.draw(st.integers(0, 7))
+    )
     assert tensor_fingerprint(tensor) != before
 
 
 def test_the_order_of_elements_and_of_rows_shows():
     tensor = torch.arange(12.0).reshape(4, 3)
-    seen = {tensor_fingerprint(t) for t in (tensor, tensor.flip(0), tensor.flip(1), tensor[[1, 0, 2, 3]], tensor.t().contiguous())}
+    seen = {
+        tensor_fingerprint(t)
+        for t in (
+            tensor,
+            tensor.flip(0),
+            tensor.flip(1),
+            tensor[[1, 0, 2, 3]],
+            tensor.t().contiguous(),
+        )
+    }
     assert len(seen) == 5
 
 
 def test_the_number_of_zeros_and_the_sign_of_zero_show():
-    assert len({tensor_fingerprint(t) for t in (torch.zeros(3), torch.zeros(4), -torch.zeros(3))}) == 3
+    assert (
+        len({tensor_fingerprint(t) for t in (torch.zeros(3), torch.zeros(4), -torch.zeros(3))}) == 3
+    )
 
 
 def test_a_slice_outside_its_tensor_is_refused():
@@ -128,5 +161,13 @@ def test_temporaries_stay_small():
 
 def test_the_digest_does_not_depend_on_order_but_on_names_and_values():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
-    assert len({digest(d) for d in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"a": 1, "c": 2}, {})}) == 5
+    assert (
+        len(
+            {
+                digest(d)
+                for d in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"a": 1, "c": 2}, {})
+            }
+        )
+        == 5
+    )
     assert len(digest({})) == 16

@@ -17,7 +17,15 @@ from orrery.observe.process import RoleProcess
 from orrery.transport import engine as engine_module
 from orrery.transport import fleet as fleet_module
 from orrery.transport import rendezvous
-from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed, TakenAlong, TensorAttestation, UpdateFailed, WeightsDiffer
+from orrery.transport.engine import (
+    START_VERSION,
+    EngineGone,
+    GenerationFailed,
+    TakenAlong,
+    TensorAttestation,
+    UpdateFailed,
+    WeightsDiffer,
+)
 from orrery.transport.fingerprint import digest
 from orrery.transport.fleet import EngineFleet
 from orrery.transport.roster import Phase
@@ -39,7 +47,9 @@ def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
             await fleet.abort([])
 
     run([stand_in], scenario)
-    assert stand_in.asked == [("/abort_requests", {"request_ids": ["generate-tokens-a", "generate-tokens-b"]})]
+    assert stand_in.asked == [
+        ("/abort_requests", {"request_ids": ["generate-tokens-a", "generate-tokens-b"]})
+    ]
 
 
 def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
@@ -65,7 +75,9 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
             "/collective_rpc",
             "/resume",
         ]
-        assert engine.asked[2][1] == {"update_info": {"path": PUBLISHED.path, "version": 3, "engine": f"engine {index}"}}
+        assert engine.asked[2][1] == {
+            "update_info": {"path": PUBLISHED.path, "version": 3, "engine": f"engine {index}"}
+        }
         assert engine.asked[4][1] == {"weight_version": "3"}
         assert engine.calls() == ["untaken", "attested"]
     assert router.paths() == ["/inference/v1/generate"]
@@ -74,9 +86,15 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
 @pytest.mark.parametrize(
     ("held", "says"),
     [
-        (HELD | {"b": ["fffffffffffffffe", "as_consumed"]}, r"engine 1: tensor 'b' \(attested as_consumed\) differs from"),
+        (
+            HELD | {"b": ["fffffffffffffffe", "as_consumed"]},
+            r"engine 1: tensor 'b' \(attested as_consumed\) differs from",
+        ),
         ({"a": HELD["a"]}, r"engine 1: tensor 'b' is missing after published version 3"),
-        (HELD | {"c": HELD["a"]}, r"engine 1: tensor 'c' \(attested resident\) is not part of published version 3"),
+        (
+            HELD | {"c": HELD["a"]},
+            r"engine 1: tensor 'c' \(attested resident\) is not part of published version 3",
+        ),
         ({}, r"engine 1: tensor 'a' is missing after published version 3 \(1 more like it\)"),
     ],
 )
@@ -99,20 +117,31 @@ def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_f
 
     async def scenario(urls):
         async with EngineFleet(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"):
+            with pytest.raises(
+                UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"
+            ):
                 await fleet.update(PUBLISHED)
 
     run(engines, scenario)
-    assert engines[0].calls() == ["untaken", "give_up_update"] and "/finish_weight_update" not in engines[0].paths()
+    assert (
+        engines[0].calls() == ["untaken", "give_up_update"]
+        and "/finish_weight_update" not in engines[0].paths()
+    )
     assert "/finish_weight_update" in engines[1].paths()
 
 
 def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
-    engines = [StandIn(fail={"/update_weights": (500, {"error": {"message": "the engine core died"}})}), StandIn()]
+    engines = [
+        StandIn(fail={"/update_weights": (500, {"error": {"message": "the engine core died"}})}),
+        StandIn(),
+    ]
 
     async def scenario(urls):
         async with EngineFleet(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)"):
+            with pytest.raises(
+                UpdateFailed,
+                match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)",
+            ):
                 await fleet.update(PUBLISHED)
 
     run(engines, scenario)
@@ -145,13 +174,19 @@ class Engines:
     def start_again(self, incarnation=1):
         """What the launcher and the new process do."""
         port = int(self.urls[3].rpartition(":")[2])
-        rendezvous.publish(RoleProcess("inference", self.me.run_dir, "rl", 1, 1, port, incarnation), self.urls[3])
+        rendezvous.publish(
+            RoleProcess("inference", self.me.run_dir, "rl", 1, 1, port, incarnation), self.urls[3]
+        )
 
     def waits(self):
         return {wait.what for wait in read_health(self.me.run_dir, "rl")["orchestrator.0"].waits}
 
     def rows(self, event):
-        return [row for row in read(self.me.run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("event") == event]
+        return [
+            row
+            for row in read(self.me.run_dir / "metrics" / "orchestrator.0.jsonl")
+            if row.get("event") == event
+        ]
 
 
 def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
@@ -190,17 +225,24 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(tmp_path, monkeypatch):
+def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.3)
     stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
 
     async def scenario(engines):
         fleet = engines.fleet
         report = await fleet.update(PUBLISHED)
-        assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", "the other one goes on"
+        assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", (
+            "the other one goes on"
+        )
         assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
         [asked] = fence.asked(tmp_path, "rl", 1)
-        assert (asked.name, asked.incarnation) == ("inference.1", 0) and "did not finish /update_weights within 0.3 s" in asked.why
+        assert (asked.name, asked.incarnation) == (
+            "inference.1",
+            0,
+        ) and "did not finish /update_weights within 0.3 s" in asked.why
         engines.start_again()
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
         assert "/resume" not in engines.stand_ins[1].paths()
@@ -208,14 +250,30 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_up
 
     engines = lossy(tmp_path, monkeypatch, scenario, *stand_ins)
     assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
-    assert stand_ins[3].paths()[2:] == ["/update_weights", "/collective_rpc", "/finish_weight_update", "/collective_rpc", "/resume"]
-    assert stand_ins[2].paths() == [f"/remove_worker?url={engines.urls[1]}", f"/add_worker?url={engines.urls[3]}"]
+    assert stand_ins[3].paths()[2:] == [
+        "/update_weights",
+        "/collective_rpc",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/resume",
+    ]
+    assert stand_ins[2].paths() == [
+        f"/remove_worker?url={engines.urls[1]}",
+        f"/add_worker?url={engines.urls[3]}",
+    ]
     [lost], [back] = engines.rows("engine_fenced"), engines.rows("engine_healthy")
     assert (lost["engine"], back["engine"], back["version"], back["incarnation"]) == (1, 1, 3, 1)
 
 
-def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(tmp_path, monkeypatch):
-    stand_ins = [StandIn(), StandIn(), StandIn(fail={"/inference/v1/generate": (500, {"error": "sent to nobody"})}), StandIn()]
+def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(
+    tmp_path, monkeypatch
+):
+    stand_ins = [
+        StandIn(),
+        StandIn(),
+        StandIn(fail={"/inference/v1/generate": (500, {"error": "sent to nobody"})}),
+        StandIn(),
+    ]
     request = {"max_tokens": 1, "temperature": 1.0, "cache_salt": "0", "request_id": "r"}
 
     async def scenario(engines):
@@ -228,34 +286,55 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
         assert (await engines.fleet.metrics()).keys() == {0}
         engines.start_again()
         await until(lambda: engines.fleet.roster.at(Phase.HEALTHY) == [0, 1])
-        assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), "no version is wanted yet but the one that it starts with"
+        assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), (
+            "no version is wanted yet but the one that it starts with"
+        )
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(tmp_path, monkeypatch):
+def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(
+    tmp_path, monkeypatch
+):
     told = threading.Event()
-    router = StandIn(fail={"/inference/v1/generate": (500, {"error": "x"})}, before={"/remove_worker": lambda _: told.wait(20)})
-    stand_ins = [StandIn(fail={"/health": (503, {})}), StandIn(fail={"/health": (503, {})}), router, StandIn()]
+    router = StandIn(
+        fail={"/inference/v1/generate": (500, {"error": "x"})},
+        before={"/remove_worker": lambda _: told.wait(20)},
+    )
+    stand_ins = [
+        StandIn(fail={"/health": (503, {})}),
+        StandIn(fail={"/health": (503, {})}),
+        router,
+        StandIn(),
+    ]
 
     async def scenario(engines):
         fleet = engines.fleet
         try:
-            asking = asyncio.create_task(fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="0", request_id="r"))
+            asking = asyncio.create_task(
+                fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="0", request_id="r")
+            )
             await until(lambda: len(router.paths()) == 2)
             asking.cancel()
-            assert [type(error) for error in await asyncio.gather(asking, return_exceptions=True)] == [asyncio.CancelledError]
+            assert [
+                type(error) for error in await asyncio.gather(asking, return_exceptions=True)
+            ] == [asyncio.CancelledError]
         finally:
             told.set()
         await until(lambda: len(router.paths()) == 3)
         assert fleet.roster.at(Phase.FENCED) == [0, 1]
-        assert {one.name for one in fence.asked(tmp_path, "rl", 1)} == {"inference.0", "inference.1"}
+        assert {one.name for one in fence.asked(tmp_path, "rl", 1)} == {
+            "inference.0",
+            "inference.1",
+        }
         assert router.paths()[1:] == [f"/remove_worker?url={url}" for url in engines.urls[:2]]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(tmp_path, monkeypatch):
+def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(
+    tmp_path, monkeypatch
+):
     dropped = threading.Event()
     router = StandIn(before={"/add_worker": lambda _: dropped.wait(20)})
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), router, StandIn()]
@@ -268,7 +347,9 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(t
             await until(lambda: f"/add_worker?url={url}" in router.paths())
             stand_ins[3].fail |= LOST
             await fleet.metrics()
-            assert router.paths().count(f"/remove_worker?url={url}") == 1, "who dies is dropped at once"
+            assert router.paths().count(f"/remove_worker?url={url}") == 1, (
+                "who dies is dropped at once"
+            )
         finally:
             dropped.set()
         await until(lambda: router.paths().count(f"/remove_worker?url={url}") == 2)
@@ -277,7 +358,9 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(t
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(tmp_path, monkeypatch):
+def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(
+    tmp_path, monkeypatch
+):
     lost = StandIn(fail=dict(LOST))
     stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]
 
@@ -289,8 +372,13 @@ def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(t
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over_when_one_is_back(tmp_path, monkeypatch):
-    stand_ins = [StandIn(fail={"/pause": (500, {}), "/health": (503, {})}) for _ in range(2)] + [StandIn(), StandIn()]
+def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over_when_one_is_back(
+    tmp_path, monkeypatch
+):
+    stand_ins = [StandIn(fail={"/pause": (500, {}), "/health": (503, {})}) for _ in range(2)] + [
+        StandIn(),
+        StandIn(),
+    ]
 
     async def scenario(engines):
         fleet = engines.fleet
@@ -298,13 +386,19 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
         stand_ins[0].fail["/metrics"] = stand_ins[1].fail["/metrics"] = (500, {})
         assert await fleet.metrics() == {} and not fleet.is_serving
         updating = asyncio.create_task(fleet.update(PUBLISHED))
-        asking = asyncio.create_task(fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="b", timeout_s=2.0))
+        asking = asyncio.create_task(
+            fleet.generate(
+                [1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="b", timeout_s=2.0
+            )
+        )
         await asyncio.sleep(2.1)
         assert not updating.done() and not asking.done(), "a request's time begins when it is sent"
         engines.start_again()
         assert (await updating).version == 3 and len((await asking).token_ids) == 2
         assert fleet.roster.at(Phase.HEALTHY) == [1]
-        await fleet.engines[1].generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="c")
+        await fleet.engines[1].generate(
+            [1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="c"
+        )
         for asked in (stand_ins[2].asked[-1], stand_ins[3].asked[-1]):
             assert asked[0] == "/inference/v1/generate" and asked[1]["model"] == "adapter"
 
@@ -312,7 +406,12 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
 
 
 def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch):
-    stand_ins = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn(untaken=["tensor 'q' is cut off"]), StandIn(), StandIn()]
+    stand_ins = [
+        StandIn(untaken=["tensor 'q' is cut off"]),
+        StandIn(untaken=["tensor 'q' is cut off"]),
+        StandIn(),
+        StandIn(),
+    ]
 
     async def scenario(engines):
         with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
@@ -322,8 +421,15 @@ def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch)
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(tmp_path, monkeypatch):
-    dying = {"fail": {"/update_weights": (500, {"error": {"message": "cancelled"}}), "/health": (503, {})}}
+def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(
+    tmp_path, monkeypatch
+):
+    dying = {
+        "fail": {
+            "/update_weights": (500, {"error": {"message": "cancelled"}}),
+            "/health": (503, {}),
+        }
+    }
     stand_ins = [StandIn(**dying), StandIn(**dying), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -331,17 +437,29 @@ def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of
         await until(lambda: engines.fleet.roster.at(Phase.FENCED) == [0, 1])
         engines.start_again()
         assert (await updating).version == 3
-        assert all("says that it is not well" in row["why"] for row in engines.rows("engine_fenced"))
+        assert all(
+            "says that it is not well" in row["why"] for row in engines.rows("engine_fenced")
+        )
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(tmp_path, monkeypatch):
+def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(
+    tmp_path, monkeypatch
+):
     async def scenario(engines):
         with pytest.raises(WeightsDiffer, match="engine 1: tensor 'b' is missing"):
             await engines.fleet.update(PUBLISHED)
 
-    lossy(tmp_path, monkeypatch, scenario, StandIn(), StandIn(held={"a": HELD["a"]}), StandIn(), StandIn())
+    lossy(
+        tmp_path,
+        monkeypatch,
+        scenario,
+        StandIn(),
+        StandIn(held={"a": HELD["a"]}),
+        StandIn(),
+        StandIn(),
+    )
 
 
 def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
@@ -351,7 +469,10 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
     async def scenario(engines):
         stand_ins[1].fail |= LOST
         await engines.fleet.metrics()
-        with pytest.raises(RunFailed, match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well"):
+        with pytest.raises(
+            RunFailed,
+            match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well",
+        ):
             while True:
                 engines.fleet.check()
                 await asyncio.sleep(0.01)
@@ -372,8 +493,14 @@ def direct(folder, version=3):
     return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
 
 
-@pytest.mark.parametrize("workers", [[ALONG], [None, ALONG]], ids=["of one worker", "of two, one of which has everything"])
-def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(tmp_path, monkeypatch, workers):
+@pytest.mark.parametrize(
+    "workers",
+    [[ALONG], [None, ALONG]],
+    ids=["of one worker", "of two, one of which has everything"],
+)
+def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(
+    tmp_path, monkeypatch, workers
+):
     folder, seen = tmp_path / "wire", []
 
     def look(body):
@@ -390,8 +517,15 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         time.sleep(0.2)
 
     stand_ins = [
-        StandIn(untaken=[None] * len(workers), untaken_at_first=[workers], before={"/update_weights": look}),
-        StandIn(fail={"/update_weights": (500, {}), "/health": (503, {})}, before={"/update_weights": end}),
+        StandIn(
+            untaken=[None] * len(workers),
+            untaken_at_first=[workers],
+            before={"/update_weights": look},
+        ),
+        StandIn(
+            fail={"/update_weights": (500, {}), "/health": (503, {})},
+            before={"/update_weights": end},
+        ),
         StandIn(),
         StandIn(),
     ]
@@ -399,27 +533,45 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
     async def scenario(engines):
         fleet = engines.fleet
         report = await fleet.update(direct(folder))
-        assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, "it was paused through both takes"
+        assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, (
+            "it was paused through both takes"
+        )
         assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
-        assert [engines for _, engines in seen] == [("engine 0", "engine 1"), ("engine 0",)] and seen[0][0] == seen[1][0]
+        assert [engines for _, engines in seen] == [
+            ("engine 0", "engine 1"),
+            ("engine 0",),
+        ] and seen[0][0] == seen[1][0]
         assert engines.stand_ins[0].paths()[-1] == "/resume"
         assert engines.stand_ins[0].calls() == ["untaken", "give_up_update", "untaken", "attested"]
         assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
         engines.start_again()
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
-        await until(lambda: sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"])  # its claim is given back
+        await until(
+            lambda: (
+                sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
+            )
+        )  # its claim is given back
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_who_tries_again_after_the_trainer_has_stepped_waits_for_the_next_version_and_nobody_is_fenced(tmp_path, monkeypatch):
+def test_who_tries_again_after_the_trainer_has_stepped_waits_for_the_next_version_and_nobody_is_fenced(
+    tmp_path, monkeypatch
+):
     late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
-    stand_ins = [StandIn(untaken_at_first=[[ALONG], [late]]), StandIn(untaken_at_first=[[ALONG], [late]]), StandIn(), StandIn()]
+    stand_ins = [
+        StandIn(untaken_at_first=[[ALONG], [late]]),
+        StandIn(untaken_at_first=[[ALONG], [late]]),
+        StandIn(),
+        StandIn(),
+    ]
 
     async def scenario(engines):
         fleet = engines.fleet
         assert await fleet.update(direct(tmp_path / "wire")) is None
-        assert fleet.roster.at(Phase.STALE) == [0, 1] and all("/resume" not in one.paths() for one in stand_ins), "they stand paused"
+        assert fleet.roster.at(Phase.STALE) == [0, 1] and all(
+            "/resume" not in one.paths() for one in stand_ins
+        ), "they stand paused"
         assert (await fleet.update(direct(tmp_path / "wire", version=4))).version == 4
         assert fleet.roster.at(Phase.HEALTHY) == [0, 1]
 
@@ -437,20 +589,31 @@ def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, mo
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(tmp_path, monkeypatch):
+def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(fleet_module, "ALONG_S", 0.2)
-    stand_ins = [StandIn(untaken_at_first=[[ALONG]]), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
+    stand_ins = [
+        StandIn(untaken_at_first=[[ALONG]]),
+        StandIn(hang={"/update_weights"}),
+        StandIn(),
+        StandIn(),
+    ]
 
     async def scenario(engines):
         fleet = engines.fleet
         assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
         assert fleet.roster.at(Phase.HEALTHY) == [0]
-        assert "engine 1 hung in a take that was over for another 0.2 s before" in fleet.roster[1].why
+        assert (
+            "engine 1 hung in a take that was over for another 0.2 s before" in fleet.roster[1].why
+        )
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer_until_its_call_ends_and_no_longer(tmp_path, monkeypatch):
+def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer_until_its_call_ends_and_no_longer(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.5)
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
     folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
@@ -461,7 +624,9 @@ def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer
         assert (await fleet.update(direct(folder))).version == 3
         engines.start_again()
         await until(lambda: "/update_weights" in stand_ins[3].paths())
-        (folder / "version_3.json").rename(folder / "closed_3.json")  # as a trainer that wants to step; it waits for claims
+        (folder / "version_3.json").rename(
+            folder / "closed_3.json"
+        )  # as a trainer that wants to step; it waits for claims
         served = 0
         while claims(folder, 3):
             await fleet.generate([1], request_id=f"r{served}", **request)
@@ -469,12 +634,16 @@ def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer
         assert served and fleet.roster.at(Phase.HEALTHY) == [0]
         await until(lambda: fleet.roster.at(Phase.FENCED) == [1])
         assert "did not finish /update_weights within 0.5 s" in fleet.roster[1].why
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(Phase.HEALTHY) == [0]
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(
+            Phase.HEALTHY
+        ) == [0]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_is_over_for_a_newer_one(tmp_path, monkeypatch):
+def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_is_over_for_a_newer_one(
+    tmp_path, monkeypatch
+):
     gone = {"/pause": (500, {}), "/health": (503, {})}
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
 
@@ -486,19 +655,25 @@ def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_i
         engines.start_again()
         assert await updating is None
         assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(Phase.HEALTHY) == [1]
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(
+            Phase.HEALTHY
+        ) == [1]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(tmp_path, monkeypatch):
+def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(
+    tmp_path, monkeypatch
+):
     gone = {"/pause": (500, {}), "/health": (503, {})}
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
 
     async def scenario(engines):
         folder, fleet = tmp_path / "version_3", engines.fleet
         folder.mkdir()
-        updating = asyncio.create_task(fleet.update(Published(3, str(folder), FINGERPRINTS, PUBLISHED.digest)))
+        updating = asyncio.create_task(
+            fleet.update(Published(3, str(folder), FINGERPRINTS, PUBLISHED.digest))
+        )
         await until(lambda: fleet.roster.at(Phase.FENCED) == [0, 1])
         folder.rmdir()
         engines.start_again()
@@ -508,7 +683,9 @@ def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_the_next_version_and_others_serve(tmp_path, monkeypatch):
+def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_the_next_version_and_others_serve(
+    tmp_path, monkeypatch
+):
     back, seen = {"inference.1 to serve again"}, []
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
@@ -523,13 +700,17 @@ def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_t
         stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
         assert (await fleet.update(direct(folder, 4))).version == 4
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
-        assert seen == [back] and engines.waits() == set(), "it has a version to take, and has taken it"
+        assert seen == [back] and engines.waits() == set(), (
+            "it has a version to take, and has taken it"
+        )
         assert [row["version"] for row in engines.rows("engine_healthy")] == [4]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when_nobody_serves_any_more(tmp_path, monkeypatch):
+def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when_nobody_serves_any_more(
+    tmp_path, monkeypatch
+):
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -538,7 +719,9 @@ def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when
         stand_ins[0].fail |= LOST
         await fleet.metrics()
         assert not fleet.is_serving
-        await until(lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"})
+        await until(
+            lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"}
+        )
         monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
         with pytest.raises(RunFailed, match=r"engine [01] did not serve again within 0 s"):
             while True:
@@ -560,7 +743,9 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
     assert stand_ins[0].paths().count("/update_weights") == 1
 
 
-def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(tmp_path, monkeypatch):
+def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("orrery.observe.token._kept", "t")
     monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
     me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
@@ -569,20 +754,32 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
     async def scenario(urls):
         def listen(incarnation, url):
             info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
-            rendezvous.publish(RoleProcess("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info)
+            rendezvous.publish(
+                RoleProcess("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
+            )
             return info
 
         def ask():
-            return fleet.generate([1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r")
+            return fleet.generate(
+                [1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r"
+            )
 
-        async with EngineFleet(urls[:2], restarting=me, handovers=[listen(0, urls[0])]) as fleet, asyncio.timeout(20):
-            prefill.fail |= {"/inference/v1/generate": (500, {"error": "dying"}), "/health": (503, {})}
+        async with (
+            EngineFleet(urls[:2], restarting=me, handovers=[listen(0, urls[0])]) as fleet,
+            asyncio.timeout(20),
+        ):
+            prefill.fail |= {
+                "/inference/v1/generate": (500, {"error": "dying"}),
+                "/health": (503, {}),
+            }
             with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
                 await ask()
             assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
             waiting = asyncio.create_task(ask())
             await asyncio.sleep(0.1)
-            assert not waiting.done() and "/collective_rpc" not in decode.paths(), "it may write into its readers' blocks yet"
+            assert not waiting.done() and "/collective_rpc" not in decode.paths(), (
+                "it may write into its readers' blocks yet"
+            )
             (tmp_path / "stages/rl/endpoints/inference.0.json").unlink()
             await until(lambda: "/collective_rpc" in decode.paths())
             assert decode.asked[-1][1] == {"method": "read_no_more", "args": ["incarnation 0"]}

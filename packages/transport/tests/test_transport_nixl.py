@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("nixl", reason="NOT TESTED: NIXL, which is not installed here", exc_type=ImportError)
+pytest.importorskip(
+    "nixl", reason="NOT TESTED: NIXL, which is not installed here", exc_type=ImportError
+)
 
 from orrery.observe import network
 from orrery.transport.weight_wire.nixl import Registered
@@ -25,7 +27,9 @@ def test_an_idle_agent_leaves_the_core_to_others():
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", "lo"), ("cuda", "lo,mlx5_0:1")])
-def test_ucx_uses_no_interface_but_the_runs_and_on_a_gpu_what_has_rdma(monkeypatch, tmp_path, device, devices):
+def test_ucx_uses_no_interface_but_the_runs_and_on_a_gpu_what_has_rdma(
+    monkeypatch, tmp_path, device, devices
+):
     said = []
 
     def agent(*_):
@@ -38,5 +42,12 @@ def test_ucx_uses_no_interface_but_the_runs_and_on_a_gpu_what_has_rdma(monkeypat
         os.environ.pop(name, None)
     monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path)
     monkeypatch.setattr("nixl._api.nixl_agent", agent)
-    Registered("any", [SimpleNamespace(device=SimpleNamespace(type=device, index=0), data_ptr=lambda: 0, nbytes=8)])
+    Registered(
+        "any",
+        [
+            SimpleNamespace(
+                device=SimpleNamespace(type=device, index=0), data_ptr=lambda: 0, nbytes=8
+            )
+        ],
+    )
     assert said == [devices]

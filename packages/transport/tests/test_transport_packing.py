@@ -16,11 +16,18 @@ MAX = 100
 
 def lock_step_cost(plan, lengths, quadratic):
     cost = np.asarray(lengths) + quadratic * np.asarray(lengths, float) ** 2
-    return sum(max(cost[plan[rank][step]].sum() for rank in range(len(plan))) for step in range(len(plan[0])))
+    return sum(
+        max(cost[plan[rank][step]].sum() for rank in range(len(plan)))
+        for step in range(len(plan[0]))
+    )
 
 
-@given(st.lists(st.integers(1, MAX), max_size=60), st.integers(1, 5), st.sampled_from([0.0, 0.01, 1.0]))
-def test_every_sample_is_packed_once_within_the_limit_and_in_lock_step(lengths, num_ranks, quadratic):
+@given(
+    st.lists(st.integers(1, MAX), max_size=60), st.integers(1, 5), st.sampled_from([0.0, 0.01, 1.0])
+)
+def test_every_sample_is_packed_once_within_the_limit_and_in_lock_step(
+    lengths, num_ranks, quadratic
+):
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX, quadratic)
     assert len(plan) == num_ranks
     assert len({len(of_rank) for of_rank in plan}) == 1
@@ -38,14 +45,20 @@ def test_rows_of_the_longest_stay_within_the_limit_where_a_model_pads(lengths, n
     assert len({len(steps) for steps in plan}) == 1
     packs = [[lengths[index] for index in samples] for steps in plan for samples in steps]
     assert all(not each or len(each) * max(each) <= MAX for each in packs)
-    assert sorted(index for steps in plan for samples in steps for index in samples) == list(range(len(lengths)))
+    assert sorted(index for steps in plan for samples in steps for index in samples) == list(
+        range(len(lengths))
+    )
 
 
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=60), st.integers(1, 5))
 def test_the_number_of_micro_steps_is_near_the_least(lengths, num_ranks):
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX)
-    least = max(-(-sum(lengths) // MAX), sum(n > MAX / 2 for n in lengths))  # no two of the latter share a bin
-    assert len(plan[0]) <= -(-(11 * -(-3 * least // 2) // 9 + 1) // num_ranks)  # the optimum is at most 3/2 of this bound
+    least = max(
+        -(-sum(lengths) // MAX), sum(n > MAX / 2 for n in lengths)
+    )  # no two of the latter share a bin
+    assert len(plan[0]) <= -(
+        -(11 * -(-3 * least // 2) // 9 + 1) // num_ranks
+    )  # the optimum is at most 3/2 of this bound
 
 
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=40), st.integers(2, 4))
@@ -80,7 +93,10 @@ def test_a_batch_without_samples_has_no_micro_steps():
 
 
 def test_a_sample_that_fits_nowhere_is_named():
-    with pytest.raises(OrreryError, match=r"sample 1 has 101 tokens, more than the 100.*max_tokens_per_micro_batch to at least 101"):
+    with pytest.raises(
+        OrreryError,
+        match=r"sample 1 has 101 tokens, more than the 100.*max_tokens_per_micro_batch to at least 101",
+    ):
         pack(np.array([5, 101]), 1, MAX)
 
 

@@ -36,7 +36,8 @@ class StandIn:
             reason,
             64,
             (),
-            self.kv_transfer and self.kv_transfer | {"remote_request_id": f"{self.name}-{options['request_id']}"},
+            self.kv_transfer
+            and self.kv_transfer | {"remote_request_id": f"{self.name}-{options['request_id']}"},
         )
 
     async def abort(self, request_ids):
@@ -51,7 +52,15 @@ class StandIn:
 
 
 def ask(apart, name="r", timeout_s=10.0, **options):
-    return apart.generate([1, 2, 3], request_id=name, max_tokens=5, temperature=0.7, cache_salt="9", timeout_s=timeout_s, **options)
+    return apart.generate(
+        [1, 2, 3],
+        request_id=name,
+        max_tokens=5,
+        temperature=0.7,
+        cache_salt="9",
+        timeout_s=timeout_s,
+        **options,
+    )
 
 
 async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples():
@@ -67,7 +76,9 @@ async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples
 
 async def test_mooncakes_engines_are_told_one_name_for_the_transfer():
     prefill, decode = StandIn("p"), StandIn("d")
-    await ask(PrefillDecode([prefill, decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}]))
+    await ask(
+        PrefillDecode([prefill, decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}])
+    )
     first, second = prefill.asked[0]["kv_transfer"], decode.asked[0]["kv_transfer"]
     assert first["transfer_id"] == second["transfer_id"]
     assert (second["remote_engine_id"], second["remote_bootstrap_addr"]) == ("e", "http://h:1")
@@ -93,14 +104,21 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
             prefill.go.set()
         await apart.close()
         [asked] = decode.asked
-        assert (asked["request_id"], asked["max_tokens"], asked["kv_transfer"]["remote_request_id"]) == ("r-given-back", 1, "p-r")
+        assert (
+            asked["request_id"],
+            asked["max_tokens"],
+            asked["kv_transfer"]["remote_request_id"],
+        ) == ("r-given-back", 1, "p-r")
         assert prefill.aborts == []
 
 
 async def test_a_request_whose_time_is_over_with_its_prompt_fails_and_its_blocks_are_given_back():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
     apart = PrefillDecode([prefill, decode], [{}])
-    with pytest.raises(GenerationFailed, match=r"request 'r': p took all 0 s for the prompt; none are left to decode"):
+    with pytest.raises(
+        GenerationFailed,
+        match=r"request 'r': p took all 0 s for the prompt; none are left to decode",
+    ):
         await ask(apart, timeout_s=0.0)
     await apart.close()
     [asked] = decode.asked
@@ -169,10 +187,15 @@ def mooncakes():
 
 
 @pytest.mark.parametrize("handovers", [[{}, {}], mooncakes()], ids=["nixl", "mooncake"])
-async def test_a_decode_engine_that_dies_costs_its_requests_and_their_blocks_are_kept_no_longer(handovers):
+async def test_a_decode_engine_that_dies_costs_its_requests_and_their_blocks_are_kept_no_longer(
+    handovers,
+):
     fleet = Fleet(handovers)
     first, second = await fleet.ask_twice(2)
-    names = [each["kv_transfer"].get("transfer_id", f"p0-{each['request_id']}") for each in fleet.engines[2].asked]
+    names = [
+        each["kv_transfer"].get("transfer_id", f"p0-{each['request_id']}")
+        for each in fleet.engines[2].asked
+    ]
     second.cancel()  # nobody wants this answer any more; its blocks are kept all the same
     with pytest.raises(asyncio.CancelledError):
         await second
@@ -180,8 +203,14 @@ async def test_a_decode_engine_that_dies_costs_its_requests_and_their_blocks_are
     with pytest.raises(EngineGone, match="d2 is gone"):
         await first
     await fleet.apart.close()
-    assert sorted(fleet.engines[0].kept_no_longer) == sorted(names) and fleet.engines[1].kept_no_longer == []
-    assert len((await ask(fleet.apart, "c", session="s")).token_ids) == 5 and len(fleet.engines[3].asked) == 1
+    assert (
+        sorted(fleet.engines[0].kept_no_longer) == sorted(names)
+        and fleet.engines[1].kept_no_longer == []
+    )
+    assert (
+        len((await ask(fleet.apart, "c", session="s")).token_ids) == 5
+        and len(fleet.engines[3].asked) == 1
+    )
 
 
 async def test_a_request_that_fails_alone_leaves_the_blocks_to_an_engine_that_may_yet_read_them():
@@ -194,7 +223,9 @@ async def test_a_request_that_fails_alone_leaves_the_blocks_to_an_engine_that_ma
 
 
 @pytest.mark.parametrize(("index", "kept_no_longer"), [(0, []), (2, ["p0-a"])])
-async def test_no_decode_engine_is_asked_where_either_engine_was_started_again_while_the_prompt_was_computed(index, kept_no_longer):
+async def test_no_decode_engine_is_asked_where_either_engine_was_started_again_while_the_prompt_was_computed(
+    index, kept_no_longer
+):
     fleet = Fleet([{}, {}])
     prefill, decode = fleet.engines[0], fleet.engines[2]
     prefill.go.clear()

@@ -59,7 +59,10 @@ async def wire_of(kind, run_dir, num_ranks=1):
 
 def copied(columns: Columns) -> Columns:
     """Outlives the wire's buffers, so that reuse of a buffer would show."""
-    return Columns(columns.offsets.copy(), *({n: a.copy() for n, a in c.items()} for c in (columns.token, columns.sample)))
+    return Columns(
+        columns.offsets.copy(),
+        *({n: a.copy() for n, a in c.items()} for c in (columns.token, columns.sample)),
+    )
 
 
 def take(receiver, step, deadline_s=DEADLINE_S):
@@ -75,14 +78,22 @@ def batch_of(step, lengths=((3, 2), (4,)), num_ranks=1):
     """Micro-batches differ by rank, step and position."""
     return Batch(
         step,
-        [[documents(part, seed=100 * step + 10 * rank + at) for at, part in enumerate(lengths)] for rank in range(num_ranks)],
+        [
+            [documents(part, seed=100 * step + 10 * rank + at) for at, part in enumerate(lengths)]
+            for rank in range(num_ranks)
+        ],
         totals={"num_trained_tokens": 7, "weight": 0.5},
         info={"digest": "abc"},
     )
 
 
 def check(received, columns, batch, rank=0):
-    assert (received.step, received.rank, received.totals, received.info) == (batch.step, rank, batch.totals, batch.info)
+    assert (received.step, received.rank, received.totals, received.info) == (
+        batch.step,
+        rank,
+        batch.totals,
+        batch.info,
+    )
     assert received.num_micro_batches == len(columns) == len(batch.micro_batches[rank])
     for got, parts in zip(columns, batch.micro_batches[rank], strict=True):
         assert same(got, Columns.concatenate([parts] if isinstance(parts, Columns) else parts))
@@ -126,7 +137,9 @@ def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
             for step in (1, 2, 3):
                 batch = batch_of(step, num_ranks=2)
                 await wire.sender.send(batch)
-                for rank, (received, columns) in enumerate(await asyncio.gather(*(taken(r, step) for r in receivers))):
+                for rank, (received, columns) in enumerate(
+                    await asyncio.gather(*(taken(r, step) for r in receivers))
+                ):
                     check(received, columns, batch, rank)
             await wire.sender.drained(DEADLINE_S)
 
@@ -141,7 +154,12 @@ def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
             receivers = [wire.receiver(rank) for rank in range(4)]
             for step in (1, 2):
                 of_pair = batch_of(step, num_ranks=2)
-                batch = Batch(step, [of_pair.micro_batches[rank // 2] for rank in range(4)], of_pair.totals, of_pair.info)
+                batch = Batch(
+                    step,
+                    [of_pair.micro_batches[rank // 2] for rank in range(4)],
+                    of_pair.totals,
+                    of_pair.info,
+                )
                 await wire.sender.send(batch)
                 for rank in (3, 1, 0, 2):
                     check(*await taken(receivers[rank], step), batch, rank)
@@ -213,7 +231,9 @@ def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_
 
             def take_exactly():
                 received = receiver.receive(1, DEADLINE_S)
-                return [next(received.micro_batches) for _ in range(received.num_micro_batches)], received
+                return [
+                    next(received.micro_batches) for _ in range(received.num_micro_batches)
+                ], received
 
             kept, _received = await asyncio.to_thread(take_exactly)
             await wire.sender.drained(DEADLINE_S)
@@ -231,7 +251,9 @@ def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tm
                 await wire.sender.send(batch_of(step))
                 await taken(receiver, step)
             await wire.sender.drained(DEADLINE_S)
-            with pytest.raises(RunFailed, match=r"rank 0 asked.*batch 1.*gone, the wire is at batch 2"):
+            with pytest.raises(
+                RunFailed, match=r"rank 0 asked.*batch 1.*gone, the wire is at batch 2"
+            ):
                 await taken(receiver, 1)
 
     asyncio.run(run())
@@ -278,7 +300,10 @@ def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
 def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
     async def run():
         async with wire_of(kind, tmp_path) as wire:
-            with pytest.raises(RunFailed, match=r"trainer rank 0 asked the orchestrator at .* for batch 3, but nothing came within 0\.1 s"):
+            with pytest.raises(
+                RunFailed,
+                match=r"trainer rank 0 asked the orchestrator at .* for batch 3, but nothing came within 0\.1 s",
+            ):
                 await taken(wire.receiver(), 3, deadline_s=0.1)
             await wire.sender.send(batch_of(3))
             with pytest.raises(RunFailed, match=r"waited 0\.1 s.*batch 3 by trainer rank 0"):
@@ -293,7 +318,10 @@ def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(
             left, right = documents([2, 2])
             del right.token["logprob"]
             receiver = wire.receiver()
-            with pytest.raises(OrreryError, match=r"micro-batch 0 of rank 0 cannot be sent: token columns \['logprob'\] are in some parts"):
+            with pytest.raises(
+                OrreryError,
+                match=r"micro-batch 0 of rank 0 cannot be sent: token columns \['logprob'\] are in some parts",
+            ):
                 await wire.sender.send(Batch(1, [[[left, right]]]))
                 with pytest.raises(RunFailed, match="cannot be sent"):
                     await taken(receiver, 1)
@@ -331,7 +359,11 @@ def test_frames_of_many_megabytes_arrive_whole(kind, tmp_path):
             rng = np.random.default_rng(1)
             sizes = [20_000, 5, 9_000]
             parts = [
-                Columns(np.array([0, n]), {"routed_experts": rng.integers(0, 65536, (n, 39, 8), dtype=np.uint16)}) for n in sizes
+                Columns(
+                    np.array([0, n]),
+                    {"routed_experts": rng.integers(0, 65536, (n, 39, 8), dtype=np.uint16)},
+                )
+                for n in sizes
             ]  # 624 bytes a token, 18 MB
             batch = Batch(1, [[parts, parts[:1]]])
             await wire.sender.send(batch)
@@ -345,11 +377,19 @@ def test_documents_with_routes_and_without_arrive_in_one_micro_batch(kind, tmp_p
         async with wire_of(kind, tmp_path) as wire:
             shape = RouteShape(39, 8, 300)
             said = np.random.default_rng(1).integers(0, 300, (9000, 39, 8)).astype(np.uint16)
-            parts = [Columns(np.array([0, len(each)]), {"routed_experts": each}) for each in (said, without_routes(8000, shape), said[:3])]
+            parts = [
+                Columns(np.array([0, len(each)]), {"routed_experts": each})
+                for each in (said, without_routes(8000, shape), said[:3])
+            ]
             await wire.sender.send(Batch(1, [[parts]]))
             _, [columns] = await taken(wire.receiver(), 1)
-            _, is_missing, num_routed = check_routes(columns.token["routed_experts"], shape, "batch 1")
-            assert np.array_equal(columns.token["routed_experts"][:9000], said) and num_routed == 39 * 9003
+            _, is_missing, num_routed = check_routes(
+                columns.token["routed_experts"], shape, "batch 1"
+            )
+            assert (
+                np.array_equal(columns.token["routed_experts"][:9000], said)
+                and num_routed == 39 * 9003
+            )
             assert np.flatnonzero(is_missing).tolist() == list(range(9000, 17000))
 
     asyncio.run(run())
@@ -390,11 +430,16 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             await wire.sender.send(batch_of(1))
             monkeypatch.setattr("orrery.observe.token._kept", "theirs")
             stranger = wire.receiver()
-            with pytest.raises(RunFailed, match=r"the token is not this run's; both processes must be of one attempt"):
+            with pytest.raises(
+                RunFailed,
+                match=r"the token is not this run's; both processes must be of one attempt",
+            ):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
             if kind == "files":  # a stranger that does ask
-                ask = files.Ask(files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1)  # of "theirs"
+                ask = files.Ask(
+                    files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1
+                )  # of "theirs"
                 files._write(wire.sender._folder / "ask.rank_0.json", ask)
                 assert await wire.sender.wanted() == -1
             assert wire.sender.num_foreign >= 1
@@ -405,7 +450,9 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "says"), [("ours", True), ("", False), (None, False)])
-def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(kind, tmp_path, given, says):
+def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(
+    kind, tmp_path, given, says
+):
     """As processes that a launcher starts: the lifeline has taken its variable away when a wire is made."""
     code = f"""
 import asyncio
@@ -425,7 +472,10 @@ with role_process("orchestrator") as me:
             print("began")
     rendezvous.publish(me, "http://here")
 """
-    environment = os.environ | {"ORRERY_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {
+        "ORRERY_LAUNCHER_PID": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     environment |= {} if given is None else {"ORRERY_TOKEN_FILE": "-"}
     role = subprocess.run(
         [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--stage", "rl"],
@@ -446,7 +496,9 @@ with role_process("orchestrator") as me:
 
 
 def test_an_unknown_kind_is_named():
-    with pytest.raises(OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"):
+    with pytest.raises(
+        OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"
+    ):
         make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
 
 
@@ -533,7 +585,9 @@ def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
             post = receiver._send
-            receiver._send = lambda message, who: None if isinstance(message, zeromq.Done) else post(message, who)
+            receiver._send = lambda message, who: (
+                None if isinstance(message, zeromq.Done) else post(message, who)
+            )
             await taken(receiver, 1)
             receiver._send = post
             waiting = asyncio.create_task(taken(receiver, 2))
@@ -580,10 +634,18 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
     """A relay cuts the connection after two megabytes; the receiver comes back on another and goes on from there."""
 
     async def run():
-        async with wire_of("zmq", tmp_path) as wire, relay_to(wire.sender._bulk.port, [2 << 20]) as (port, passed):
+        async with (
+            wire_of("zmq", tmp_path) as wire,
+            relay_to(wire.sender._bulk.port, [2 << 20]) as (port, passed),
+        ):
             wire.sender._bulk.port = port
             rng = np.random.default_rng(1)
-            parts = [Columns(np.array([0, 8000]), {"routed_experts": rng.integers(0, 65536, (8000, 39, 8), dtype=np.uint16)})]  # 5 MB
+            parts = [
+                Columns(
+                    np.array([0, 8000]),
+                    {"routed_experts": rng.integers(0, 65536, (8000, 39, 8), dtype=np.uint16)},
+                )
+            ]  # 5 MB
             batch = Batch(1, [[parts, documents([3])]])
             await wire.sender.send(batch)
             check(*await taken(wire.receiver(), 1), batch)
@@ -616,7 +678,9 @@ def test_a_damaged_file_is_named(tmp_path):
             await wire.sender.send(batch_of(1))
             [path] = tmp_path.glob("rollouts/wire/*/step_1/rank_0.micro_0.safetensors")
             path.write_bytes(b"\xff" * 100)
-            with pytest.raises(RunFailed, match=r"rank_0\.micro_0\.safetensors: not a safetensors file"):
+            with pytest.raises(
+                RunFailed, match=r"rank_0\.micro_0\.safetensors: not a safetensors file"
+            ):
                 await taken(wire.receiver(), 1)
 
     asyncio.run(run())

@@ -17,7 +17,9 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.roster = Roster(NUM, START)
         self.newest = [-1] * NUM
-        self.attested: dict[tuple[int, int], int] = {}  # (engine, incarnation) → version that it said it holds, last
+        self.attested: dict[
+            tuple[int, int], int
+        ] = {}  # (engine, incarnation) → version that it said it holds, last
         self.fenced: set[tuple[int, int]] = set()
 
     @rule(index=engines, back=st.integers(0, 2))
@@ -45,7 +47,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(index=engines, back=st.integers(0, 1))
     def serves(self, index, back):
         before = self.roster[index].phase
-        assert self.roster.serves(index, self.newest[index] - back) == (back == 0 and before is Phase.UPDATED)
+        assert self.roster.serves(index, self.newest[index] - back) == (
+            back == 0 and before is Phase.UPDATED
+        )
 
     @rule(index=engines, back=st.integers(0, 1))
     def failed(self, index, back):
@@ -87,6 +91,10 @@ def test_every_engine_gets_to_healthy_from_wherever_it_was(rises):
     roster = Roster(1, START)
     for incarnation, rise in enumerate(rises):
         roster.want(roster.wanted + rise)
-        assert roster.listens(0, incarnation) and roster.took(0, incarnation, roster.wanted) and roster.serves(0, incarnation)
+        assert (
+            roster.listens(0, incarnation)
+            and roster.took(0, incarnation, roster.wanted)
+            and roster.serves(0, incarnation)
+        )
         assert roster.at(Phase.HEALTHY) == [0]
         assert roster.failed(0, incarnation, "it is dead")

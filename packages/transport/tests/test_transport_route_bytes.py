@@ -17,8 +17,14 @@ SHAPE = RouteShape(3, 2, 200)
 def answer(rows: np.ndarray, **more) -> bytes:
     file = io.BytesIO()
     np.save(file, rows)
-    choice = {"index": 0, "token_ids": [1, 2], "routed_experts": base64.b64encode(file.getvalue()).decode()} | more
-    return json.dumps({"request_id": "r", "choices": [choice], "usage": None}, separators=(",", ":")).encode()
+    choice = {
+        "index": 0,
+        "token_ids": [1, 2],
+        "routed_experts": base64.b64encode(file.getvalue()).decode(),
+    } | more
+    return json.dumps(
+        {"request_id": "r", "choices": [choice], "usage": None}, separators=(",", ":")
+    ).encode()
 
 
 def some(num_rows: int, dtype="uint8", seed=0) -> np.ndarray:
@@ -27,7 +33,9 @@ def some(num_rows: int, dtype="uint8", seed=0) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 @pytest.mark.parametrize("piece", [4, 64, 1 << 20])
-def test_routes_come_out_as_they_went_in_and_the_rest_of_the_answer_stays(monkeypatch, dtype, piece):
+def test_routes_come_out_as_they_went_in_and_the_rest_of_the_answer_stays(
+    monkeypatch, dtype, piece
+):
     monkeypatch.setattr(route_bytes, "PIECE", piece)
     rows = some(37, dtype)
     rest, found = split(answer(rows), 5)
@@ -38,7 +46,9 @@ def test_routes_come_out_as_they_went_in_and_the_rest_of_the_answer_stays(monkey
 
 
 def test_an_answer_without_routes_is_left_alone():
-    body = json.dumps({"choices": [{"routed_experts": None, "text": 'a \\"routed_experts\\": \\"'}]}).encode()
+    body = json.dumps(
+        {"choices": [{"routed_experts": None, "text": 'a \\"routed_experts\\": \\"'}]}
+    ).encode()
     assert split(body, 0) == (body, None)
 
 
@@ -57,22 +67,35 @@ def test_layers_without_experts_are_left_out_and_one_byte_may_become_two():
     part = split(answer(rows), 0)[1]
     np.testing.assert_array_equal(column(7, [part], RouteShape(2, 2, 256, 1))[:6], rows[:, 1:])
     whole = column(7, [part], RouteShape(2, 2, 300, 1))
-    assert whole.dtype == np.uint16 and (whole[:6] == rows[:, 1:]).all() and (whole[6] == 65535).all()
+    assert (
+        whole.dtype == np.uint16 and (whole[:6] == rows[:, 1:]).all() and (whole[6] == 65535).all()
+    )
 
 
 @pytest.mark.parametrize(
     "parts",
-    [[(some(5), 10)], [(some(5), 0), (some(5, "uint16"), 5)], [(some(5)[:, :2], 0)], [(some(5)[:, :, :1], 0)]],
+    [
+        [(some(5), 10)],
+        [(some(5), 0), (some(5, "uint16"), 5)],
+        [(some(5)[:, :2], 0)],
+        [(some(5)[:, :, :1], 0)],
+    ],
     ids=["beyond the end", "too many experts", "too few layers", "too few experts a token"],
 )
 def test_parts_that_are_not_of_this_model_and_these_tokens_are_refused(parts):
-    with pytest.raises(ValueError, match="are not of 14 tokens, 3 layers, 2 experts a token in uint8"):
+    with pytest.raises(
+        ValueError, match="are not of 14 tokens, 3 layers, 2 experts a token in uint8"
+    ):
         column(14, [split(answer(rows), start)[1] for rows, start in parts], SHAPE)
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"AAAA", base64.b64encode(b"\x93NUMPY\x02\x00"), base64.b64encode(b"no numpy file at all, whatever it may be")],
+    [
+        b"AAAA",
+        base64.b64encode(b"\x93NUMPY\x02\x00"),
+        base64.b64encode(b"no numpy file at all, whatever it may be"),
+    ],
 )
 def test_what_is_no_npy_file_is_refused(text):
     with pytest.raises(ValueError):

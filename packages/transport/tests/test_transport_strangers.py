@@ -32,7 +32,11 @@ def token(monkeypatch):
 
 def peak_bytes() -> int:
     """Return this process's peak memory since the last call."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
     Path("/proc/self/clear_refs").write_text("5")
     return int(line.split()[1]) * 1024
 
@@ -78,13 +82,29 @@ def malformed(seed: int) -> bytes:
         case 3:
             message = bytearray(ASK_WITH_NESTED_FIELD[: rng.randrange(20, 3900)])
         case 4:
-            odd = [None, -1, 2**63, 1e308, float("nan"), "é" * 50, b"\xff" * 50, [], {}, [[[]]], True]
-            fields = {"type": rng.choice(["ask", "done", "x"])} | {name: rng.choice(odd) for name in zeromq.Ask.__struct_fields__}
+            odd = [
+                None,
+                -1,
+                2**63,
+                1e308,
+                float("nan"),
+                "é" * 50,
+                b"\xff" * 50,
+                [],
+                {},
+                [[[]]],
+                True,
+            ]
+            fields = {"type": rng.choice(["ask", "done", "x"])} | {
+                name: rng.choice(odd) for name in zeromq.Ask.__struct_fields__
+            }
             message = bytearray(msgspec.msgpack.encode(fields))
     return bytes(message)
 
 
-@pytest.mark.parametrize("message", [ASK_WITH_NESTED_FIELD, NESTED, b"\x80\x04\x95pickle", b"", b"\xc1" * 1000])
+@pytest.mark.parametrize(
+    "message", [ASK_WITH_NESTED_FIELD, NESTED, b"\x80\x04\x95pickle", b"", b"\xc1" * 1000]
+)
 @pytest.mark.parametrize("has_token", [False, True])
 def test_one_message_of_anybodys_does_not_end_the_wire(tmp_path, message, has_token):
     async def run():
@@ -101,7 +121,10 @@ def test_one_message_of_anybodys_does_not_end_the_wire(tmp_path, message, has_to
 
 def test_neither_the_token_nor_a_key_travels(tmp_path):
     async def run():
-        async with wire_of("zmq", tmp_path) as wire, relay_to(int(wire.sender.url.rsplit(":", 1)[1])) as (port, passed):
+        async with (
+            wire_of("zmq", tmp_path) as wire,
+            relay_to(int(wire.sender.url.rsplit(":", 1)[1])) as (port, passed),
+        ):
             await wire.sender.send(batch_of(1))
             receiver = make_receiver("zmq", tmp_path, f"tcp://127.0.0.1:{port}", 0)
             try:
@@ -165,7 +188,9 @@ context.destroy(linger=0)
         async with wire_of("zmq", tmp_path) as wire:
             assert await wire.sender.wanted() == -1
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", stranger, stdin=subprocess.PIPE, env=environment)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", stranger, stdin=subprocess.PIPE, env=environment
+            )
             peak_bytes()
             before_bytes = peak_bytes()
             process.stdin.write(wire.sender.url.encode() + b"\n")
@@ -199,14 +224,18 @@ def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [zeromq.BatchHead, zeromq.MicroBatchHead])
-def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed_over(tmp_path, monkeypatch, kind):
+def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed_over(
+    tmp_path, monkeypatch, kind
+):
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
             receiver = wire.receiver()
             ask = zeromq.Ask(zeromq.PROTOCOL, 0, 1, -1, 1, -1)
             for seed in range(NUM_MALFORMED):
                 frames = iter([zmq.Frame(malformed(seed)), None])
-                monkeypatch.setattr(receiver, "_next", lambda ask, until, frames=frames: next(frames))
+                monkeypatch.setattr(
+                    receiver, "_next", lambda ask, until, frames=frames: next(frames)
+                )
                 with contextlib.suppress(RunFailed):
                     receiver._await(ask, kind, 0.0)
 
@@ -218,13 +247,17 @@ def test_a_thousand_strangers_at_the_bulk_port_get_nothing(tmp_path):
         async with wire_of("zmq", tmp_path) as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
-            await asyncio.to_thread(lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S))  # a ticket is out
+            await asyncio.to_thread(
+                lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S)
+            )  # a ticket is out
             rng = random.Random(0)
 
             async def knock():
                 reader, writer = await asyncio.open_connection("127.0.0.1", wire.sender._bulk.port)
                 with contextlib.suppress(ConnectionError):
-                    writer.write(rng.randbytes(rng.choice([bulk._KNOCK.size, bulk._KNOCK.size, 5000])))
+                    writer.write(
+                        rng.randbytes(rng.choice([bulk._KNOCK.size, bulk._KNOCK.size, 5000]))
+                    )
                     assert await reader.read() == b""
                 writer.close()
 
@@ -245,7 +278,9 @@ def test_half_open_connections_are_bounded_and_keep_no_rank_out(tmp_path, monkey
             with contextlib.ExitStack() as held:
                 check(*await taken(wire.receiver(), 1), batch_of(1))  # the bulk port is open
                 for _ in range(3 * bulk.MAX_UNKNOWN):
-                    held.enter_context(socket.create_connection(("127.0.0.1", wire.sender._bulk.port)))
+                    held.enter_context(
+                        socket.create_connection(("127.0.0.1", wire.sender._bulk.port))
+                    )
                     await asyncio.sleep(0)
                 await until(lambda: len(wire.sender._bulk._unknown) == bulk.MAX_UNKNOWN)
                 await wire.sender.send(batch_of(2))
@@ -260,12 +295,19 @@ def test_a_ticket_dies_with_its_batch(tmp_path):
         async with wire_of("zmq", tmp_path) as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
-            head = await asyncio.to_thread(lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S))
+            head = await asyncio.to_thread(
+                lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S)
+            )
             into = memoryview(bytearray(head.layout.num_bytes))
-            assert await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S) == len(into)
+            assert await asyncio.to_thread(
+                bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S
+            ) == len(into)
             receiver._done(1)
             await wire.sender.drained(DEADLINE_S)
-            assert await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S) == 0
+            assert (
+                await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S)
+                == 0
+            )
 
     asyncio.run(run())
 
@@ -282,7 +324,9 @@ def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
         async def run():
             into = memoryview(bytearray(6))
             there = msgspec.structs.replace(ticket, port=impostor.getsockname()[1])
-            reached, _ = await asyncio.gather(asyncio.to_thread(bulk.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer())
+            reached, _ = await asyncio.gather(
+                asyncio.to_thread(bulk.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer()
+            )
             assert reached == 0 and bytes(into) == bytes(6)
 
         asyncio.run(run())
@@ -298,7 +342,11 @@ def test_a_thousand_malformed_ask_files_are_ignored(tmp_path):
                 damaged = bytearray(true)
                 for _ in range(rng.randrange(1, 8)):
                     damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-                path.write_bytes(rng.choice([bytes(damaged), b"[" * rng.randrange(1, 100_000), rng.randbytes(100)]))
+                path.write_bytes(
+                    rng.choice(
+                        [bytes(damaged), b"[" * rng.randrange(1, 100_000), rng.randbytes(100)]
+                    )
+                )
                 assert await wire.sender.wanted() == -1
             await wire.sender.send(batch_of(1))
             check(*await taken(wire.receiver(), 1), batch_of(1))

@@ -39,7 +39,10 @@ def tensors(seed):
     yield "norm", torch.ones(2, 2).t()
 
 
-@pytest.fixture(params=itertools.product(sorted(KINDS), (1, 2)), ids=lambda param: f"{param[0]}-{param[1]}-nodes")
+@pytest.fixture(
+    params=itertools.product(sorted(KINDS), (1, 2)),
+    ids=lambda param: f"{param[0]}-{param[1]}-nodes",
+)
 def ends(request, tmp_path, monkeypatch):
     monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
     kind, num_nodes = request.param
@@ -57,7 +60,11 @@ def test_what_is_read_is_what_was_published_bit_for_bit(ends):
     assert list(read) and read.keys() == dict(tensors(0)).keys()
     for name, tensor in tensors(0):
         assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
-        assert published.fingerprints[name] == tensor_fingerprint(tensor) == tensor_fingerprint(read[name])
+        assert (
+            published.fingerprints[name]
+            == tensor_fingerprint(tensor)
+            == tensor_fingerprint(read[name])
+        )
     assert published.digest == digest(published.fingerprints)
 
 
@@ -65,12 +72,22 @@ def test_as_many_versions_stay_as_are_kept(ends):
     publisher, watch = ends
     published = [publisher.publish(version, tensors(version)) for version in range(4)]
     assert watch.latest() == published[3]
-    assert [watch.version(version) is not None for version in range(4)] == [False, False, True, True]
+    assert [watch.version(version) is not None for version in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert dict(read_weights(published[2].path))
     with pytest.raises(OrreryError, match="keeps only the newest versions"):
         list(read_weights(published[0].path))
     three = WeightPublisher(publisher.folder.with_name("three"), keep=3)
-    assert all([dict(read_weights(each.path)) for each in [three.publish(version, tensors(version)) for version in range(3)]])
+    assert all(
+        [
+            dict(read_weights(each.path))
+            for each in [three.publish(version, tensors(version)) for version in range(3)]
+        ]
+    )
 
 
 def test_a_reader_survives_the_removal_of_the_file_it_maps(ends):
@@ -124,10 +141,14 @@ def test_a_version_of_many_shards_is_read_whole(tmp_path):
     published = publisher.publish(0, iter(named))
     assert len(list(published.folder.glob("*.safetensors"))) == 3
     read = dict(read_weights(published.path))
-    assert read.keys() == dict(named).keys() and all(torch.equal(read[name], tensor) for name, tensor in named)
+    assert read.keys() == dict(named).keys() and all(
+        torch.equal(read[name], tensor) for name, tensor in named
+    )
 
 
-def test_a_tensor_that_reuses_its_memory_after_the_next_is_asked_for_is_published_as_it_was(tmp_path):
+def test_a_tensor_that_reuses_its_memory_after_the_next_is_asked_for_is_published_as_it_was(
+    tmp_path,
+):
     """A gather buffer that every tensor passes through."""
     buffer = torch.empty(4)
 
@@ -170,14 +191,20 @@ def test_a_full_disk_is_one_sentence_that_says_how_to_enlarge_it(tmp_path):
         "except OrreryError as error: print(error)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True
+    ).stdout
     assert "weights cannot be written" in said and "mount -o remount,size=" in said
     assert watch.latest() is None
 
 
 def test_a_marker_is_decoded_once_however_often_it_is_looked_for(tmp_path, monkeypatch):
     publisher, watch, decoded = WeightPublisher(tmp_path / "w"), WeightWatch(tmp_path / "w"), []
-    monkeypatch.setattr(watch, "version", lambda version: decoded.append(version) or WeightWatch.version(watch, version))
+    monkeypatch.setattr(
+        watch,
+        "version",
+        lambda version: decoded.append(version) or WeightWatch.version(watch, version),
+    )
     for version in (0, 1):
         publisher.publish(version, [("a", torch.ones(4))])
         assert [watch.latest().version for _ in range(5)] == [version] * 5
@@ -198,13 +225,21 @@ def test_the_watch_needs_no_torch(tmp_path):
         "from orrery.transport import checkpoints, packing, rendezvous, rollout_wire\n"
         f"assert WeightWatch({str(tmp_path)!r}).latest() is None; assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 def test_on_several_nodes_versions_are_in_the_runs_folder_and_still_their_owners_alone(tmp_path):
     run_dir = tmp_path / "a-0123"
     publisher = make_publisher("files", run_dir, 2, num_nodes=2, keep=2)
-    assert publisher.folder == run_dir / "weights" / "wire" / "attempt2" == weight_dir(run_dir, 2, num_nodes=2)
+    assert (
+        publisher.folder
+        == run_dir / "weights" / "wire" / "attempt2"
+        == weight_dir(run_dir, 2, num_nodes=2)
+    )
     assert publisher.folder.stat().st_mode & 0o777 == 0o700
     remove_weight_dir(run_dir, 2, num_nodes=2)
     assert not publisher.folder.exists()
@@ -217,16 +252,37 @@ def test_data_is_on_disk_before_its_marker_is_in_place(tmp_path, monkeypatch):
 
     def record(event, then):
         def call(*args):
-            events.append((event, os.path.basename(args[-1] if isinstance(args[-1], str) else os.readlink(f"/proc/self/fd/{args[-1]}"))))
+            events.append(
+                (
+                    event,
+                    os.path.basename(
+                        args[-1]
+                        if isinstance(args[-1], str)
+                        else os.readlink(f"/proc/self/fd/{args[-1]}")
+                    ),
+                )
+            )
             return then(*args)
 
         return call
 
     monkeypatch.setattr(os, "fsync", record("fsync", fsync))
-    monkeypatch.setattr(os, "replace", lambda source, target: record("rename", lambda _: replace(source, target))(str(target)))
-    monkeypatch.setattr(os, "rename", lambda source, target: record("rename", lambda _: rename(source, target))(str(target)))
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda source, target: record("rename", lambda _: replace(source, target))(str(target)),
+    )
+    monkeypatch.setattr(
+        os,
+        "rename",
+        lambda source, target: record("rename", lambda _: rename(source, target))(str(target)),
+    )
     WeightPublisher(tmp_path / "wire").publish(1, tensors(0))
-    shard, version, marker = ("fsync", "00000.safetensors"), ("rename", "version_1"), ("rename", "version_1.json")
+    shard, version, marker = (
+        ("fsync", "00000.safetensors"),
+        ("rename", "version_1"),
+        ("rename", "version_1.json"),
+    )
     assert events.index(shard) < events.index(version) < events.index(marker)
     assert events[events.index(version) - 1] == ("fsync", f".version_1.{os.getpid()}")
     assert events[-1] == ("fsync", "wire")
@@ -250,9 +306,15 @@ def test_what_does_not_appear_is_said_after_the_time_that_it_may_take(tmp_path, 
 
 def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path)
-    folders = {weight_dir(tmp_path / run, attempt) for run in ("a-0123", "b-4567", "c/a-0123") for attempt in (1, 2)}
+    folders = {
+        weight_dir(tmp_path / run, attempt)
+        for run in ("a-0123", "b-4567", "c/a-0123")
+        for attempt in (1, 2)
+    }
     assert len(folders) == 6
-    assert weight_dir(tmp_path / "a-0123", 1).name.startswith("orrery-0123-"), "by which the launcher finds it"
+    assert weight_dir(tmp_path / "a-0123", 1).name.startswith("orrery-0123-"), (
+        "by which the launcher finds it"
+    )
     weight_dir(tmp_path / "a", 1).mkdir()
     remove_weight_dir(tmp_path / "a", 1)
     remove_weight_dir(tmp_path / "a", 1)
@@ -260,10 +322,14 @@ def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch_finds(tmp_path, dtype):
+def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch_finds(
+    tmp_path, dtype
+):
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        "a.weight": (torch.randn(700, 513, generator=generator) * 50).to(dtype),  # more than one chunk
+        "a.weight": (torch.randn(700, 513, generator=generator) * 50).to(
+            dtype
+        ),  # more than one chunk
         "b": torch.zeros(3, dtype=dtype),
         "empty": torch.zeros(0, 4, dtype=dtype),
     }
@@ -272,8 +338,12 @@ def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch
     save_file(tensors, folder / "model.safetensors")
     wire = WeightPublisher(tmp_path / "wire")
     published = wire.publish_folder(3, folder)
-    assert published.fingerprints == {name: tensor_fingerprint(tensor) for name, tensor in tensors.items()}
-    assert published.digest == WeightPublisher(tmp_path / "other").publish(3, tensors.items()).digest
+    assert published.fingerprints == {
+        name: tensor_fingerprint(tensor) for name, tensor in tensors.items()
+    }
+    assert (
+        published.digest == WeightPublisher(tmp_path / "other").publish(3, tensors.items()).digest
+    )
     read = dict(read_weights(published.path))
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(OrreryError, match="no weights there"):
@@ -281,7 +351,9 @@ def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch
     assert WeightWatch(tmp_path / "wire").latest().version == 3
 
 
-def test_a_folder_is_published_without_a_copy_and_stays_when_its_version_goes(tmp_path, monkeypatch):
+def test_a_folder_is_published_without_a_copy_and_stays_when_its_version_goes(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     policies = [Path(f"policy_{seed}") for seed in range(3)]
     for seed, policy in enumerate(policies):
@@ -293,13 +365,19 @@ def test_a_folder_is_published_without_a_copy_and_stays_when_its_version_goes(tm
     published = [wire.publish_folder(version, policy) for version, policy in enumerate(policies)]
     assert not published[0].folder.exists()
     shards = sorted(published[2].folder.iterdir())
-    assert [shard.readlink() for shard in shards] == sorted(tmp_path / path for path in policies[2].iterdir())
+    assert [shard.readlink() for shard in shards] == sorted(
+        tmp_path / path for path in policies[2].iterdir()
+    )
     wire.close()
     assert {path: path.read_bytes() for policy in policies for path in policy.iterdir()} == before
 
 
-@pytest.mark.parametrize(("num_nodes", "enlarge"), [(1, "mount -o remount,size="), (2, "free some there")])
-def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence(tmp_path, monkeypatch, num_nodes, enlarge):
+@pytest.mark.parametrize(
+    ("num_nodes", "enlarge"), [(1, "mount -o remount,size="), (2, "free some there")]
+)
+def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence(
+    tmp_path, monkeypatch, num_nodes, enlarge
+):
     (tmp_path / "run").mkdir()
     folder = {1: tmp_path / "shm", 2: tmp_path / "run"}[num_nodes]
     monkeypatch.setattr("orrery.transport.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
@@ -316,7 +394,10 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
 def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, monkeypatch, end):
     for module in ("nixl", "nixl._api"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it is an ImportError
-    with pytest.raises(OrreryError, match=r"^transport\.weights 'nixl': .*; install nixl as locks/ has it, or set it to 'nccl'$"):
+    with pytest.raises(
+        OrreryError,
+        match=r"^transport\.weights 'nixl': .*; install nixl as locks/ has it, or set it to 'nccl'$",
+    ):
         if end == "trainer":
             make_source("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))
         else:

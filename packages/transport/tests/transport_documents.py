@@ -28,6 +28,10 @@ def same(left: Columns, right: Columns) -> bool:
         np.array_equal(left.offsets, right.offsets)
         and left.token.keys() == right.token.keys()
         and left.sample.keys() == right.sample.keys()
-        and all(np.array_equal(left.token[n], right.token[n]) and left.token[n].dtype == right.token[n].dtype for n in left.token)
+        and all(
+            np.array_equal(left.token[n], right.token[n])
+            and left.token[n].dtype == right.token[n].dtype
+            for n in left.token
+        )
         and all(np.array_equal(left.sample[n], right.sample[n]) for n in left.sample)
     )

@@ -39,10 +39,16 @@ from orrery.manifest.workspace import find_workspace
 from orrery.observe.system_error import explain
 
 PAUSES_S = (2.0, 10.0, 30.0)
-AWAY = re.compile(r"no answer within|unable to contact|timed out|Connection refused|try again", re.IGNORECASE)
-LOST_S = 120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
+AWAY = re.compile(
+    r"no answer within|unable to contact|timed out|Connection refused|try again", re.IGNORECASE
+)
+LOST_S = (
+    120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
+)
 UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
-TOO_LITTLE_BYTES = 64 << 10  # on a disk that holds no more, what is missing was not written for want of room
+TOO_LITTLE_BYTES = (
+    64 << 10
+)  # on a disk that holds no more, what is missing was not written for want of room
 
 common_settings = CommonSettings(
     non_local_exec=True,
@@ -65,7 +71,9 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # since when a job is lost or unknown
-        self._going: list[str] = []  # Slurm's numbers; while it is asked about them, Snakemake's own list is empty
+        self._going: list[
+            str
+        ] = []  # Slurm's numbers; while it is asked about them, Snakemake's own list is empty
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
@@ -80,7 +88,9 @@ class Executor(RemoteExecutor):
             self._fail(info, f"{run} {stage}: {error}")
             return
         (one.path / "logs").mkdir(parents=True, exist_ok=True)
-        command = batch_command(one.path, stage, str(job.resources["sbatch"]), job.shellcmd, self.site, Path.cwd())
+        command = batch_command(
+            one.path, stage, str(job.resources["sbatch"]), job.shellcmd, self.site, Path.cwd()
+        )
         try:
             going = self._submit(one.path, stage, command)
         except OrreryError as error:
@@ -88,7 +98,10 @@ class Executor(RemoteExecutor):
             return
         info.external_jobid = going.id
         self._going.append(going.id)
-        self.logger.info(f"{stage} of {run} is Slurm job {going.id}" + (f" already, {going.word.lower()}" if going.word else ""))
+        self.logger.info(
+            f"{stage} of {run} is Slurm job {going.id}"
+            + (f" already, {going.word.lower()}" if going.word else "")
+        )
         self.report_job_submission(info)
 
     def _submit(self, run_dir: Path, stage: str, command: list[str]) -> slurm.SlurmJob:
@@ -98,11 +111,15 @@ class Executor(RemoteExecutor):
         def ask() -> slurm.SlurmJob:
             going = next((one for one in slurm.of_run(run_dir) if one.stage == stage), None)
             name = slurm.job_name(run_dir, stage)
-            return going or slurm.SlurmJob(slurm.call(*command).strip().split(";")[0], name, "", "", "", "", "")
+            return going or slurm.SlurmJob(
+                slurm.call(*command).strip().split(";")[0], name, "", "", "", "", ""
+            )
 
         return slurm.patiently(ask, PAUSES_S, lambda error: AWAY.search(str(error)))
 
-    async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo, None]:
+    async def check_active_jobs(
+        self, active_jobs: list[SubmittedJobInfo]
+    ) -> AsyncGenerator[SubmittedJobInfo, None]:
         try:
             words = slurm.words(str(info.external_jobid) for info in active_jobs)
         except OrreryError as error:
@@ -129,7 +146,10 @@ class Executor(RemoteExecutor):
             elif self._troubled_for(job) < (UNKNOWN_S if state is None else LOST_S):
                 yield info
             else:
-                self._fail(info, f"Slurm says no more of job {job}" if state is None else self._why(info, word))
+                self._fail(
+                    info,
+                    f"Slurm says no more of job {job}" if state is None else self._why(info, word),
+                )
 
     def _troubled_for(self, job: str) -> float:
         return time.monotonic() - self._troubled.setdefault(job, time.monotonic())
@@ -139,12 +159,23 @@ class Executor(RemoteExecutor):
         Slurm's word."""
         run_dir, stage = Path("runs") / info.job.wildcards["run"], info.job.rule.name
         said = status.read(run_dir)
-        own = said.message if said and said.slurm_job == info.external_jobid and said.state in ("failed", "stopped") else ""
+        own = (
+            said.message
+            if said
+            and said.slurm_job == info.external_jobid
+            and said.state in ("failed", "stopped")
+            else ""
+        )
         log = run_dir / "logs" / f"slurm.{info.external_jobid}.log"
         line = last_line(log, 0).removeprefix("error: ")
         if not line and shutil.disk_usage(run_dir).free < TOO_LITTLE_BYTES:
             line = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))
-        return own or f"{stage}: job {info.external_jobid} ended with {word}" + (f": {line}" if line else "") + f"; its output is {log}"
+        return (
+            own
+            or f"{stage}: job {info.external_jobid} ended with {word}"
+            + (f": {line}" if line else "")
+            + f"; its output is {log}"
+        )
 
     def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:
         if info.external_jobid:
@@ -157,6 +188,8 @@ class Executor(RemoteExecutor):
         try:
             slurm.cancel(ids)
         except OrreryError as error:
-            raise WorkflowError(f"Slurm jobs {', '.join(ids)} may still be there: {error}") from None
+            raise WorkflowError(
+                f"Slurm jobs {', '.join(ids)} may still be there: {error}"
+            ) from None
         if ids:
             print(f"cancelled Slurm job {', '.join(ids)}", file=sys.stderr, flush=True)

@@ -21,10 +21,14 @@ def main() -> None:
         engine_environment(manifest, me.host)
         os.environ[INDEX] = str(me.index)
         adapter = blank_adapter(me.run_dir, manifest, me.stage, me.index)
-        arguments = server_arguments(manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter)
+        arguments = server_arguments(
+            manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter
+        )
         arguments += offload(me)
         import_vllm(manifest)
-        from orrery.inference.server import serve  # imports vLLM, which reads the environment as it is imported
+        from orrery.inference.server import (
+            serve,
+        )  # imports vLLM, which reads the environment as it is imported
 
         serve(me, arguments)
 

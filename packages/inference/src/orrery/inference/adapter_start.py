@@ -15,7 +15,10 @@ from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Manifest
 from orrery.transport.weight_wire import served_model
 
-PROJECTIONS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "feed_forward": ("gate_proj", "up_proj", "down_proj")}
+PROJECTIONS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "feed_forward": ("gate_proj", "up_proj", "down_proj"),
+}
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
@@ -34,12 +37,20 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     # The published factors have the scale in them, so alpha is the rank.
-    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank, "target_modules": [], "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.rank,
+        "target_modules": [],
+        "bias": "none",
+    }
     (aside / "adapter_config.json").write_text(json.dumps(config))
     # vLLM wants one projection at least, whether or not it is prepared for one, and has zeros for the others.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     factors = {
-        f"{name}.lora_A.weight": np.zeros((lora.rank, model.num_heads * model.head_dim), np.float32),
+        f"{name}.lora_A.weight": np.zeros(
+            (lora.rank, model.num_heads * model.head_dim), np.float32
+        ),
         f"{name}.lora_B.weight": np.zeros((model.hidden_size, lora.rank), np.float32),
     }
     save_file(factors, aside / "adapter_model.safetensors")

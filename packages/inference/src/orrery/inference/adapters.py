@@ -42,7 +42,10 @@ class AdapterReceiver(Backend):
         except SafetensorError as error:
             raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
         places = self._buffers().keys()
-        for names, verb in ((tensors.keys() - places, "has no place in this model"), (places - tensors.keys(), "is missing")):
+        for names, verb in (
+            (tensors.keys() - places, "has no place in this model"),
+            (places - tensors.keys(), "is missing"),
+        ):
             if names:
                 raise ValueError(f"{what}: tensor {min(names)!r} {verb}")
         self._tensors = tensors
@@ -51,13 +54,17 @@ class AdapterReceiver(Backend):
         if not is_whole:
             return {}
         [slot] = [
-            index for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id) if adapter is not None
+            index
+            for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id)
+            if adapter is not None
         ]  # the one adapter's
         for module, parts in self._adapted():
             a, b = ([self._tensors[_names(part)[factor]] for part in parts] for factor in (0, 1))
             module.set_lora(slot, *((a, b) if len(parts) > 1 else (a[0], b[0])))
         buffers = self._buffers()
-        held = {name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()}
+        held = {
+            name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()
+        }
         self._tensors = {}
         return held
 
@@ -74,7 +81,9 @@ class AdapterReceiver(Backend):
         """The buffers of all factors by PEFT name: A [slots, 1, rank, in] and B [slots, 1, out, rank]."""
         found: dict[str, torch.Tensor] = {}
         for module, parts in self._adapted():
-            for part, *pair in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            for part, *pair in zip(
+                parts, module.lora_a_stacked, module.lora_b_stacked, strict=True
+            ):
                 found.update(zip(_names(part), pair, strict=True))
         return found
 
@@ -86,6 +95,8 @@ def _names(module: str) -> tuple[str, str]:
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
     """The fingerprint of a factor, from the buffer [rows, columns] where it stands there whole."""
-    if tensor.dtype != buffer.dtype or any(size > room for size, room in zip(tensor.shape, buffer.shape, strict=True)):
+    if tensor.dtype != buffer.dtype or any(
+        size > room for size, room in zip(tensor.shape, buffer.shape, strict=True)
+    ):
         return tensor_fingerprint(tensor), AS_CONSUMED
     return tensor_fingerprint(buffer[: tensor.shape[0], : tensor.shape[1]].contiguous()), RESIDENT

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from orrery.inference import releases
 from orrery.inference.adapter_start import adapter_arguments
-from orrery.inference.kv_transfer import name_devices, refuse_missing_rdma, refuse_open_interfaces, transfer_config, transfer_environment
+from orrery.inference.kv_transfer import (
+    name_devices,
+    refuse_missing_rdma,
+    refuse_open_interfaces,
+    transfer_config,
+    transfer_environment,
+)
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.observe.deadline import scaled
@@ -22,7 +28,9 @@ PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
 ADAPTER_BACKEND = "orrery_adapters"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
-MAX_GRAPH_TOKENS = 4096  # a larger step keeps a device busy while the next one's kernels are launched
+MAX_GRAPH_TOKENS = (
+    4096  # a larger step keeps a device busy while the next one's kernels are launched
+)
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection: the server must not close one that a request is just being written to
 
 
@@ -31,11 +39,15 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     stage = "init" if manifest.stages.sft is None else "sft"
     path = run_dir / "weights" / stage
     if not (path / "config.json").is_file():
-        raise OrreryError(f"{path}: no config.json; the {stage} stage makes these weights, run it first")
+        raise OrreryError(
+            f"{path}: no config.json; the {stage} stage makes these weights, run it first"
+        )
     return path
 
 
-def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None) -> list[str]:
+def server_arguments(
+    manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None
+) -> list[str]:
     """The command line of `vllm serve` for replica `index`; with the folder `adapter` it serves that one beside the weights."""
     inference = manifest.inference
     arguments = {
@@ -52,7 +64,9 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
         "--logprobs-mode": "processed_logprobs",  # of the distribution sampled from, which the importance ratio needs
         "--generation-config": "vllm",  # none: sampling is what the request says, not what a file beside the weights says
-        "--weight-transfer-config": json.dumps({"backend": BACKEND if adapter is None else ADAPTER_BACKEND}),
+        "--weight-transfer-config": json.dumps(
+            {"backend": BACKEND if adapter is None else ADAPTER_BACKEND}
+        ),
         "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
         "--middleware": "orrery.inference.token.RequireToken",
         "--uvicorn-log-level": "warning",
@@ -75,7 +89,9 @@ def server_arguments(manifest: Manifest, weights: Path, index: int, host: str, p
             )
         # Worker and engine core in one process. The class by its path, because vLLM on CPU turns the name "uni" into "mp": it binds OpenMP
         # threads in the worker's environment, which `nobind` and OMP_NUM_THREADS leave nothing of.
-        arguments["--distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        arguments["--distributed-executor-backend"] = (
+            "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        )
     else:
         arguments |= _spread(inference)
         if inference.expert_parallel:
@@ -99,11 +115,19 @@ def graph_sizes(inference: Inference) -> list[int]:
     larger, and is launched kernel by kernel. Up to MAX_GRAPH_TOKENS, by an eighth from 256 on. Data-parallel ranks compute as many tokens
     as the fullest of them wherever all have a graph of that size, so theirs stay small.
     """
-    sizes, most = [1, 2, 4, *range(8, 256, 8), 256], 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
+    sizes, most = (
+        [1, 2, 4, *range(8, 256, 8), 256],
+        512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS,
+    )
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    exactly = (inference.max_num_sequences, inference.max_batched_tokens)  # steps that only sample, and full ones
-    return sorted(size for size in {*sizes, *exactly} if size <= min(most, inference.max_batched_tokens))
+    exactly = (
+        inference.max_num_sequences,
+        inference.max_batched_tokens,
+    )  # steps that only sample, and full ones
+    return sorted(
+        size for size in {*sizes, *exactly} if size <= min(most, inference.max_batched_tokens)
+    )
 
 
 def _spread(inference: Inference) -> dict[str, str]:
@@ -117,7 +141,10 @@ def _spread(inference: Inference) -> dict[str, str]:
     if inference.quantization == "fp8":
         # Weights in blocks of 128 × 128 with a scale each, made anew from what each update brings: DeepGEMM's format, and the trainer's.
         # Routers stay as they come, as in the trainer: a rounded score is another choice of experts.
-        arguments |= {"--quantization": "fp8_per_block", "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]})}
+        arguments |= {
+            "--quantization": "fp8_per_block",
+            "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]}),
+        }
     return arguments
 
 
@@ -153,6 +180,10 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         name_devices(manifest)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the default pins every server to the same first core
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )  # the default pins every server to the same first core
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB; would win over --kv-cache-memory-bytes
+        os.environ.pop(
+            "VLLM_CPU_KVCACHE_SPACE", None
+        )  # whole GiB; would win over --kv-cache-memory-bytes

@@ -28,23 +28,34 @@ class AttestingWorker(KvPeers):
 
     def give_up_update(self) -> None:
         """The update under way is over, here or in another worker without its version: nothing is held, and another may begin."""
-        self.weight_transfer_engine.failure = self.untaken() or "another worker of this engine has not taken it"
+        self.weight_transfer_engine.failure = (
+            self.untaken() or "another worker of this engine has not taken it"
+        )
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
         """HF name → [fingerprint as 16 hex digits, "resident" | "as_consumed"]; empty before the first update."""
-        return {name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()}
+        return {
+            name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
+        }
 
     def attested(self) -> dict[str, Any]:
         """ "digest" of all that is held, and "how" many tensors were attested in which way."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
-        return {"digest": digest(fingerprints), "how": dict(Counter(how for _, how in held.values()))}
+        return {
+            "digest": digest(fingerprints),
+            "how": dict(Counter(how for _, how in held.values())),
+        }
 
     def update_parts(self) -> dict[str, float]:
         """Seconds of the last update in this worker, by part; empty where it read files."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
-        return {} if parts is None else {name: round(seconds, 6) for name, seconds in parts.seconds.items()}
+        return (
+            {}
+            if parts is None
+            else {name: round(seconds, 6) for name, seconds in parts.seconds.items()}
+        )
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:

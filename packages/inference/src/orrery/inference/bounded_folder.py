@@ -25,7 +25,9 @@ class BoundedFolder:
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path: the one that was used longest ago first
+        self._sizes: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # by path: the one that was used longest ago first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))

@@ -45,18 +45,31 @@ class Front:
 
     def __init__(self, token: str, router_url: str) -> None:
         self._url, self._onward = router_url, authorization(token, Purpose.GENERATE)
-        self._wanted = {purpose: authorization(token, purpose).get("Authorization", "").encode() for purpose in Purpose}
+        self._wanted = {
+            purpose: authorization(token, purpose).get("Authorization", "").encode()
+            for purpose in Purpose
+        }
         application = web.Application(middlewares=[self._check], client_max_size=MAX_BODY_BYTES)
         for method, path in ROUTES:
-            application.router.add_route(method, path, _yes if path == AUTHORIZED else self._pass_on)
+            application.router.add_route(
+                method, path, _yes if path == AUTHORIZED else self._pass_on
+            )
         self._runner = web.AppRunner(
-            application, access_log=None, handler_cancellation=True, keepalive_timeout=KEPT_S, lingering_time=0.0, shutdown_timeout=0.1
+            application,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEPT_S,
+            lingering_time=0.0,
+            shutdown_timeout=0.1,
         )
 
     async def __aenter__(self) -> "Front":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._router = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, headers=self._onward
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            headers=self._onward,
         )
         await self._runner.setup()
         return self
@@ -77,7 +90,10 @@ class Front:
         purpose = ROUTES.get((request.method, route.canonical if route else ""), Purpose.ADMINISTER)
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self._wanted[purpose]) and self._onward:
-            refusal = web.Response(status=401, text="this router serves one run's roles only: the run's token is missing or another's\n")
+            refusal = web.Response(
+                status=401,
+                text="this router serves one run's roles only: the run's token is missing or another's\n",
+            )
             refusal.force_close()  # the body is not read
             return refusal
         return await handler(request)
@@ -88,9 +104,13 @@ class Front:
         answer: web.StreamResponse | None = None
         try:
             body = await request.read()
-            async with self._router.request(request.method, self._url + request.path_qs, data=body, headers=headers) as theirs:
+            async with self._router.request(
+                request.method, self._url + request.path_qs, data=body, headers=headers
+            ) as theirs:
                 answer = web.StreamResponse(status=theirs.status)
-                answer.headers.update({name: theirs.headers[name] for name in PASSED if name in theirs.headers})
+                answer.headers.update(
+                    {name: theirs.headers[name] for name in PASSED if name in theirs.headers}
+                )
                 answer.content_length = theirs.content_length
                 await answer.prepare(request)
                 async for piece in theirs.content.iter_any():
@@ -99,7 +119,9 @@ class Front:
                 return answer
         except (aiohttp.ClientError, ConnectionError) as error:
             if answer is None or not answer.prepared:
-                return web.Response(status=502, text=f"vllm-router did not answer ({type(error).__name__})\n")
+                return web.Response(
+                    status=502, text=f"vllm-router did not answer ({type(error).__name__})\n"
+                )
             if request.transport is not None:
                 request.transport.abort()  # half an answer must not look like a whole one
             return answer

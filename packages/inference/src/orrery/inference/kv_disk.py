@@ -27,7 +27,9 @@ class BoundedFiles(FileSystemTierManager):
 
     def __init__(self, *, max_bytes: int, **options: Any) -> None:
         super().__init__(**options)
-        self._files = BoundedFolder(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"), max_bytes)
+        self._files = BoundedFolder(
+            Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"), max_bytes
+        )
         self._enqueue = self._pool.enqueue_store
         self._pool.enqueue_store = self._enqueue_stores  # type: ignore[method-assign]
 

@@ -43,10 +43,24 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
     if offload.kind == "none":
         return None
     if offload.kind == "mooncake":
-        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    extra: dict[str, Any] = {"cpu_bytes_to_use": offload.host_bytes, "spec_name": "Tiers", "spec_module_path": "orrery.inference.kv_disk"}
+        return {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": offload.host_bytes,
+        "spec_name": "Tiers",
+        "spec_module_path": "orrery.inference.kv_disk",
+    }
     if offload.disk_bytes:
-        extra["secondary_tiers"] = [{"type": DISK_TIER, "root_dir": str(disk), "max_bytes": _shares(manifest, offload.disk_bytes)[0]}]
+        extra["secondary_tiers"] = [
+            {
+                "type": DISK_TIER,
+                "root_dir": str(disk),
+                "max_bytes": _shares(manifest, offload.disk_bytes)[0],
+            }
+        ]
     if manifest.hardware.accelerator == "cpu":
         extra |= {"spec_name": "CpuTiers", "spec_module_path": "orrery.inference.kv_tiers_cpu"}
     return {
@@ -71,7 +85,9 @@ def offload(me: RoleProcess) -> list[str]:
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
     else:
-        config["engine_id"] = f"{shared_memory.of_role(me.run_dir, me.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
+        config["engine_id"] = (
+            f"{shared_memory.of_role(me.run_dir, me.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
+        )
         prepare_disk(disk)
     os.environ.update(routes_environment(me.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
@@ -89,12 +105,18 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
-    return {KEPT: f"{kept:g}", FOLDER: str(disk / "routes"), FOLDER_BYTES: str(_shares(manifest, offload.disk_bytes)[1])}
+    return {
+        KEPT: f"{kept:g}",
+        FOLDER: str(disk / "routes"),
+        FOLDER_BYTES: str(_shares(manifest, offload.disk_bytes)[1]),
+    }
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
     """Of a rank's bytes on disk those of caches and those of routes, so that both hold as many blocks, or routes some more."""
-    cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.transport.routed_experts)
+    cache, routes = disk_block_bytes(
+        manifest.model, manifest.inference, manifest.transport.routed_experts
+    )
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches
 

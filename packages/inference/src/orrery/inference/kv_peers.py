@@ -19,7 +19,9 @@ class KvPeers:
         """As a prefill engine: free the blocks of these requests (NIXL) or transfers (Mooncake); those that were read are unknown here."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
-            worker._reqs_to_send.update({name: 0.0 for name in names if name in worker._reqs_to_send})
+            worker._reqs_to_send.update(
+                {name: 0.0 for name in names if name in worker._reqs_to_send}
+            )
             return
 
         async def expire() -> None:
@@ -33,7 +35,9 @@ class KvPeers:
         """As a decode engine: fail what waits for blocks out of this engine, and what will."""
         worker = _connector_worker()
         if hasattr(worker, "receiver_loop"):
-            asyncio.run_coroutine_threadsafe(give_up_pulls_of(worker, kv_engine_id), worker.receiver_loop).result()
+            asyncio.run_coroutine_threadsafe(
+                give_up_pulls_of(worker, kv_engine_id), worker.receiver_loop
+            ).result()
 
 
 def _connector_worker() -> Any:

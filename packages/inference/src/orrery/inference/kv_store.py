@@ -19,14 +19,19 @@ from orrery.observe.network import free_ports
 from orrery.observe.process import role_process
 from orrery.transport import rendezvous
 
-LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}  # what Mooncake leaves to the system → its Debian package
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libcurl.so.4": "libcurl4",
+}  # what Mooncake leaves to the system → its Debian package
 
 
 def master_program() -> Path:
     """Mooncake's master, a program inside its package. Raises OrreryError where it cannot run here."""
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
-        raise OrreryError("inference.kv_offload.kind 'mooncake': Mooncake is not installed here; type `make setup`, or choose 'tiers'")
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here; type `make setup`, or choose 'tiers'"
+        )
     for library, package in LIBRARIES.items():
         if not _loads(library):
             raise OrreryError(
@@ -42,14 +47,24 @@ def main() -> None:
         program = master_program()
         free_port, metrics_port = free_ports(2, me.host)
         port = me.port or free_port
-        arguments = {"rpc_address": me.host, "rpc_port": port, "metrics_host": me.host, "metrics_port": metrics_port}
+        arguments = {
+            "rpc_address": me.host,
+            "rpc_port": port,
+            "metrics_host": me.host,
+            "metrics_port": metrics_port,
+        }
         me.health.doing("starting mooncake_master")
-        process = subprocess.Popen([program, *(f"--{name}={value}" for name, value in arguments.items())], preexec_fn=die_with_parent)
+        process = subprocess.Popen(
+            [program, *(f"--{name}={value}" for name, value in arguments.items())],
+            preexec_fn=die_with_parent,
+        )
         try:
             await_start(me, process, "mooncake_master", "listen", lambda: _listens(me.host, port))
             rendezvous.publish(me, f"http://{me.host}:{metrics_port}", rpc=f"{me.host}:{port}")
             me.health.doing("serving")
-            raise RunFailed(f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{me.name}.log")
+            raise RunFailed(
+                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{me.name}.log"
+            )
         finally:
             process.kill()  # it holds nothing that outlives the stage
             process.wait()
@@ -69,7 +84,12 @@ def _loads(library: str) -> bool:
     NIXL brings its own copy of rdma-core. A process with both copies crashes in their destructors when it exits.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
-    return subprocess.run([sys.executable, "-S", "-c", probe, library], stderr=subprocess.DEVNULL).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-S", "-c", probe, library], stderr=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )
 
 
 if __name__ == "__main__":

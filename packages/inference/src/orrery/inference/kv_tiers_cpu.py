@@ -88,7 +88,9 @@ class _OnDevice(torch.Tensor):
 
 def _copy(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
     """Copy `sizes[i]` bytes from address `sources[i]` to `destinations[i]`."""
-    for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True):
+    for source, destination, size in zip(
+        sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True
+    ):
         ctypes.memmove(destination, source, size)
 
 
@@ -98,7 +100,12 @@ def _stand_in() -> None:
     original = handler.__init__
 
     def on_device(self: Any, *args: Any, gpu_tensors: list[torch.Tensor], **options: Any) -> None:
-        original(self, *args, gpu_tensors=[tensor.as_subclass(_OnDevice) for tensor in gpu_tensors], **options)
+        original(
+            self,
+            *args,
+            gpu_tensors=[tensor.as_subclass(_OnDevice) for tensor in gpu_tensors],
+            **options,
+        )
 
     gpu_worker.current_platform = cpu_spec.current_platform = _Platform()
     gpu_worker.torch = _Torch()

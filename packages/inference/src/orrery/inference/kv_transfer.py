@@ -44,7 +44,10 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
         "engine_id": f"{index}-{uuid.uuid4()}",  # of this start: an engine that is started again has other blocks
     }
     if transfer.kind == "nixl":
-        return config | {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"kv_lease_duration": lease_s(manifest)}}
+        return config | {
+            "kv_connector": "NixlConnector",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s(manifest)},
+        }
     return config | {
         "kv_connector": "MooncakeConnector",
         "kv_connector_extra_config": {"mooncake_protocol": transfer.protocol},
@@ -76,7 +79,10 @@ def handover(config: Any, host: str) -> dict[str, str]:
     """What an engine with vLLM's `KVTransferConfig` publishes beside its address, for whoever hands its cache to another engine."""
     if config is None or config.kv_connector != "MooncakeConnector":
         return {}  # NIXL's producer says all with each answer
-    return {"kv_engine_id": config.engine_id, "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"}
+    return {
+        "kv_engine_id": config.engine_id,
+        "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
+    }
 
 
 def refuse_open_interfaces(what: str) -> None:
@@ -85,7 +91,8 @@ def refuse_open_interfaces(what: str) -> None:
     others = sorted(
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if name not in ours and any(address.family.name in ("AF_INET", "AF_INET6") for address in addresses)
+        if name not in ours
+        and any(address.family.name in ("AF_INET", "AF_INET6") for address in addresses)
     )
     if others and os.environ.get(OPEN_MOONCAKE) != "1":
         raise OrreryError(

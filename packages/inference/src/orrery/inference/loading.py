@@ -36,12 +36,35 @@ class Run(NamedTuple):
     def in_words(self) -> "Run":
         """The same copy by words of eight bytes: a GPU copies rows that lie apart element by element. Itself where words do not fit."""
         size = WORD.itemsize // self.dtype.itemsize
-        numbers = (self.begin // self.dtype.itemsize, self.offset, self.shape[-1], *self.bucket_strides[:-1], *self.strides[:-1])
-        if len(self.shape) == 1 or self.bucket_strides[-1] != 1 or self.strides[-1] != 1 or any(number % size for number in numbers):
+        numbers = (
+            self.begin // self.dtype.itemsize,
+            self.offset,
+            self.shape[-1],
+            *self.bucket_strides[:-1],
+            *self.strides[:-1],
+        )
+        if (
+            len(self.shape) == 1
+            or self.bucket_strides[-1] != 1
+            or self.strides[-1] != 1
+            or any(number % size for number in numbers)
+        ):
             return self
-        bucket_strides, strides = ((*(stride // size for stride in every[:-1]), 1) for every in (self.bucket_strides, self.strides))
+        bucket_strides, strides = (
+            (*(stride // size for stride in every[:-1]), 1)
+            for every in (self.bucket_strides, self.strides)
+        )
         shape = (*self.shape[:-1], self.shape[-1] // size)
-        return Run(self.layer, self.parameter, self.begin, self.offset // size, shape, bucket_strides, strides, WORD)
+        return Run(
+            self.layer,
+            self.parameter,
+            self.begin,
+            self.offset // size,
+            shape,
+            bucket_strides,
+            strides,
+            WORD,
+        )
 
 
 WORD = torch.int64
@@ -64,9 +87,15 @@ def runs(slices: list[Slice], needs: Needs, tensors: dict[str, Tensor]) -> list[
 
 
 def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: torch.dtype) -> Run:
-    offset = to.offset + sum((start - first) * stride for (start, _), (first, _), stride in zip(box, to.box, to.strides, strict=True))
+    offset = to.offset + sum(
+        (start - first) * stride
+        for (start, _), (first, _), stride in zip(box, to.box, to.strides, strict=True)
+    )
     dense = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    if any(size > 1 and stride != each for size, stride, each in zip(shape, to.strides, dense, strict=True)):
+    if any(
+        size > 1 and stride != each
+        for size, stride, each in zip(shape, to.strides, dense, strict=True)
+    ):
         return Run(to.layer, to.parameter, begin, offset, shape, dense, to.strides, dtype)
     return Run(to.layer, to.parameter, begin, offset, (math.prod(shape),), (1,), (1,), dtype)
 
@@ -74,7 +103,12 @@ def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: t
 def _follows(last: Run, run: Run) -> bool:
     dense = last.strides == run.strides == (1,) and len(last.shape) == len(run.shape) == 1
     same = (last.layer, last.parameter, last.dtype) == (run.layer, run.parameter, run.dtype)
-    return dense and same and last.offset + last.shape[0] == run.offset and last.begin + last.shape[0] * last.dtype.itemsize == run.begin
+    return (
+        dense
+        and same
+        and last.offset + last.shape[0] == run.offset
+        and last.begin + last.shape[0] * last.dtype.itemsize == run.begin
+    )
 
 
 def _evenly(found: list[Run]) -> list[Run]:
@@ -85,7 +119,11 @@ def _evenly(found: list[Run]) -> list[Run]:
         alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
         before = latest.get(alike)
         step = (0, 0) if before is None else _step(before[-1], run)
-        if before is not None and min(step) > 0 and (len(before) == 1 or _step(*before[-2:]) == step):
+        if (
+            before is not None
+            and min(step) > 0
+            and (len(before) == 1 or _step(*before[-2:]) == step)
+        ):
             before.append(run)
         else:
             latest[alike] = [run]
@@ -128,11 +166,20 @@ class Loading:
                 self._begin(run.layer, layer)
             into = getattr(layer, run.parameter).data
             self._missing[run.layer] -= math.prod(run.shape)
-            fits = into.dtype == run.dtype and into.is_contiguous() and into.nbytes % WORD.itemsize == 0
+            fits = (
+                into.dtype == run.dtype
+                and into.is_contiguous()
+                and into.nbytes % WORD.itemsize == 0
+            )
             if fits and (words := run.in_words) is not run:
                 run, into = words, into.view(-1).view(WORD)
-            size = 1 + sum((number - 1) * stride for number, stride in zip(run.shape, run.bucket_strides, strict=True))
-            of = in_bucket(bucket, run.begin, (size,), run.dtype).as_strided(run.shape, run.bucket_strides)
+            size = 1 + sum(
+                (number - 1) * stride
+                for number, stride in zip(run.shape, run.bucket_strides, strict=True)
+            )
+            of = in_bucket(bucket, run.begin, (size,), run.dtype).as_strided(
+                run.shape, run.bucket_strides
+            )
             into.as_strided(run.shape, run.strides, run.offset).copy_(of)
             if not self._missing[run.layer]:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
@@ -147,4 +194,6 @@ class Loading:
         self._begun.add(path)
         materialize_layer(layer, layerwise.get_layerwise_info(layer))
         for each in self._needs.fillings.get(path, ()):
-            getattr(layer, each.parameter).data.as_strided(each.shape, each.strides, each.offset).fill_(each.value)
+            getattr(layer, each.parameter).data.as_strided(
+                each.shape, each.strides, each.offset
+            ).fill_(each.value)

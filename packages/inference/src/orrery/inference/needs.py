@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_size, get_layer_tensors
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_size,
+    get_layer_tensors,
+)
 
 from orrery.transport.weight_wire.meeting import Tensor
 from orrery.transport.weight_wire.plan import dtype_of
@@ -64,8 +68,12 @@ def learn(model: Any, tensors: list[Tensor]) -> Needs:
             model.load_weights((each.name, recorder.source(each)) for each in tensors)
         for path, layer in model.named_modules():
             copied = recorder.num_copied.get(path, 0)
-            if 0 < copied < get_layer_size(layer) and not isinstance(layer, VocabParallelEmbedding):  # its padding is never loaded
-                raise ValueError(f"layer {path!r} would get {copied} of {get_layer_size(layer)} elements from what the trainer publishes")
+            if 0 < copied < get_layer_size(layer) and not isinstance(
+                layer, VocabParallelEmbedding
+            ):  # its padding is never loaded
+                raise ValueError(
+                    f"layer {path!r} would get {copied} of {get_layer_size(layer)} elements from what the trainer publishes"
+                )
     return recorder.needs
 
 
@@ -80,7 +88,9 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 # An earlier reload has wrapped the loaders of these very tensors, in what defers loading.
-                if layerwise._get_weight_loader(tensor) is not (loader := layerwise._get_original_loader(tensor)):
+                if layerwise._get_weight_loader(tensor) is not (
+                    loader := layerwise._get_original_loader(tensor)
+                ):
                     tensor.weight_loader = loader
         yield {
             _storage(tensor): (path, name)
@@ -107,7 +117,9 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        self._sources: dict[int, tuple[Tensor, torch.Tensor]] = {}  # the tensor too, so that no storage is used again
+        self._sources: dict[
+            int, tuple[Tensor, torch.Tensor]
+        ] = {}  # the tensor too, so that no storage is used again
 
     def source(self, tensor: Tensor) -> torch.Tensor:
         empty = torch.empty(tensor.shape, dtype=dtype_of(tensor), device="meta")
@@ -131,12 +143,20 @@ class _Recorder(TorchDispatchMode):
             if owner is not None:
                 value = float(args[1]) if len(args) > 1 else 0.0
                 region = args[0]
-                filling = Filling(owner[1], region.storage_offset(), tuple(region.shape), tuple(region.stride()), value)
+                filling = Filling(
+                    owner[1],
+                    region.storage_offset(),
+                    tuple(region.shape),
+                    tuple(region.stride()),
+                    value,
+                )
                 self.needs.fillings.setdefault(owner[0], []).append(filling)
                 return region
         return func(*args, **(kwargs or {}))
 
-    def _copy(self, tensor: Tensor, of: torch.Tensor, into: torch.Tensor, layer: str, parameter: str) -> None:
+    def _copy(
+        self, tensor: Tensor, of: torch.Tensor, into: torch.Tensor, layer: str, parameter: str
+    ) -> None:
         if of.shape != into.shape:
             of, into = torch.broadcast_tensors(of, into) if of.numel() == into.numel() else (of, of)
         if of is into:
@@ -150,7 +170,9 @@ class _Recorder(TorchDispatchMode):
         self.num_copied[layer] = self.num_copied.get(layer, 0) + of.numel()
 
 
-def as_box(shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str) -> tuple[Box, tuple[int, ...]]:
+def as_box(
+    shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
+) -> tuple[Box, tuple[int, ...]]:
     """The box of a dense tensor of `shape` that its view `of` is, and the strides of `into` along the tensor's dimensions.
 
     Raises ValueError where the view is not a box.
@@ -165,17 +187,25 @@ def as_box(shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: s
         starts.append(rest // each if size else 0)
         rest -= starts[-1] * each
     sizes, strides = [1] * len(shape), [0] * len(shape)
-    dims = [(n, s, t) for n, s, t in zip(of.shape, of.stride(), into.stride(), strict=True) if n != 1]
+    dims = [
+        (n, s, t) for n, s, t in zip(of.shape, of.stride(), into.stride(), strict=True) if n != 1
+    ]
     while dims:
         n, s, t = dims.pop()
-        dim = next((d for d, each in enumerate(full) if each == s and sizes[d] == 1 and shape[d] > 1), None)
+        dim = next(
+            (d for d, each in enumerate(full) if each == s and sizes[d] == 1 and shape[d] > 1), None
+        )
         if dim is None or (starts[dim] + n > shape[dim] and (starts[dim] or n % shape[dim])):
-            raise ValueError(f"tensor {name!r}: its loader takes elements of it that are no box, so no slice can be asked for")
+            raise ValueError(
+                f"tensor {name!r}: its loader takes elements of it that are no box, so no slice can be asked for"
+            )
         if starts[dim] + n > shape[dim]:  # several of the tensor's dimensions seen as one
             dims.append((n // shape[dim], s * shape[dim], t * shape[dim]))
             n = shape[dim]
         sizes[dim], strides[dim] = n, t
-    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), tuple(strides)
+    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), tuple(
+        strides
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -24,7 +24,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
-    WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver")
+    WeightTransferEngineFactory.register_engine(
+        ADAPTER_BACKEND, "orrery.inference.adapters", "AdapterReceiver"
+    )
     from orrery.inference import releases
     from orrery.inference.patches import vllm_kv_transfer, vllm_shared_memory, vllm_whole_answers
 
@@ -33,7 +35,9 @@ def register() -> None:
     releases.correct_engine()
     vllm_whole_answers.hold_outputs()
     vllm_kv_transfer.pause_beside_unread_blocks()
-    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # of `kv_transfer`: this engine hands caches over through Mooncake
+    if (
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ
+    ):  # of `kv_transfer`: this engine hands caches over through Mooncake
         vllm_kv_transfer.bootstrap_on_one_address()
         vllm_kv_transfer.device_index_on_cpu()
         vllm_kv_transfer.pulls_that_end_with_their_engine()

@@ -12,16 +12,26 @@ START_DEADLINE_S = 60.0
 POLL_S = 0.05
 
 
-def await_start(me: RoleProcess, process: "subprocess.Popen[bytes]", program: str, what: str, answers: Callable[[], bool]) -> None:
+def await_start(
+    me: RoleProcess,
+    process: "subprocess.Popen[bytes]",
+    program: str,
+    what: str,
+    answers: Callable[[], bool],
+) -> None:
     """Return once `answers()`. Raises RunFailed where `program` ends first, or did not `what` (an infinitive) in time."""
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s
     with me.health.waiting(f"{program} to {what}", deadline_s=deadline_s):
         while True:
             if process.poll() is not None:
-                raise RunFailed(f"{me.role}: {program} did not start (exit code {process.returncode}); read logs/{me.name}.log")
+                raise RunFailed(
+                    f"{me.role}: {program} did not start (exit code {process.returncode}); read logs/{me.name}.log"
+                )
             if answers():
                 return
             if time.monotonic() > end:
-                raise RunFailed(f"{me.role}: {program} did not {what} within {deadline_s:g} s; read logs/{me.name}.log")
+                raise RunFailed(
+                    f"{me.role}: {program} did not {what} within {deadline_s:g} s; read logs/{me.name}.log"
+                )
             time.sleep(POLL_S)

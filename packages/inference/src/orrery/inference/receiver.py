@@ -26,15 +26,27 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from orrery.inference.loading import Loading, Run, runs
 from orrery.inference.needs import Needs, learn, put_back
-from orrery.inference.patches.vllm import forget_moe_kernels, has_stale_head, repack_tied_heads, say_nothing_of_unloaded
+from orrery.inference.patches.vllm import (
+    forget_moe_kernels,
+    has_stale_head,
+    repack_tied_heads,
+    say_nothing_of_unloaded,
+)
 from orrery.transport.fingerprint import MASK, tensor_fingerprint
 from orrery.transport.fingerprint_slices import SliceFingerprints, Where
 from orrery.transport.weight_wire import read_weights
@@ -103,7 +115,9 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TakeFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours:
-                with contextlib.suppress(OSError):  # else they wait for this worker as long as they wait for anybody
+                with contextlib.suppress(
+                    OSError
+                ):  # else they wait for this worker as long as they wait for anybody
                     give_up(Path(update_info.path))
 
     def finish_weight_update(self) -> None:
@@ -131,7 +145,9 @@ class Receiver(Backend):
         self.parts = Parts()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor, found once
-        self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}  # of whole tensors that stand in the model
+        self._fingerprints: dict[
+            tuple[torch.Size, torch.dtype], SliceFingerprints
+        ] = {}  # of whole tensors that stand in the model
         self._num_ranks = init_info.num_ranks
         self._target: Target | None = None
 
@@ -159,7 +175,9 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            finalize_layerwise_reload(self.model, self.model_config)  # gives half-loaded layers storage again
+            finalize_layerwise_reload(
+                self.model, self.model_config
+            )  # gives half-loaded layers storage again
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)
         elif is_tied and has_stale_head(self.model):
@@ -167,11 +185,21 @@ class Receiver(Backend):
             return {}
         if not is_whole:
             return {}
-        resident = {name: self._resident(name, consumed) for name, consumed in self._consumed.items()}
-        kept = {name: self._fingerprint(tensor) for name, tensor in resident.items() if tensor is not None}
-        found = dict(zip(kept, torch.cat([*kept.values()]).tolist(), strict=True)) if kept else {}  # the device is waited for once
+        resident = {
+            name: self._resident(name, consumed) for name, consumed in self._consumed.items()
+        }
+        kept = {
+            name: self._fingerprint(tensor)
+            for name, tensor in resident.items()
+            if tensor is not None
+        }
+        found = (
+            dict(zip(kept, torch.cat([*kept.values()]).tolist(), strict=True)) if kept else {}
+        )  # the device is waited for once
         held = {
-            name: (found[name] & MASK, RESIDENT) if name in found else (consumed.fingerprint, AS_CONSUMED)
+            name: (found[name] & MASK, RESIDENT)
+            if name in found
+            else (consumed.fingerprint, AS_CONSUMED)
             for name, consumed in self._consumed.items()
         }
         self.parts.add("finish_s", begin)
@@ -187,7 +215,9 @@ class Receiver(Backend):
         if self._target is None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._target = Target(update.engine, rank, self._num_ranks or parallel.world_size_across_dp, self.device)
+            self._target = Target(
+                update.engine, rank, self._num_ranks or parallel.world_size_across_dp, self.device
+            )
         target = self._target
         begin = time.perf_counter()
         target.join(Path(update.path).parent, self._learn)
@@ -204,13 +234,18 @@ class Receiver(Backend):
             target.fail()  # as a take does that ends in its midst
             raise
         begin = time.perf_counter()
-        self._consumed = {name: Consumed(fingerprint, *self._came_as[name]) for name, fingerprint in target.attest().items()}
+        self._consumed = {
+            name: Consumed(fingerprint, *self._came_as[name])
+            for name, fingerprint in target.attest().items()
+        }
         self.parts.add("attest_s", begin)
 
     def _learn(self, tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
         names = {tensor.name for tensor in tensors}
         if missing := sorted(self._expected_names() - names):
-            raise ValueError(f"tensor {missing[0]!r} is missing from what the trainer publishes ({len(missing)} in all)")
+            raise ValueError(
+                f"tensor {missing[0]!r} is missing from what the trainer publishes ({len(missing)} in all)"
+            )
         put_back(self.model)
         self._needs: Needs = learn(self.model, tensors)
         initialize_layerwise_reload(self.model)
@@ -218,28 +253,45 @@ class Receiver(Backend):
         self._came_as: dict[str, tuple[torch.Size | None, torch.dtype]] = {}
         for tensor in tensors:
             whole = tuple((0, size) for size in tensor.shape)
-            is_whole = all(each.box == whole for each in self._needs.destinations.get(tensor.name, ()))
-            self._came_as[tensor.name] = torch.Size(tensor.shape) if is_whole else None, dtype_of(tensor)
-        return {name: tuple(dict.fromkeys(each.box for each in found)) for name, found in self._needs.destinations.items()}
+            is_whole = all(
+                each.box == whole for each in self._needs.destinations.get(tensor.name, ())
+            )
+            self._came_as[tensor.name] = (
+                torch.Size(tensor.shape) if is_whole else None,
+                dtype_of(tensor),
+            )
+        return {
+            name: tuple(dict.fromkeys(each.box for each in found))
+            for name, found in self._needs.destinations.items()
+        }
 
     def _runs_of(self, one: Round) -> list[Run]:
         """Worked out once for a group's round."""
         assert self._target is not None
         known = self._runs.get(one.number)
         if known is None or known[0] is not one:
-            known = self._runs[one.number] = (one, runs(one.slices, self._needs, self._target.tensors))
+            known = self._runs[one.number] = (
+                one,
+                runs(one.slices, self._needs, self._target.tensors),
+            )
         return known[1]
 
     def _fingerprinted(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for name, tensor in read_weights(update.path):
                 if name in self._consumed:
-                    raise ValueError(f"weights version {update.version}: tensor {name!r} comes twice")
+                    raise ValueError(
+                        f"weights version {update.version}: tensor {name!r} comes twice"
+                    )
                 here = tensor.to(self.device)
-                self._consumed[name] = Consumed(tensor_fingerprint(here), tensor.shape, tensor.dtype)
+                self._consumed[name] = Consumed(
+                    tensor_fingerprint(here), tensor.shape, tensor.dtype
+                )
                 yield name, here
         except SafetensorError as error:
-            raise ValueError(f"weights version {update.version}: {damage(Path(update.path)) or error}") from error
+            raise ValueError(
+                f"weights version {update.version}: {damage(Path(update.path)) or error}"
+            ) from error
 
     def _check_complete(self, update: UpdateInfo) -> None:
         """Raise ValueError naming what was not filled."""
@@ -250,8 +302,14 @@ class Receiver(Backend):
             total = info.load_numel_total or 0
             # A layer whose every element has come is processed and reset at once; one that still waits lacks something.
             # (Not so an embedding, whose rows after the vocabulary are never loaded; it has one tensor, and its loader checks the shape.)
-            if info.can_load() and 0 < info.load_numel < total and not isinstance(layer, VocabParallelEmbedding):
-                raise ValueError(f"weights version {update.version}: layer {path!r} got {info.load_numel} of {total} elements")
+            if (
+                info.can_load()
+                and 0 < info.load_numel < total
+                and not isinstance(layer, VocabParallelEmbedding)
+            ):
+                raise ValueError(
+                    f"weights version {update.version}: layer {path!r} got {info.load_numel} of {total} elements"
+                )
 
     def _expected_names(self) -> set[str]:
         """Names in the checkpoint that the engine started from; a tied output head may be spelt out there and is not needed."""
@@ -277,7 +335,9 @@ class Receiver(Backend):
             return None
         if isinstance(place.module, VocabParallelEmbedding):
             parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
-        return parameter.detach() if parameter.shape == consumed.shape else None  # else a tensor-parallel slice
+        return (
+            parameter.detach() if parameter.shape == consumed.shape else None
+        )  # else a tensor-parallel slice
 
     def _place(self, name: str) -> Place | None:
         module_path, _, attribute = name.rpartition(".")

@@ -18,7 +18,9 @@ from orrery.manifest.schema import Manifest
 def environment(manifest: Manifest) -> dict[str, str]:
     """Return the variables that choose vLLM's model runner; vLLM reads them at import."""
     if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # else vLLM may choose the other runner, and refuse to start with it
+        return {
+            "VLLM_USE_V2_MODEL_RUNNER": "1"
+        }  # else vLLM may choose the other runner, and refuse to start with it
     return {}
 
 
@@ -28,7 +30,9 @@ def import_vllm(manifest: Manifest) -> None:
     Raises OrreryError if vLLM is not installed.
     """
     if find_spec("vllm") is None:
-        raise OrreryError("inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or locks/inference.cpu.txt")
+        raise OrreryError(
+            "inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or locks/inference.cpu.txt"
+        )
     if manifest.inference.enforce_eager:
         from orrery.inference.patches.vllm import import_without_compiler
 

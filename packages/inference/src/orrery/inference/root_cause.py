@@ -31,14 +31,21 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return str(error)
-    said: list[tuple[int, bool, str]] = []  # how far each is from a cause, whether it is not logged as an error, and what it says
+    said: list[
+        tuple[int, bool, str]
+    ] = []  # how far each is from a cause, whether it is not logged as an error, and what it says
     in_stack: dict[str, bool] = {}  # by process
     for line in lines:
         prefix = PREFIX.match(line)
         process, text = (prefix[1], line[prefix.end() :]) if prefix else ("", line)
         found = EXCEPTION.fullmatch(text.rstrip())
-        if found and (found[1].endswith(("Error", "Exception")) or ("." in found[1] and process and in_stack.get(process))):
-            said.append((2 if CONSEQUENCE.search(found[0]) else 0, not (prefix and prefix[2]), found[0]))
+        if found and (
+            found[1].endswith(("Error", "Exception"))
+            or ("." in found[1] and process and in_stack.get(process))
+        ):
+            said.append(
+                (2 if CONSEQUENCE.search(found[0]) else 0, not (prefix and prefix[2]), found[0])
+            )
         elif text == HANDLED and said:
             said[-1] = max(1, said[-1][0]), *said[-1][1:]
         in_stack[process] = text.startswith(" ")

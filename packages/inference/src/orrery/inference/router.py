@@ -45,18 +45,28 @@ WATCH_S = 0.25
 PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 
 
-def router_arguments(manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int) -> list[str]:
+def router_arguments(
+    manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
+) -> list[str]:
     """The command line of `vllm-router`. Raises OrreryError where the manifest has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
     # Beyond this the router answers 429; admission is the orchestrator's, with one turn of slack for requests that are just ending.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
-    thresholds = {"--balance-abs-threshold": router.balance_abs_threshold, "--balance-rel-threshold": router.balance_rel_threshold}
+    thresholds = {
+        "--balance-abs-threshold": router.balance_abs_threshold,
+        "--balance-rel-threshold": router.balance_rel_threshold,
+    }
     return [
         *("--worker-urls", *engine_urls),
         *("--policy", router.policy),
-        *(word for flag, value in thresholds.items() if value is not None for word in (flag, str(value))),
+        *(
+            word
+            for flag, value in thresholds.items()
+            if value is not None
+            for word in (flag, str(value))
+        ),
         *("--host", host, "--port", str(port)),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),
@@ -80,7 +90,12 @@ async def _serve(me: RoleProcess, token: str) -> None:
 
     try:
         engines = await asyncio.to_thread(
-            rendezvous.await_endpoints, me, "inference", me.manifest.inference.num_replicas, deadline_s, end_early
+            rendezvous.await_endpoints,
+            me,
+            "inference",
+            me.manifest.inference.num_replicas,
+            deadline_s,
+            end_early,
         )
     finally:
         is_left.set()
@@ -92,19 +107,32 @@ async def _serve(me: RoleProcess, token: str) -> None:
         url = await front.listen(me.host, me.port)
         me.health.doing("starting vllm-router")
         process = subprocess.Popen(
-            [*PROGRAM, url + AUTHORIZED if token else "", *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port)],
+            [
+                *PROGRAM,
+                url + AUTHORIZED if token else "",
+                *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port),
+            ],
             preexec_fn=die_with_parent,
             # --log-level is only for the router's Python; its core would log every request
             env={"RUST_LOG": (log_level() or "warning").replace("warning", "warn")} | os.environ,
         )
         try:
             key = authorization(token, Purpose.GENERATE)
-            await asyncio.to_thread(await_start, me, process, "vllm-router", "answer /health", lambda: _is_healthy(inner, key))
+            await asyncio.to_thread(
+                await_start,
+                me,
+                process,
+                "vllm-router",
+                "answer /health",
+                lambda: _is_healthy(inner, key),
+            )
             rendezvous.publish(me, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
             me.health.doing("serving")
             while (code := process.poll()) is None:
                 await asyncio.sleep(WATCH_S)
-            raise RunFailed(f"router: vllm-router ended by itself (exit code {code}); read logs/{me.name}.log")
+            raise RunFailed(
+                f"router: vllm-router ended by itself (exit code {code}); read logs/{me.name}.log"
+            )
         finally:
             _stop(process)
 
@@ -112,7 +140,9 @@ async def _serve(me: RoleProcess, token: str) -> None:
 def _is_healthy(url: str, key: Mapping[str, str]) -> bool:
     """Whether the router answers, and knows every engine as ready."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=dict(key)), timeout=2) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/health", headers=dict(key)), timeout=2
+        ) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

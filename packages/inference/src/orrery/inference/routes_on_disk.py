@@ -54,7 +54,10 @@ class RoutesOnDisk:
         paths = [_path(self._folder, key) for key in keys]
         self._files.used(map(str, paths))
         found = [self._read(path) for path in paths]
-        return [payload if payload is not None and len(payload) == num_bytes else None for payload in found]
+        return [
+            payload if payload is not None and len(payload) == num_bytes else None
+            for payload in found
+        ]
 
     def _read(self, path: Path) -> bytes | None:
         try:

@@ -55,7 +55,9 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
     releases.correct(me.manifest)
-    from vllm.entrypoints.launchers.api_server import entry  # after the corrections, because it binds their names
+    from vllm.entrypoints.launchers.api_server import (
+        entry,
+    )  # after the corrections, because it binds their names
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
@@ -68,7 +70,9 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
         uvloop.run(_serve(me, entry, args, left))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting
         cause = root_cause(error, log, log_begin)
-        raise RunFailed(f"inference {me.index}: vLLM did not start ({cause}); read logs/{me.name}.log") from error
+        raise RunFailed(
+            f"inference {me.index}: vLLM did not start ({cause}); read logs/{me.name}.log"
+        ) from error
     finally:
         _kill_children()
         left.remove()
@@ -89,7 +93,10 @@ class Left:
     def by(me: RoleProcess) -> "Left":
         """Call it before TMPDIR is another."""
         tempfile.tempdir = None
-        names = scratch_disk.of_start(me.run_dir, me.index), shared_memory.of_role(me.run_dir, me.name)
+        names = (
+            scratch_disk.of_start(me.run_dir, me.index),
+            shared_memory.of_role(me.run_dir, me.name),
+        )
         return Left(Path(tempfile.gettempdir()), *names, disk_folder(me), os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
@@ -116,10 +123,15 @@ def _exit_now(left: Left) -> None:
 async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
-    os.register_at_fork(after_in_child=socket.close)  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
+    os.register_at_fork(
+        after_in_child=socket.close
+    )  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
     me.health.doing("starting the engine")
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
-    async with entry.build_async_engine_client(args) as engine, heartbeat(me.health):  # before, vLLM waits for its core in the loop
+    async with (
+        entry.build_async_engine_client(args) as engine,
+        heartbeat(me.health),
+    ):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
@@ -170,7 +182,9 @@ def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     def announced(*args: object, **kwargs: object) -> None:
         if not stopping.is_set():
             stopping.set()
-            threading.Thread(target=_end_by_force, args=(left,), name="end-by-force", daemon=True).start()
+            threading.Thread(
+                target=_end_by_force, args=(left,), name="end-by-force", daemon=True
+            ).start()
         shutdown(*args, **kwargs)
 
     engine.shutdown = announced  # type: ignore[method-assign]
@@ -203,7 +217,9 @@ async def _announce(me: RoleProcess, args: Namespace, left: Left) -> None:
     end = time.monotonic() + deadline_s
     while not await _healthy(host, port):
         if time.monotonic() > end:
-            raise RunFailed(f"inference {me.index}: /health did not answer within {deadline_s:g} s of the engine being up")
+            raise RunFailed(
+                f"inference {me.index}: /health did not answer within {deadline_s:g} s of the engine being up"
+            )
         await asyncio.sleep(0.02)
     vllm_shared_memory.without_name(left.shared)
     gc.collect()

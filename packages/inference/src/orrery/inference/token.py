@@ -30,18 +30,29 @@ class RequireToken:
         self.app = app
         try:
             token = run_token()
-        except RunFailed:  # not a 500: the role itself ends with the sentence when it publishes its address
+        except (
+            RunFailed
+        ):  # not a 500: the role itself ends with the sentence when it publishes its address
             token = secrets.token_hex()
         self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
-        self.wanted = {purpose: f"Bearer {credential(token, purpose)}".encode() for purpose in Purpose} if token else None
+        self.wanted = (
+            {purpose: f"Bearer {credential(token, purpose)}".encode() for purpose in Purpose}
+            if token
+            else None
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
         if self.wanted and scope["type"] != "lifespan" and scope["path"] not in OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            wanted = self.wanted[Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER]
+            wanted = self.wanted[
+                Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER
+            ]
             if not hmac.compare_digest(given, wanted):
-                app = PlainTextResponse("this engine serves one run's roles only: the run's token is missing or another's\n", 401)
+                app = PlainTextResponse(
+                    "this engine serves one run's roles only: the run's token is missing or another's\n",
+                    401,
+                )
         await app(scope, receive, self._named(send) if scope.get("path") == GENERATE else send)
 
     def _named(self, send: Send) -> Send:

@@ -31,7 +31,14 @@ from orrery.manifest.run_folder import COMPLETE
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
         "inference", "orchestrator.admission", "orchestrator.keep_batches")  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")  # the other's own, or made anew
+LEFT = (
+    "manifest.json",
+    "status.json",
+    lock.NAME,
+    "report",
+    "stages/report",
+    "weights/wire",
+)  # the other's own, or made anew
 
 
 def adopt(run: Run, other: Run) -> str:
@@ -41,7 +48,9 @@ def adopt(run: Run, other: Run) -> str:
             f"{run.path.name}: it has begun; only a run that has not can adopt another (remove runs/{run.path.name} to drop it)"
         )
     if not other.finished():
-        raise OrreryError(f"{other.path.name}: no stage of it is done, so there is nothing to adopt; start {run.manifest.name} by itself")
+        raise OrreryError(
+            f"{other.path.name}: no stage of it is done, so there is nothing to adopt; start {run.manifest.name} by itself"
+        )
     if changed := [one for one in diff(other.manifest, run.manifest) if not _is_free(one.field)]:
         raise OrreryError(
             f"{run.path.name} would learn something else than {other.path.name}: {changed[0]}"
@@ -55,7 +64,11 @@ def adopt(run: Run, other: Run) -> str:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             shutil.copytree(
-                other.path, made, ignore=partial(_left, other.path), copy_function=partial(_same, other.path), dirs_exist_ok=True
+                other.path,
+                made,
+                ignore=partial(_left, other.path),
+                copy_function=partial(_same, other.path),
+                dirs_exist_ok=True,
             )
             write_atomic(made / "manifest.json", pretty_json(run.manifest).encode())
             where = _stand(made, run, other)
@@ -63,7 +76,9 @@ def adopt(run: Run, other: Run) -> str:
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
             if isinstance(error, shutil.Error):  # of copytree: what failed of each file
-                raise OrreryError(f"{run.path.name}: nothing is adopted: {error.args[0][0][2]}") from error
+                raise OrreryError(
+                    f"{run.path.name}: nothing is adopted: {error.args[0][0][2]}"
+                ) from error
             raise
     return where
 
@@ -75,7 +90,12 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     step = newest_checkpoint(made, next_stage)
     where = f"done: {', '.join(done)}; {next_stage} {'begins' if step is None else f'goes on after step {step}'}"
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
-    write_atomic(made / ADOPTED, (json.dumps({"run": other.path.name, "done": done, "checkpoint": checkpoint}) + "\n").encode())
+    write_atomic(
+        made / ADOPTED,
+        (
+            json.dumps({"run": other.path.name, "done": done, "checkpoint": checkpoint}) + "\n"
+        ).encode(),
+    )
     if (last := statuses.read(other.path)) is not None:  # keep only the time of its last work
         message = f"adopted from {other.path.name}: {where}; type `{resume_command(run, next_stage)}` to go on"
         replace(
@@ -97,14 +117,20 @@ def _left(root: Path, folder: str, names: list[str]) -> list[str]:
     inside = Path(folder).relative_to(root)
     found = [name for name in names if (inside / name).as_posix() in LEFT]
     if inside.as_posix() in ("checkpoints", "checkpoints/sft"):
-        found += [name for name in names if name != "sft" and not (root / inside / name / COMPLETE).exists()]
+        found += [
+            name
+            for name in names
+            if name != "sft" and not (root / inside / name / COMPLETE).exists()
+        ]
     return found
 
 
 def _same(root: Path, source: str, target: str) -> None:
     """The same file under another name where it is never written again and both names may stand for one file; else a copy of it."""
     inside = Path(source).relative_to(root)
-    if inside.parts[0] in ("weights", "checkpoints") or (inside.parts[0] == "rollouts" and inside.suffix == ".safetensors"):
+    if inside.parts[0] in ("weights", "checkpoints") or (
+        inside.parts[0] == "rollouts" and inside.suffix == ".safetensors"
+    ):
         with suppress(OSError):
             os.link(source, target)
             return

@@ -42,14 +42,18 @@ class Allocation:
     hardware: Hardware
     workspace: Workspace
 
-    def command(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int) -> list[str]:
+    def command(
+        self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
+    ) -> list[str]:
         """What one task of a step runs: the role in its image, or with this Python at a site without containers."""
         if self.site.containers is None:
             return role_argv(sys.executable, step.module, run_dir, stage, attempt, 0, incarnation)
         argv = role_argv("python3", step.module, run_dir, stage, attempt, 0, incarnation)
         gpus = self.hardware.accelerator != "cpu"
         image = containers.image_of(self.site.containers, self.workspace, self.hardware, step.role)
-        return containers.apptainer(self.site.containers, image, run_dir, code, self.scratch, gpus, argv)
+        return containers.apptainer(
+            self.site.containers, image, run_dir, code, self.scratch, gpus, argv
+        )
 
     def steps(self, plan: StagePlan) -> list[StepPlan]:
         return step_plans(plan, components(self.hardware, plan, self.slurm), self.slurm)
@@ -86,7 +90,11 @@ class Allocation:
             time.sleep(0.1)
         for probe in probes.values():
             probe.kill()
-        return [name for name, probe in probes.items() if not ended_within(probe, KILLED_S) or probe.returncode != 0]
+        return [
+            name
+            for name, probe in probes.items()
+            if not ended_within(probe, KILLED_S) or probe.returncode != 0
+        ]
 
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove from every node the job's scratch folder, engines' folders, whose names begin with `caches` or `starts` and which lie
@@ -94,7 +102,10 @@ class Allocation:
         script = f'tmp=${{TMPDIR:-${{TEMP:-${{TMP:-/tmp}}}}}}; rm -rf "$1" "$tmp/$2"* "$tmp/$3"* {SHARED_MEMORY}/*"$4"*'
         remove = ["sh", "-c", script, "sh", str(self.scratch), caches, starts, shared]
         steps = [
-            self._run(step_options(self.component(number), ",".join(names), len(names), 1, 1, None), *remove)
+            self._run(
+                step_options(self.component(number), ",".join(names), len(names), 1, 1, None),
+                *remove,
+            )
             for number, names in enumerate(self.nodes)
         ]
         limit_s = time.monotonic() + CLEAN_S
@@ -104,8 +115,13 @@ class Allocation:
             step.kill()
 
     def _run(self, options: Sequence[str], *command: str) -> subprocess.Popen:
-        env, nowhere = {**slurm.clean_environment(os.environ, inside=True), **self.site.environment}, subprocess.DEVNULL
-        return subprocess.Popen([*options, *command], env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        env, nowhere = (
+            {**slurm.clean_environment(os.environ, inside=True), **self.site.environment},
+            subprocess.DEVNULL,
+        )
+        return subprocess.Popen(
+            [*options, *command], env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere
+        )
 
     def images(self, plan: StagePlan) -> dict[str, Path]:
         return containers.images_of(self.site.containers, self.workspace, self.hardware, plan)
@@ -115,14 +131,19 @@ class Allocation:
         """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
         return containers.without_theirs(slurm.clean_environment(os.environ, inside=True))
 
-    def start(self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str) -> list[Task]:
+    def start(
+        self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str
+    ) -> list[Task]:
         """Start every step of the stage; raises `OrreryError` where an image is missing."""
         code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
         for number, one in enumerate(self.steps(plan)):
             line = partial(self._line, one, run_dir, code, plan.name, attempt)
             variables = cluster_environment(self.site, start, one.num_threads, plan.num_nodes)
-            env = {**self._base(), **(containers.passed_on(variables) if self.site.containers else variables)}
+            env = {
+                **self._base(),
+                **(containers.passed_on(variables) if self.site.containers else variables),
+            }
             step = Step(one, line, logs / f"step.{number}.log", env, token)
             tasks += [
                 Task(process, rank, self._nodes_of(one)[rank // one.tasks_per_node], step, logs)
@@ -130,19 +151,40 @@ class Allocation:
             ]
         return tasks
 
-    def _line(self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int) -> list[str]:
+    def _line(
+        self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
+    ) -> list[str]:
         argv = self.command(step, run_dir, code, stage, attempt, incarnation)
         component, nodelist = self.component(step.component), ",".join(self._nodes_of(step))
-        return srun(step, component, nodelist, code, run_dir / "logs", self.scratch, header(stage, attempt, incarnation), argv)
+        return srun(
+            step,
+            component,
+            nodelist,
+            code,
+            run_dir / "logs",
+            self.scratch,
+            header(stage, attempt, incarnation),
+            argv,
+        )
 
     def _nodes_of(self, step: StepPlan) -> tuple[str, ...]:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
 
-def allocation(site: Site, slurm_site: Slurm, hardware: Hardware, workspace: Workspace, env: Mapping[str, str] = os.environ) -> Allocation:
+def allocation(
+    site: Site,
+    slurm_site: Slurm,
+    hardware: Hardware,
+    workspace: Workspace,
+    env: Mapping[str, str] = os.environ,
+) -> Allocation:
     """The job around this process."""
     size = int(env.get("SLURM_HET_SIZE", "1"))
-    lists = [env[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(size)] if size > 1 else [env["SLURM_JOB_NODELIST"]]
+    lists = (
+        [env[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(size)]
+        if size > 1
+        else [env["SLURM_JOB_NODELIST"]]
+    )
     return Allocation(
         job=env.get("SLURM_HET_JOB_ID") or env["SLURM_JOB_ID"],
         restarts=int(env.get("SLURM_RESTART_COUNT", "0")),

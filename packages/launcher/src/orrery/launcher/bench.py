@@ -45,7 +45,9 @@ def figures(root: Path) -> list[Figure]:
             record = json.loads(path.read_text())
             rows = record.get("rows") or []
             measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
-            if not rows or ("value" in record and (record["unit"], record["value"]) not in measured):
+            if not rows or (
+                "value" in record and (record["unit"], record["value"]) not in measured
+            ):
                 rows = [{}, *rows]  # what the record itself says stands in none of them
             for row in rows:
                 if row.get("unit", record["unit"]) != record["unit"]:
@@ -63,12 +65,16 @@ def figures(root: Path) -> list[Figure]:
                         unit=row["unit"],
                         goal=row.get("goal"),
                         better=row.get("better", "higher"),
-                        hardware=hardware if isinstance(hardware, str) else hardware.get("name", json.dumps(hardware)),
+                        hardware=hardware
+                        if isinstance(hardware, str)
+                        else hardware.get("name", json.dumps(hardware)),
                         measured_at=str(row.get("measured_at", "")),
                     )
                 )
         except (ValueError, KeyError, AttributeError) as error:
-            raise OrreryError(f"{path}: not a benchmark's record ({error!r}); run its script again: `orrery bench {path.stem}`") from None
+            raise OrreryError(
+                f"{path}: not a benchmark's record ({error!r}); run its script again: `orrery bench {path.stem}`"
+            ) from None
     return found
 
 
@@ -81,7 +87,16 @@ def print_table(root: Path) -> bool:
     for one in every:
         goal = "" if one.goal is None else f"{'≥' if one.better == 'higher' else '≤'} {one.goal:g}"
         holds = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[one.holds]
-        table.add_row(one.name, one.variant, f"{one.value:.4g}", one.unit, goal, holds, one.hardware, one.measured_at[:10])
+        table.add_row(
+            one.name,
+            one.variant,
+            f"{one.value:.4g}",
+            one.unit,
+            goal,
+            holds,
+            one.hardware,
+            one.measured_at[:10],
+        )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     return all(one.holds is not False for one in every)
 
@@ -94,13 +109,16 @@ def run(root: Path, figure: str) -> int:
         try:
             words = _without_folders(shlex.split(json.loads(record.read_text())["command"])[1:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OrreryError(f"{record}: no command of a benchmark's record can be read from it ({error!r}); run its script") from None
+            raise OrreryError(
+                f"{record}: no command of a benchmark's record can be read from it ({error!r}); run its script"
+            ) from None
     elif script.is_file():
         words = [str(script.relative_to(root.parent))]
     else:
         near = nearest(figure, recorded)
         raise OrreryError(
-            f"benchmark {figure!r}: there is no such figure; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}")
+            f"benchmark {figure!r}: there is no such figure; "
+            + (f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}")
         )
     print(f"+ {shlex.join(['python', *words])}", flush=True)
     return subprocess.run([sys.executable, *words], cwd=root.parent).returncode
@@ -108,7 +126,11 @@ def run(root: Path, figure: str) -> int:
 
 def _without_folders(words: list[str]) -> list[str]:
     """A command without what said where runs were read from, and where results were left."""
-    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & {"--runs", "--out"}]
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not {before, word} & {"--runs", "--out"}
+    ]
 
 
 def trainer(words: list[str]) -> int:
@@ -120,5 +142,8 @@ def trainer(words: list[str]) -> int:
         workspace = find_workspace()
         run = find(words[0], workspace)
         held = run.path / "manifest.json"
-        words = [str(held if held.exists() else workspace.manifest_path(run.manifest.name)), *words[1:]]
+        words = [
+            str(held if held.exists() else workspace.manifest_path(run.manifest.name)),
+            *words[1:],
+        ]
     return subprocess.run([sys.executable, "-m", TRAINER, *words]).returncode

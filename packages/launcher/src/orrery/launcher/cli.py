@@ -40,35 +40,59 @@ def _say_version(is_asked: bool) -> None:
 
 @app.callback()
 def _before(
-    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say version and commit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say version and commit."
+        ),
+    ] = False,
 ) -> None:
     pass
 
 
 RunWord = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's name (reverse_text) or its folder in runs/ (reverse_text-0123456789ab).")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's name (reverse_text) or its folder in runs/ (reverse_text-0123456789ab).",
+    ),
 ]
 
 
 @app.command()
-def run(word: RunWord, stage: Annotated[str, typer.Argument(metavar="STAGE", help="init, sft, rl, evaluate or report.")]) -> None:
+def run(
+    word: RunWord,
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="init, sft, rl, evaluate or report.")
+    ],
+) -> None:
     """Run one stage here: start its processes, watch them, end them together. `snakemake` calls this for every stage in order."""
     from orrery.launcher.runs import job
     from orrery.launcher.stage import run_stage
 
     one = job(word, stage)
     outcome = run_stage(one)
-    print(outcome.message if outcome.state == "done" else f"error: {outcome.message}", file=sys.stderr, flush=True)
+    print(
+        outcome.message if outcome.state == "done" else f"error: {outcome.message}",
+        file=sys.stderr,
+        flush=True,
+    )
     if outcome.again and one.allocation is not None:
         import time
 
-        time.sleep(600)  # until Slurm has put the job back in the queue, which ends this process; else the job has failed
+        time.sleep(
+            600
+        )  # until Slurm has put the job back in the queue, which ends this process; else the job has failed
     raise typer.Exit(outcome.exit_code)
 
 
 @app.command()
 def adopt(
-    word: RunWord, other: Annotated[str, typer.Argument(metavar="OTHER", help="The run that it goes on from, by name or folder.")]
+    word: RunWord,
+    other: Annotated[
+        str,
+        typer.Argument(metavar="OTHER", help="The run that it goes on from, by name or folder."),
+    ],
 ) -> None:
     """Begin a run where another stands: the same learning on other devices, or in another layout of trainer and engines."""
     from orrery.launcher.adopt import adopt
@@ -84,11 +108,18 @@ def adopt(
 def plan(
     word: manifest_cli.Run,
     stage: Annotated[
-        str | None, typer.Argument(metavar="[STAGE]", help="One stage, with its srun lines; without it all of the run.")
+        str | None,
+        typer.Argument(
+            metavar="[STAGE]", help="One stage, with its srun lines; without it all of the run."
+        ),
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FOLDER", help="Write the manifest and each stage's submission script into this new folder."),
+        typer.Option(
+            "--write",
+            metavar="FOLDER",
+            help="Write the manifest and each stage's submission script into this new folder.",
+        ),
     ] = None,
 ) -> None:
     """Say what a run's stages would be on this site: nodes, devices, images, submission, command lines. Starts nothing."""
@@ -112,7 +143,10 @@ def plan(
 @app.command()
 def status(
     word: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Without it: the newest run, and a line for each of the others.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="Without it: the newest run, and a line for each of the others."
+        ),
     ] = None,
 ) -> None:
     """Say where a run stands: its stages, its processes, what each does or waits for."""
@@ -124,15 +158,23 @@ def status(
     workspace = find_workspace()
     on_cluster = load_site(workspace).slurm is not None
     if word is not None:
-        _print_each(lambda run: "\n".join(describe(run, on_cluster=on_cluster)), members(word, workspace))
+        _print_each(
+            lambda run: "\n".join(describe(run, on_cluster=on_cluster)), members(word, workspace)
+        )
         return
     shown = newest(workspace)
     if shown is None:
         profile = "slurm" if on_cluster else "local"
-        raise OrreryError(f"no run has started here; type `snakemake --profile {profile} reverse_text` (`orrery check` lists the runs)")
+        raise OrreryError(
+            f"no run has started here; type `snakemake --profile {profile} reverse_text` (`orrery check` lists the runs)"
+        )
 
     def line(path: Path) -> str:
-        return "\n".join(describe(find(path.name, workspace), on_cluster=on_cluster)) if path == shown else overview(path)
+        return (
+            "\n".join(describe(find(path.name, workspace), on_cluster=on_cluster))
+            if path == shown
+            else overview(path)
+        )
 
     _print_each(line, [shown, *(path for path in all_runs(workspace) if path != shown)])
 
@@ -157,9 +199,18 @@ def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
 @app.command()
 def logs(
     word: RunWord,
-    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="trainer, or one process: trainer.0. Without it: all.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
-    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many last lines of each; 0: all.")] = 50,
+    role: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ROLE]", help="trainer, or one process: trainer.0. Without it: all."
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on printing what is added.")
+    ] = False,
+    num_lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, help="So many last lines of each; 0: all.")
+    ] = 50,
 ) -> None:
     """Print what a run's processes wrote."""
     from orrery.launcher.describe import log_lines, log_paths
@@ -175,7 +226,12 @@ def logs(
 @app.command()
 def stop(
     word: RunWord,
-    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Let the RL stage write a checkpoint first and end by itself.")] = False,
+    checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint", help="Let the RL stage write a checkpoint first and end by itself."
+        ),
+    ] = False,
 ) -> None:
     """End a run that is going, or cancel its Slurm jobs, also those that wait; it stays resumable."""
     from orrery.launcher.runs import find
@@ -190,7 +246,12 @@ def stop(
 @app.command()
 def report(
     word: RunWord,
-    summary: Annotated[bool, typer.Option("--summary", help="Print the last line of the run, or of each run of a group, instead.")] = False,
+    summary: Annotated[
+        bool,
+        typer.Option(
+            "--summary", help="Print the last line of the run, or of each run of a group, instead."
+        ),
+    ] = False,
 ) -> None:
     """Draw a run's report anew, finished or not, and print its path."""
     import subprocess
@@ -203,7 +264,9 @@ def report(
         for run in members(word):
             text = run.path / "report" / "summary.txt"
             if not text.exists():
-                raise OrreryError(f"{run.path.name}: it has no report yet; type `{resume_command(run, 'report')}`")
+                raise OrreryError(
+                    f"{run.path.name}: it has no report yet; type `{resume_command(run, 'report')}`"
+                )
             print(read_regular(text).decode(errors="replace").strip())
         return
     found = find(word)
@@ -230,8 +293,14 @@ def report(
 @app.command()
 def export(
     word: RunWord,
-    step: Annotated[int | None, typer.Option("--step", help="The step of a complete checkpoint; the newest without it.")] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="The folder to write; weights/step_<n> of the run without it.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", help="The step of a complete checkpoint; the newest without it."),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", help="The folder to write; weights/step_<n> of the run without it."),
+    ] = None,
     stage: Annotated[str, typer.Option("--stage", help="rl or sft: whose checkpoint.")] = "rl",
 ) -> None:
     """Turn a checkpoint into a Hugging Face folder, of a run that goes on or has ended, and print its path; with Slurm in a small job."""
@@ -251,10 +320,22 @@ def export(
 def deployment(
     word: manifest_cli.Run,
     kind: Annotated[str, typer.Argument(metavar="ROUTER", help="dynamo or llm_d.")],
-    image: Annotated[str, typer.Option("--image", help="The engines' image: vLLM and this project; for Dynamo, Dynamo too.")],
-    claim: Annotated[str, typer.Option("--claim", help="The volume claim whose root is the folder of the weights.")],
-    proxy_image: Annotated[str, typer.Option("--proxy-image", help="llm-d's routing proxy, where prefill is apart.")] = "",
-    to: Annotated[Path | None, typer.Option("--to", help="The folder to write; RUN-ROUTER here without it.")] = None,
+    image: Annotated[
+        str,
+        typer.Option(
+            "--image", help="The engines' image: vLLM and this project; for Dynamo, Dynamo too."
+        ),
+    ],
+    claim: Annotated[
+        str,
+        typer.Option("--claim", help="The volume claim whose root is the folder of the weights."),
+    ],
+    proxy_image: Annotated[
+        str, typer.Option("--proxy-image", help="llm-d's routing proxy, where prefill is apart.")
+    ] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The folder to write; RUN-ROUTER here without it.")
+    ] = None,
 ) -> None:
     """Write what Dynamo or llm-d needs on Kubernetes to serve a run's engines, and print the paths. Applies nothing."""
     import subprocess
@@ -271,18 +352,40 @@ def deployment(
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
         path = Path(folder) / "manifest.json"
         path.write_bytes(canonical_json(manifest))
-        argv = [sys.executable, "-m", "orrery.inference.deployments", kind, str(path), "--image", image, "--claim", claim]
+        argv = [
+            sys.executable,
+            "-m",
+            "orrery.inference.deployments",
+            kind,
+            str(path),
+            "--image",
+            image,
+            "--claim",
+            claim,
+        ]
         argv += ["--proxy-image", proxy_image, "--to", str(to or Path(f"{manifest.name}-{kind}"))]
         raise typer.Exit(subprocess.run(argv).returncode)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
 def bench(
     context: typer.Context,
     figure: Annotated[
-        str | None, typer.Argument(metavar="[AREA/FIGURE | trainer RUN …]", help="Measure this figure anew, or a run's trainer.")
+        str | None,
+        typer.Argument(
+            metavar="[AREA/FIGURE | trainer RUN …]",
+            help="Measure this figure anew, or a run's trainer.",
+        ),
     ] = None,
-    table: Annotated[bool, typer.Option("--table", help="Print every recorded figure against its goal.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print every recorded figure against its goal.")
+    ] = False,
 ) -> None:
     """Measure a figure, or print all that are recorded; `orrery bench trainer --help` says how a run's trainer is measured."""
     from orrery.launcher import bench as benchmarks
@@ -294,18 +397,27 @@ def bench(
         print(context.get_help())
         return
     if context.args:
-        raise OrreryError(f"bench: there is no option {context.args[0]!r}; type `orrery bench --help`")
+        raise OrreryError(
+            f"bench: there is no option {context.args[0]!r}; type `orrery bench --help`"
+        )
     root = find_workspace().root / "benchmarks"
     if figure is not None:
         raise typer.Exit(benchmarks.run(root, figure))
     if not table:
-        raise OrreryError("bench: say what; type `orrery bench --table`, `orrery bench AREA/FIGURE`, or `orrery bench trainer RUN`")
+        raise OrreryError(
+            "bench: say what; type `orrery bench --table`, `orrery bench AREA/FIGURE`, or `orrery bench trainer RUN`"
+        )
     benchmarks.print_table(root)
 
 
 @app.command()
 def doctor(
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="At a site with Slurm: look at its nodes, in one small job.")] = True,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe", help="At a site with Slurm: look at its nodes, in one small job."
+        ),
+    ] = True,
 ) -> None:
     """Look at this machine and, where the site file names one, at the cluster: what a run needs, what is there, what mends it."""
     from orrery.launcher.doctor import examine
@@ -332,7 +444,9 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        raise SystemExit(141) from None  # the reader of our stdout has left (`orrery logs … | head`)
+        raise SystemExit(
+            141
+        ) from None  # the reader of our stdout has left (`orrery logs … | head`)
     except OSError as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         raise SystemExit(1) from None

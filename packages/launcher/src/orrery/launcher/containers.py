@@ -26,9 +26,23 @@ CODE = "/orrery/code"  # where the snapshot is bound; on PYTHONPATH of every ima
 THEIRS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # options, binds and variables of whoever submitted, which Apptainer would take
 
 
-def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, scratch: Path, gpus: bool, argv: Sequence[str]) -> list[str]:
+def apptainer(
+    site: Containers,
+    image: Path,
+    run_dir: Path,
+    code: Path,
+    scratch: Path,
+    gpus: bool,
+    argv: Sequence[str],
+) -> list[str]:
     """`argv` inside `image`."""
-    binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", "/etc/hosts:/etc/hosts:ro", *site.mounts]
+    binds = [
+        str(run_dir),
+        f"{code}:{CODE}:ro",
+        f"{scratch}:/tmp",
+        "/etc/hosts:/etc/hosts:ro",
+        *site.mounts,
+    ]
     return [
         *entering(gpus),
         *(part for bind in binds for part in ("--bind", bind)),
@@ -39,7 +53,15 @@ def apptainer(site: Containers, image: Path, run_dir: Path, code: Path, scratch:
 
 def entering(gpus: bool) -> list[str]:
     """The beginning of every command line into an image: nothing of the host's but what Apptainer itself needs."""
-    alone = ["apptainer", "-s", "exec", "--cleanenv", "--no-home", "--no-mount", "home,tmp,cwd,hostfs,bind-paths"]
+    alone = [
+        "apptainer",
+        "-s",
+        "exec",
+        "--cleanenv",
+        "--no-home",
+        "--no-mount",
+        "home,tmp,cwd,hostfs,bind-paths",
+    ]
     return [*alone, *(["--nv"] if gpus else [])]
 
 
@@ -49,12 +71,23 @@ def without_theirs(env: Mapping[str, str]) -> dict[str, str]:
 
 def image_of(site: Containers, workspace: Workspace, hardware: Hardware, role: str) -> Path:
     """The image file of a role; raises `OrreryError` where it is missing."""
-    return images.find(workspace, workspace.root / site.images, images.IMAGE_OF[role], images.hardware_of(hardware.accelerator))
+    return images.find(
+        workspace,
+        workspace.root / site.images,
+        images.IMAGE_OF[role],
+        images.hardware_of(hardware.accelerator),
+    )
 
 
-def images_of(site: Containers | None, workspace: Workspace, hardware: Hardware, plan: StagePlan) -> dict[str, Path]:
+def images_of(
+    site: Containers | None, workspace: Workspace, hardware: Hardware, plan: StagePlan
+) -> dict[str, Path]:
     """The image of every role of a stage; empty at a site without containers."""
-    return {one.role: image_of(site, workspace, hardware, one.role) for one in plan.processes} if site else {}
+    return (
+        {one.role: image_of(site, workspace, hardware, one.role) for one in plan.processes}
+        if site
+        else {}
+    )
 
 
 def scratch_of(site: Containers | None, job: str) -> Path:
@@ -62,7 +95,11 @@ def scratch_of(site: Containers | None, job: str) -> Path:
     return Path(site.scratch if site else "/tmp") / f"orrery-{job}"
 
 
-CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "XDG_CONFIG_HOME": "/tmp/.config", "TRITON_HOME": "/tmp"}  # there is no home
+CACHES = {
+    "XDG_CACHE_HOME": "/tmp/.cache",
+    "XDG_CONFIG_HOME": "/tmp/.config",
+    "TRITON_HOME": "/tmp",
+}  # there is no home
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
@@ -100,7 +137,9 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 def _copied(folder: Path) -> dict[str, bytes]:
     """Return the files of a copy, without Python's bytecode."""
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    found = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
@@ -114,7 +153,13 @@ def _sources(workspace: Workspace) -> Iterator[tuple[str, bytes]]:
                 yield str(path.relative_to(room / "src")), path.read_bytes()
         project = tomllib.loads((room / "pyproject.toml").read_text())["project"]
         folder = f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        yield f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n".encode()
+        yield (
+            f"{folder}/METADATA",
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n".encode(),
+        )
         if points := project.get("entry-points"):
-            groups = [f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in table.items()) for group, table in points.items()]
+            groups = [
+                f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in table.items())
+                for group, table in points.items()
+            ]
             yield f"{folder}/entry_points.txt", "\n".join(groups).encode()

@@ -49,14 +49,20 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         if jobs:
             return [f"{run.path.name}: not started", *map(_job_line, jobs)]
         profile = "slurm" if on_cluster else "local"
-        return [f"{run.path.name}: not started; type `{resume_command(run, 'init', profile=profile)}`", *silence]
+        return [
+            f"{run.path.name}: not started; type `{resume_command(run, 'init', profile=profile)}`",
+            *silence,
+        ]
     died = statuses.launcher_died(run.path, status)
     working = status.state in ("running", "stopping") and not died
     state = "its launcher died" if died else status.state
     since = f" for {duration(now_s - status.started_s)}" if working else ""
     lines = [f"{run.path.name}: {status.stage} {state}{since}, attempt {status.attempt}"]
     finished = run.finished()
-    marks = [f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}" for stage in run.stages]
+    marks = [
+        f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}"
+        for stage in run.stages
+    ]
     lines.append("  " + "   ".join(marks))
     lines += [*map(_job_line, jobs), *silence]
     health = read_health(run.path, status.stage, status.attempt)
@@ -80,7 +86,9 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines.append("  it goes on by itself when its job starts again")
     elif died:
         who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
-        lines.append(f"  the launcher ({who}) died without a word; type `{_resume(run, status)}` to go on")
+        lines.append(
+            f"  the launcher ({who}) died without a word; type `{_resume(run, status)}` to go on"
+        )
     elif status.message:
         lines.append(f"  {status.message}")
         if status.state == "done" and len(finished) < len(run.stages):
@@ -90,10 +98,20 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
 
 def _losses(run_dir: Path) -> list[str]:
     """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
-    of_sft = (row for row in rows(run_dir / "metrics" / "trainer.0.jsonl") if row.get("stage") == "sft")
+    of_sft = (
+        row for row in rows(run_dir / "metrics" / "trainer.0.jsonl") if row.get("stage") == "sft"
+    )
     losses = merge_attempts(row for row in of_sft if _is_number(row.get("step")))
-    said = [f"loss {row['loss']:.4f} (step {row['step']})" for row in losses if _is_number(row.get("loss"))][-1:]
-    validated = [f"{row['validation_loss']:.4f} (step {row['step']})" for row in losses if _is_number(row.get("validation_loss"))]
+    said = [
+        f"loss {row['loss']:.4f} (step {row['step']})"
+        for row in losses
+        if _is_number(row.get("loss"))
+    ][-1:]
+    validated = [
+        f"{row['validation_loss']:.4f} (step {row['step']})"
+        for row in losses
+        if _is_number(row.get("validation_loss"))
+    ]
     if validated:
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
@@ -102,9 +120,18 @@ def _losses(run_dir: Path) -> list[str]:
 def _signal(run_dir: Path, attempt: int) -> list[str]:
     """Describe the share without signal of the rollouts sampled for the attempt's newest batch."""
     of_rl = (
-        row for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl") if row.get("stage") == "rl" and row.get("attempt") == attempt
+        row
+        for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl")
+        if row.get("stage") == "rl" and row.get("attempt") == attempt
     )
-    newest = deque((row for row in of_rl if row.get("event") == "batch" and _is_number(row.get("num_without_signal"))), 1)
+    newest = deque(
+        (
+            row
+            for row in of_rl
+            if row.get("event") == "batch" and _is_number(row.get("num_without_signal"))
+        ),
+        1,
+    )
     return [
         f"  batch {row.get('step')}: {row['num_without_signal']} of {row['num_sampled']} sampled rollouts without signal "
         f"({row['num_without_signal'] / row['num_sampled']:.0%})"
@@ -119,7 +146,9 @@ def _is_number(value: object) -> bool:
 
 
 def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
-    return resume_command(run, stage or status.stage, profile="slurm" if status.slurm_job else "local")
+    return resume_command(
+        run, stage or status.stage, profile="slurm" if status.slurm_job else "local"
+    )
 
 
 def _jobs(run_dir: Path) -> tuple[list[slurm.SlurmJob], list[str]]:
@@ -139,10 +168,14 @@ def _job_line(job: slurm.SlurmJob) -> str:
 def log_paths(path: Path, role: str | None) -> list[Path]:
     """The logs of a role (`trainer`), of one process (`trainer.0`), or all; raises `OrreryError` naming those there are."""
     every = sorted((path / "logs").glob("*.log"))
-    chosen = [log for log in every if role is None or log.stem == role or log.stem.split(".")[0] == role]
+    chosen = [
+        log for log in every if role is None or log.stem == role or log.stem.split(".")[0] == role
+    ]
     if not chosen:
         names = ", ".join(log.stem for log in every) or "none yet"
-        raise OrreryError(f"logs of {role or path.name}: there are none in {path / 'logs'}; the processes with a log are {names}")
+        raise OrreryError(
+            f"logs of {role or path.name}: there are none in {path / 'logs'}; the processes with a log are {names}"
+        )
     return chosen
 
 
@@ -156,7 +189,9 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
         with open_regular(path) as log:
             log.seek(_begin_of_last(log, num_lines) if num_lines else 0)
             lines = (line for data in log for line in data.decode(errors="replace").splitlines())
-            yield from _prefixed(path, deque(lines, num_lines) if num_lines else lines, len(paths) > 1)
+            yield from _prefixed(
+                path, deque(lines, num_lines) if num_lines else lines, len(paths) > 1
+            )
             offsets[path] = log.tell()
     while follow:
         time.sleep(FOLLOW_S)

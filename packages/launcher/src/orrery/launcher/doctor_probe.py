@@ -35,7 +35,11 @@ print(json.dumps({"python": platform.python_version(), "cuda": cuda[0] if cuda e
 def main():
     options = json.loads(sys.argv[1])
     rank, size = int(os.environ.get("SLURM_PROCID", 0)), int(os.environ.get("SLURM_NTASKS", 1))
-    found = {"rank": rank, "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "ended": "in time"}
+    found = {
+        "rank": rank,
+        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "ended": "in time",
+    }
 
     def out_of_time(*_):
         found["ended"] = "out of time"
@@ -50,11 +54,15 @@ def main():
     found["interfaces"] = [name for _, name in socket.if_nameindex()]
     meet(found, options, rank, size)
     found["python"] = ask([options["python"], "-c", "import orrery.launcher; print('imports')"])
-    found["visible_gpus"] = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    found["visible_gpus"] = [
+        one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one
+    ]
     found["nvidia"] = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     found["nvidia_cuda"] = ask(["nvidia-smi"])
     found["apptainer"] = ask(["apptainer", "--version"])
-    found["images"] = {name: in_image(path, options["entering"]) for name, path in options["images"].items()}
+    found["images"] = {
+        name: in_image(path, options["entering"]) for name, path in options["images"].items()
+    }
     found["user_namespaces"] = read("/proc/sys/user/max_user_namespaces")
     found["fuse"] = os.access("/dev/fuse", os.R_OK | os.W_OK)
     found["infiniband"] = listed("/sys/class/infiniband")
@@ -68,7 +76,10 @@ def say(found):
     """In short lines, each with the rank and its place: srun takes lines of several tasks apart that are longer than 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-    lines = ["{}/{}/{} {}\n".format(found["rank"], place, len(pieces), piece) for place, piece in enumerate(pieces)]
+    lines = [
+        "{}/{}/{} {}\n".format(found["rank"], place, len(pieces), piece)
+        for place, piece in enumerate(pieces)
+    ]
     sys.stdout.write("".join(lines))
     sys.stdout.flush()
 
@@ -76,7 +87,13 @@ def say(found):
 def ask(argv, within_s=20):
     """[exit code, what it said]; the code is None where it is not there or gave no answer."""
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=within_s)
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=within_s,
+        )
         return [done.returncode, done.stdout.decode(errors="replace").strip()[-3000:]]
     except subprocess.TimeoutExpired:
         return [None, f"no answer within {within_s} s"]
@@ -87,14 +104,18 @@ def ask(argv, within_s=20):
 def in_image(path, entering):
     if not os.path.exists(path):
         return [None, "not there"]
-    return ask(entering + ["--pwd", "/", path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40)
+    return ask(
+        entering + ["--pwd", "/", path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40
+    )
 
 
 def address_of(interface):
     """Its IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            row = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            row = fcntl.ioctl(
+                asked.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15])
+            )  # SIOCGIFADDR
         except OSError:
             return None
     return socket.inet_ntoa(row[20:24])
@@ -148,11 +169,17 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            os.path.exists(os.path.join(folder, f"flag.{one}"))  # as roles do: so its absence is cached
+            os.path.exists(
+                os.path.join(folder, f"flag.{one}")
+            )  # as roles do: so its absence is cached
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
     publish(folder, f"flag.{rank}", "")
-    threads = [threading.Thread(target=visit, args=(found, one, where[one], rank, wait_s)) for one in where if where[one][0]]
+    threads = [
+        threading.Thread(target=visit, args=(found, one, where[one], rank, wait_s))
+        for one in where
+        if where[one][0]
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -160,7 +187,9 @@ def meet(found, options, rank, size):
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
     limit_s = time.monotonic() + wait_s  # others may still ask this one, or try for its lock
-    while time.monotonic() < limit_s and not all(os.path.exists(os.path.join(folder, f"done.{one}")) for one in where):
+    while time.monotonic() < limit_s and not all(
+        os.path.exists(os.path.join(folder, f"done.{one}")) for one in where
+    ):
         time.sleep(POLL_S)
     if held is not None:
         os.close(held)

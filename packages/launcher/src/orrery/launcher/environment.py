@@ -10,12 +10,18 @@ from orrery.observe.logs import LOG_LEVEL, log_level
 from orrery.observe.network import INTERFACE
 from orrery.observe.token import STANDARD_INPUT, TOKEN_FILE
 
-THREADS_AT_MOST = 4  # more threads than this only wait for one another at the model sizes that are run on CPUs
+THREADS_AT_MOST = (
+    4  # more threads than this only wait for one another at the model sizes that are run on CPUs
+)
 LOOPBACK = "127.0.0.1,localhost"
 
 
 def environment(
-    base: Mapping[str, str], site: Site, start: str, cores: frozenset[int] | None, devices: tuple[str, ...] | None
+    base: Mapping[str, str],
+    site: Site,
+    start: str,
+    cores: frozenset[int] | None,
+    devices: tuple[str, ...] | None,
 ) -> dict[str, str]:
     """Of a process on this machine: the launcher's own with ours put in its place.
 

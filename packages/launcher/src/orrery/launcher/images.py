@@ -51,15 +51,28 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
         return tuple(f"containers/{name}" for name in base)
     lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
     compiler = "debian.cuda.lock"  # in the GPU base
-    packages = [f"{image}.def", compiler, "python.sh", "contested.py", "sdists.in", "make_wheels.py"]
-    return (*dict.fromkeys(f"containers/{name}" for name in [*base, *packages]), f"locks/{lock}.txt", ".python-version")
+    packages = [
+        f"{image}.def",
+        compiler,
+        "python.sh",
+        "contested.py",
+        "sdists.in",
+        "make_wheels.py",
+    ]
+    return (
+        *dict.fromkeys(f"containers/{name}" for name in [*base, *packages]),
+        f"locks/{lock}.txt",
+        ".python-version",
+    )
 
 
 def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
     """sha256 of the names and contents of an image's parts and of how they are packed; `role` is a role or an image."""
     image = _image(role)
     digests = {part: sha256(workspace.root / part) for part in parts(image, hardware)}
-    return hashlib.sha256(json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
@@ -70,10 +83,16 @@ def file_name(image: Image, hardware: Hardware, sif: str) -> str:
 def locked(workspace: Workspace) -> dict[str, Built]:
     """`containers/images.lock`, by `hardware/image`; {} where there is none yet."""
     path = workspace.root / LOCK
-    return read_as(path, dict[str, Built], f"check out the commit's own {LOCK}") if path.exists() else {}
+    return (
+        read_as(path, dict[str, Built], f"check out the commit's own {LOCK}")
+        if path.exists()
+        else {}
+    )
 
 
-def find(workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False) -> Path:
+def find(
+    workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
+) -> Path:
     """The image of a role (or image) in the folder `images_dir`; with `verify` its sha256 is checked, which reads all of it.
 
     Raises `OrreryError` when the checkout's recipe has moved on since the lock, or the file of the lock is missing or damaged.
@@ -85,19 +104,30 @@ def find(workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, 
     if one is None:
         raise OrreryError(f"{LOCK}: there is no image {name}; type `{build} lock_{hardware}`")
     if one.recipe != recipe(workspace, image, hardware):
-        raise OrreryError(f"{LOCK}: the recipe of {name} has changed since its image was built; type `{build} lock_{hardware}`")
+        raise OrreryError(
+            f"{LOCK}: the recipe of {name} has changed since its image was built; type `{build} lock_{hardware}`"
+        )
     path = images_dir / file_name(image, hardware, one.sif)
     if not path.is_file():
-        raise OrreryError(f"{workspace.shown(path)}: the image is missing; type `{build} {image}_{hardware}`, or copy the file there")
+        raise OrreryError(
+            f"{workspace.shown(path)}: the image is missing; type `{build} {image}_{hardware}`, or copy the file there"
+        )
     if verify and sha256(path) != one.sif:
-        raise OrreryError(f"{workspace.shown(path)}: the file is not the one of {LOCK}; remove it and type `{build} {image}_{hardware}`")
+        raise OrreryError(
+            f"{workspace.shown(path)}: the file is not the one of {LOCK}; remove it and type `{build} {image}_{hardware}`"
+        )
     return path
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
     """The note that an image of the present recipe was built in `images_dir`; a note whose image is gone is removed."""
-    path = images_dir / "built" / f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
-    if path.exists() and not (images_dir / file_name(image, hardware, read_record(path).sif)).is_file():
+    path = (
+        images_dir / "built" / f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
+    )
+    if (
+        path.exists()
+        and not (images_dir / file_name(image, hardware, read_record(path).sif)).is_file()
+    ):
         path.unlink()
     return path
 
@@ -109,5 +139,7 @@ def read_record(path: Path) -> Built:
 def _image(role: str) -> Image:
     known: dict[str, Image] = {image: image for image in IMAGES} | IMAGE_OF
     if role not in known:
-        raise OrreryError(f"image: there is none for the role {role!r}; there are {', '.join(known)}")
+        raise OrreryError(
+            f"image: there is none for the role {role!r}; there are {', '.join(known)}"
+        )
     return known[role]

@@ -30,10 +30,18 @@ CHUNK_BYTES = 8 << 20
 def stages_read(stage: str, stages: Sequence[str]) -> list[str]:
     """Return the earlier stages whose files `stage` reads in a run with `stages`."""
     start = "sft" if "sft" in stages else "init"
-    return {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}.get(stage, [])
+    return {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}.get(
+        stage, []
+    )
 
 
-def verify(run_dir: Path, stage: str, stages: Sequence[str], remedy: Callable[[str], str], stop: Callable[[], bool]) -> list[str]:
+def verify(
+    run_dir: Path,
+    stage: str,
+    stages: Sequence[str],
+    remedy: Callable[[str], str],
+    stop: Callable[[], bool],
+) -> list[str]:
     """Verify the files that `stage` reads and record their digests.
 
     Return the stages without a receipt, whose files are not verified. Raises OrreryError with the
@@ -43,17 +51,29 @@ def verify(run_dir: Path, stage: str, stages: Sequence[str], remedy: Callable[[s
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
     told, unknown = _outputs(run_dir), []
     for maker in stages_read(stage, stages):
-        outputs = {path: digest for path, digest in told.get(maker, {}).items() if path.startswith(("weights/", "stages/"))}
+        outputs = {
+            path: digest
+            for path, digest in told.get(maker, {}).items()
+            if path.startswith(("weights/", "stages/"))
+        }
         if not outputs:
             unknown.append(maker)
         expected |= {path: (maker, digest) for path, digest in outputs.items()}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        found = dict(zip(expected, pool.map(lambda path: _found(run_dir / path, expected[path][1], stop), expected), strict=True))
+        found = dict(
+            zip(
+                expected,
+                pool.map(lambda path: _found(run_dir / path, expected[path][1], stop), expected),
+                strict=True,
+            )
+        )
     if stop():
         return unknown
     for path, (maker, digest) in expected.items():
         if found[path] != digest:
-            raise OrreryError(f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, so it is not what {maker} made; {remedy(maker)}")
+            raise OrreryError(
+                f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, so it is not what {maker} made; {remedy(maker)}"
+            )
     file = inputs_path(run_dir, stage)
     if unknown:
         file.unlink(missing_ok=True)
@@ -74,10 +94,16 @@ def command(run_dir: Path, stage: str, maker: str, resume: str) -> str:
 def _outputs(run_dir: Path) -> dict[str, Mapping[str, str]]:
     """Return the receipt's outputs of every done stage, or {} without a readable receipt."""
     try:
-        stages: dict[str, Any] = read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
+        stages: dict[str, Any] = (
+            read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
+        )
     except OrreryError:
         return {}
-    return {name: entry["outputs"] for name, entry in stages.items() if isinstance(entry.get("outputs"), dict)}
+    return {
+        name: entry["outputs"]
+        for name, entry in stages.items()
+        if isinstance(entry.get("outputs"), dict)
+    }
 
 
 def _found(path: Path, expected: str, stop: Callable[[], bool]) -> str | None:
@@ -103,7 +129,11 @@ def _how(path: Path, expected: str) -> str:
         return f"cannot be read ({error.strerror})"
     if size == 0:
         return "has 0 bytes"
-    return f"is not the file whose sha256 {RECEIPT} tells" if _is_sha256(expected) else f"has {size} bytes, but {RECEIPT} says: {expected}"
+    return (
+        f"is not the file whose sha256 {RECEIPT} tells"
+        if _is_sha256(expected)
+        else f"has {size} bytes, but {RECEIPT} says: {expected}"
+    )
 
 
 def _is_sha256(text: str) -> bool:

@@ -47,21 +47,96 @@ BY_PATH = "`generate` or `administer`, by path"
 ENDS = "can end the run, or join a group while it forms; no secret passes"
 ENDS_UPDATE = "can end an update; weights that it forges fail their fingerprints"
 LISTENERS = (
-    Listener("orchestrator", "", "rollout wire: asks and heads", ROLE, "CurveZMQ keys derived from the token", "nothing"),
-    Listener("orchestrator", "", "rollout wire: bytes", ROLE, "ticket, issued over the wire", "nothing"),
+    Listener(
+        "orchestrator",
+        "",
+        "rollout wire: asks and heads",
+        ROLE,
+        "CurveZMQ keys derived from the token",
+        "nothing",
+    ),
+    Listener(
+        "orchestrator", "", "rollout wire: bytes", ROLE, "ticket, issued over the wire", "nothing"
+    ),
     Listener("router", "", "front", ROLE, BY_PATH, "401"),
-    Listener("router", "vllm::router", "vllm-router", ON_LOOPBACK, "`generate`", "401; 405, 415 or 422 if malformed"),
-    Listener("router", "vllm::router", "metrics of vllm-router", ON_LOOPBACK, NONE, "reads counts and engines' addresses", 1, False),
+    Listener(
+        "router",
+        "vllm::router",
+        "vllm-router",
+        ON_LOOPBACK,
+        "`generate`",
+        "401; 405, 415 or 422 if malformed",
+    ),
+    Listener(
+        "router",
+        "vllm::router",
+        "metrics of vllm-router",
+        ON_LOOPBACK,
+        NONE,
+        "reads counts and engines' addresses",
+        1,
+        False,
+    ),
     Listener("inference", "", "engine", ROLE, BY_PATH, "401, but reads `/health` and `/metrics`"),
-    Listener("inference", "", "vLLM: API server", UNIX, "folder of mode 0700", "cannot reach it", None),
-    Listener("inference", "VLLM::", "vLLM: engine cores", UNIX, "folder of mode 0700", "cannot reach it", None),
-    Listener("inference", "VLLM::", "ranks of an engine: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False),
-    Listener("inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False),
-    Listener("inference", "VLLM::", "caches: NIXL, Mooncake", ROLE, NONE, "can read and change caches of requests", None, False),
-    Listener("trainer", "", "ranks of the trainer: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False),
-    Listener("trainer", "", "weight wire: TCPStore", ROLE, "values carry an HMAC", "can end the run; cannot forge a value", 1, False),
+    Listener(
+        "inference", "", "vLLM: API server", UNIX, "folder of mode 0700", "cannot reach it", None
+    ),
+    Listener(
+        "inference",
+        "VLLM::",
+        "vLLM: engine cores",
+        UNIX,
+        "folder of mode 0700",
+        "cannot reach it",
+        None,
+    ),
+    Listener(
+        "inference",
+        "VLLM::",
+        "ranks of an engine: TCPStore, gloo, NCCL",
+        ROLE,
+        NONE,
+        ENDS,
+        None,
+        False,
+    ),
+    Listener(
+        "inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False
+    ),
+    Listener(
+        "inference",
+        "VLLM::",
+        "caches: NIXL, Mooncake",
+        ROLE,
+        NONE,
+        "can read and change caches of requests",
+        None,
+        False,
+    ),
+    Listener(
+        "trainer", "", "ranks of the trainer: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False
+    ),
+    Listener(
+        "trainer",
+        "",
+        "weight wire: TCPStore",
+        ROLE,
+        "values carry an HMAC",
+        "can end the run; cannot forge a value",
+        1,
+        False,
+    ),
     Listener("trainer", "", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False),
-    Listener("kv_store", "mooncake_master", "Mooncake Store's master", ROLE, NONE, "can drop cached blocks and end the run", 2, False),
+    Listener(
+        "kv_store",
+        "mooncake_master",
+        "Mooncake Store's master",
+        ROLE,
+        NONE,
+        "can drop cached blocks and end the run",
+        2,
+        False,
+    ),
 )
 
 
@@ -83,7 +158,13 @@ class Socket:
         """Return the rows of LISTENERS that match this socket if roles listen on `host`."""
         scopes = {UNIX} if not self.port else {ROLE} if self.address == host else set()
         scopes |= {ON_LOOPBACK} if self.port and self.address == LOOPBACK else set()
-        return [row for row in LISTENERS if row.role == self.role and row.scope in scopes and _is_program(row.program, self.program)]
+        return [
+            row
+            for row in LISTENERS
+            if row.role == self.role
+            and row.scope in scopes
+            and _is_program(row.program, self.program)
+        ]
 
 
 def _is_program(wanted: str, name: str) -> bool:
@@ -102,7 +183,10 @@ def listening(roles: Mapping[int, str]) -> list[Socket]:
             if each.pid in roles and each.pid != pid:
                 continue
             program = "" if each.pid == pid else each.name()
-            found += [Socket(role, program, each.pid, address, port) for address, port in sorted(_of(each.pid))]
+            found += [
+                Socket(role, program, each.pid, address, port)
+                for address, port in sorted(_of(each.pid))
+            ]
     return found
 
 
@@ -113,7 +197,12 @@ def _of(pid: int) -> set[tuple[str, int]]:
     """
     tables = Path(f"/proc/{pid}/net")
     accepting: dict[str, tuple[str, int]] = {}
-    for name, states in (("tcp", (LISTEN,)), ("tcp6", (LISTEN,)), ("udp", (UNCONNECTED,)), ("udp6", (UNCONNECTED,))):
+    for name, states in (
+        ("tcp", (LISTEN,)),
+        ("tcp6", (LISTEN,)),
+        ("udp", (UNCONNECTED,)),
+        ("udp6", (UNCONNECTED,)),
+    ):
         for words in _rows(tables / name):
             if words[3] in states:
                 address, _, port = words[1].partition(":")
@@ -138,7 +227,10 @@ def _sockets(pid: int) -> Iterable[str]:
 
 def _address(words: str) -> str:
     """Decode an address of /proc/net: 32-bit words in the byte order of this machine."""
-    parts = [int(words[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(words), 8)]
+    parts = [
+        int(words[start : start + 8], 16).to_bytes(4, sys.byteorder)
+        for start in range(0, len(words), 8)
+    ]
     return str(ipaddress.ip_address(b"".join(parts)))
 
 
@@ -158,13 +250,21 @@ def undeclared(found: Iterable[Socket], host: str) -> list[str]:
         rows = same[0].rows(host)
         most = None if any(row.most is None for row in rows) else sum(row.most or 0 for row in rows)
         if most is not None and len(same) > most:
-            sentences.append(f"{same[0]} and on {len(same) - 1} more such sockets, but LISTENERS has {most}")
+            sentences.append(
+                f"{same[0]} and on {len(same) - 1} more such sockets, but LISTENERS has {most}"
+            )
     return sentences
 
 
 def table() -> str:
     """Return `LISTENERS` as the table of `docs/security.md`."""
     where = {ROLE: "the role's host", ON_LOOPBACK: "loopback", UNIX: "Unix socket"}
-    lines = ["| role | what listens | where | credential | a stranger there |", "|---|---|---|---|---|"]
-    lines += [f"| {row.role} | {row.what} | {where[row.scope]} | {row.credential} | {row.stranger} |" for row in LISTENERS]
+    lines = [
+        "| role | what listens | where | credential | a stranger there |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.role} | {row.what} | {where[row.scope]} | {row.credential} | {row.stranger} |"
+        for row in LISTENERS
+    ]
     return "\n".join(lines)

@@ -53,7 +53,11 @@ def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
                 )
             time.sleep(0.02)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n".encode(), 0)
+        os.pwrite(
+            descriptor,
+            f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n".encode(),
+            0,
+        )
         yield
     finally:
         os.close(descriptor)

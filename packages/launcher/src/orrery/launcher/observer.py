@@ -34,7 +34,10 @@ class Observer:
     def __init__(self, run_dir: Path, progress: Progress):
         self._progress, self._tail = progress, MetricsTail(run_dir, from_end=True)
         self._sinks: list[Sink] = []
-        kinds: list[type[TensorBoardSink] | type[WandbSink]] = [TensorBoardSink, *([WandbSink] if configured() else [])]
+        kinds: list[type[TensorBoardSink] | type[WandbSink]] = [
+            TensorBoardSink,
+            *([WandbSink] if configured() else []),
+        ]
         for kind in kinds:
             with self._dropping(kind):
                 self._sinks.append(kind(run_dir))
@@ -67,7 +70,11 @@ class Observer:
                 self._progress.add(process, row)
         except OSError as error:
             if not self._has_failed:
-                print(f"warning: metrics cannot be read ({explain(error)}); tried again every {LOOK_S:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"warning: metrics cannot be read ({explain(error)}); tried again every {LOOK_S:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._has_failed = True
 
     @contextmanager

@@ -45,18 +45,26 @@ class Pipeline:
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
                 hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
-                raise OrreryError(f"run {target!r}: no run, and no group of runs, has this name; {hint}")
+                raise OrreryError(
+                    f"run {target!r}: no run, and no group of runs, has this name; {hint}"
+                )
             run, stage = marker["run"], marker["stage"]
             if run not in self.manifests:
                 hint = _near(run, self.manifests, "type a run's name in place of the path")
-                raise OrreryError(f"target {target}: no checked-in manifest has the run folder {run!r}; {hint}")
+                raise OrreryError(
+                    f"target {target}: no checked-in manifest has the run folder {run!r}; {hint}"
+                )
             stages = [one.name for one in plans.plan(self.manifests[run])]
             if stage not in stages:
-                raise OrreryError(f"target {target}: this run has no stage {stage!r}; choose from {', '.join(stages)}")
+                raise OrreryError(
+                    f"target {target}: this run has no stage {stage!r}; choose from {', '.join(stages)}"
+                )
 
     def before(self, run: str, stage: str) -> list[str]:
         """The markers that `stage` of the run folder `run` waits for."""
-        return [f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after]
+        return [
+            f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after
+        ]
 
     def no_slurm(self) -> str:
         """Return a note if the site has no Slurm for stages that are Slurm jobs, or ""."""

@@ -14,7 +14,9 @@ from orrery.manifest.plan import ProcessPlan
 KINDS = ("trainer", "inference")
 
 
-def share_cores(cores: Sequence[int], processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], frozenset[int]]:
+def share_cores(
+    cores: Sequence[int], processes: Sequence[ProcessPlan]
+) -> dict[tuple[str, int], frozenset[int]]:
     """The cores of every pinned process, by (role, index); the others may run anywhere."""
     cores = sorted(cores)
     kinds = [kind for kind in KINDS if any(process.role == kind for process in processes)]
@@ -25,13 +27,19 @@ def share_cores(cores: Sequence[int], processes: Sequence[ProcessPlan]) -> dict[
         pools = {"trainer": cores[:half], "inference": cores[half:]}
     else:
         pinned = [process for process in processes if process.role in kinds]
-        spare = len(kinds) == 1 and len(cores) > len(pinned) and any(process.role == "orchestrator" for process in processes)
+        spare = (
+            len(kinds) == 1
+            and len(cores) > len(pinned)
+            and any(process.role == "orchestrator" for process in processes)
+        )
         pools = {kind: cores[:-1] if spare else cores for kind in kinds}
     shares: dict[tuple[str, int], frozenset[int]] = {}
     for kind in kinds:
         members = [process for process in processes if process.role == kind]
         for position, process in enumerate(members):
-            shares[process.role, process.index] = frozenset(_run(pools[kind], position, len(members)))
+            shares[process.role, process.index] = frozenset(
+                _run(pools[kind], position, len(members))
+            )
     return shares
 
 
@@ -42,7 +50,9 @@ def _run(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
     return pool[position * each : (position + 1) * each]
 
 
-def share_devices(offered: Sequence[str], processes: Sequence[ProcessPlan]) -> dict[tuple[str, int], tuple[str, ...]]:
+def share_devices(
+    offered: Sequence[str], processes: Sequence[ProcessPlan]
+) -> dict[tuple[str, int], tuple[str, ...]]:
     """Accelerators by name, in plan order. What is offered twice may serve two processes, but not one.
 
     Raises ValueError where they do not suffice, or one process would get the same device twice.

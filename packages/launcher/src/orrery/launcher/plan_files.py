@@ -25,17 +25,26 @@ from orrery.manifest.plan import stage
 from orrery.manifest.workspace import Workspace
 
 
-def write_plan(run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path) -> list[Path]:
+def write_plan(
+    run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
+) -> list[Path]:
     """Write the files into the new folder `folder`; return their paths.
 
     Raises OrreryError if the folder exists.
     """
     if folder.exists() or folder.is_symlink():
-        raise OrreryError(f"{folder}: is there already; name a folder that is not, or remove this one")
+        raise OrreryError(
+            f"{folder}: is there already; name a folder that is not, or remove this one"
+        )
     texts = {"manifest.json": pretty_json(run.manifest)}
-    described = [line for name in stages for line in describe_stage(run.manifest, name, site, workspace)]
+    described = [
+        line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
+    ]
     texts["plan.txt"] = "\n".join(described) + "\n"
-    texts |= {f"{run.stages.index(name) + 1}_{name}.sh": _script(run, name, site, workspace) for name in stages}
+    texts |= {
+        f"{run.stages.index(name) + 1}_{name}.sh": _script(run, name, site, workspace)
+        for name in stages
+    }
     made = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(made, ignore_errors=True)  # left by a killed process
     try:
@@ -59,7 +68,9 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
     return f"#!/bin/sh\n# {name} of {run.path.name}, from {workspace.root}\nexec {shlex.join(command)}\n"
 
 
-def batch_command(run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path) -> list[str]:
+def batch_command(
+    run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
+) -> list[str]:
     """Return the `sbatch` command that submits `shell_command` as a job of the stage.
 
     `options` comes from `sbatch_options`. `root` is the checkout, the job's working folder.

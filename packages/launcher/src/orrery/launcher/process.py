@@ -33,12 +33,24 @@ class Process:
         self.name = f"{plan.role}.{plan.index}"
         self.env, self._token = {**env, PROCESS: f"{self.name}.{incarnation}"}, token
         self.log = run_dir / "logs" / f"{self.name}.log"
-        argv = [*role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation), "--index", str(plan.index)]
+        argv = [
+            *role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation),
+            "--index",
+            str(plan.index),
+        ]
         with open(self.log, "ab") as log, handed_over(token) as stdin:
             log.write(f"{header(stage, attempt, incarnation)} {shlex.join(argv)}\n".encode())
             log.flush()
             self._log_begin = log.tell()
-            self._popen = subprocess.Popen(argv, stdin=stdin, stdout=log, stderr=log, env=self.env, start_new_session=True, close_fds=True)
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                start_new_session=True,
+                close_fds=True,
+            )
         self.pid = self._popen.pid
         if cores is not None:
             # From outside and at once: threads that it starts later inherit it. It may have ended already.
@@ -65,7 +77,9 @@ class Process:
     def again(self) -> "Process":
         """The next incarnation, on another port."""
         [port] = free_ports(1)
-        return Process(self.plan, *self._of, port, self.cores, self.env, self._token, self.incarnation + 1)
+        return Process(
+            self.plan, *self._of, port, self.cores, self.env, self._token, self.incarnation + 1
+        )
 
     def kill(self) -> None:
         """SIGKILL to the process and to everything that it left in its process group."""
@@ -98,7 +112,15 @@ def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
     return True
 
 
-def role_argv(python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int, incarnation: int = 0) -> list[str]:
+def role_argv(
+    python: str,
+    module: str,
+    run_dir: Path,
+    stage: str,
+    attempt: int,
+    port: int,
+    incarnation: int = 0,
+) -> list[str]:
     """The command of one role process, but for its index."""
     return [
         *(python, "-m", module, "--run-dir", str(run_dir), "--stage", stage),
@@ -126,7 +148,11 @@ def last_line(log: Path, begin: int) -> str:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(begin, size - 4096))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in file.read().decode(errors="replace").splitlines()
+                if line.strip()
+            ]
     except FileNotFoundError:
         return ""
     return lines[-1][:300] if lines else ""

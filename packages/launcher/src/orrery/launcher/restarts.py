@@ -10,7 +10,9 @@ from collections import Counter, deque
 from orrery.manifest.errors import OrreryError
 
 ROLE = "inference"  # whom the others can do without for a while
-WINDOW_S = 24 * 3600.0  # what breaks engines one after another shows within a day; losses of weeks past are those of a large machine
+WINDOW_S = (
+    24 * 3600.0
+)  # what breaks engines one after another shows within a day; losses of weeks past are those of a large machine
 
 
 class Restarts:

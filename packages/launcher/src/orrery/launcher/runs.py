@@ -48,7 +48,11 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
     Folders with other names are copies, and are skipped.
     """
-    found = [path.parent for path in runs_root(workspace).glob("*/status.json") if FOLDER.fullmatch(path.parent.name)]
+    found = [
+        path.parent
+        for path in runs_root(workspace).glob("*/status.json")
+        if FOLDER.fullmatch(path.parent.name)
+    ]
     return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
 
 
@@ -62,7 +66,11 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
         if not path.exists():
             names = sorted(path.stem for path in path.parent.glob("*.json"))
             near = nearest(word, names)
-            hint = f"did you mean {near!r}?" if near else f"the runs are {', '.join(names) or 'none yet; type `orrery render`'}"
+            hint = (
+                f"did you mean {near!r}?"
+                if near
+                else f"the runs are {', '.join(names) or 'none yet; type `orrery render`'}"
+            )
             raise OrreryError(f"run {word!r}: there is no {workspace.shown(path)}; {hint}")
         manifest = load(path)
         path = run_dir(runs_root(workspace), manifest)
@@ -122,7 +130,11 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
     check_built(run.manifest)
-    inside = allocation(site, cluster(workspace), run.manifest.hardware, workspace) if INSIDE in os.environ else None
+    inside = (
+        allocation(site, cluster(workspace), run.manifest.hardware, workspace)
+        if INSIDE in os.environ
+        else None
+    )
     if inside is not None:
         check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
     if inside is None and stage_plan.num_nodes > 1:
@@ -134,7 +146,11 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     lock_bytes = b"".join((workspace.root / file).read_bytes() for file in lock_files)
     if hashlib.sha256(lock_bytes).hexdigest() != run.manifest.python_lock_sha256:
         name = run.manifest.name
-        adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here" if run.finished() else ""
+        adopt = (
+            f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
+            if run.finished()
+            else ""
+        )
         raise OrreryError(
             f"{run.path.name}: {' + '.join(lock_files)} is not the lock that its manifest was rendered with; "
             f"type `orrery render {name}` for a run of the present lock{adopt}, or check the old lock out and type `make setup`"
@@ -143,11 +159,28 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     if not (run.path / "manifest.json").exists():
         write_atomic(run.path / "manifest.json", pretty_json(run.manifest).encode())
     sft = run.manifest.stages.sft
-    num_steps = {"sft": sft.num_steps if sft else None, "rl": run.manifest.stages.rl.num_steps}.get(stage_name)
-    num_devices = None if run.manifest.hardware.accelerator == "cpu" else run.manifest.hardware.devices_per_node
+    num_steps = {"sft": sft.num_steps if sft else None, "rl": run.manifest.stages.rl.num_steps}.get(
+        stage_name
+    )
+    num_devices = (
+        None
+        if run.manifest.hardware.accelerator == "cpu"
+        else run.manifest.hardware.devices_per_node
+    )
     resume = resume_command(run, stage_name, workspace, "slurm" if inside else "local")
     restarts = run.manifest.inference.max_restarts
-    return Job(run.path, stage_plan, run.stages, num_devices, num_steps, resume, site, workspace, inside, restarts)
+    return Job(
+        run.path,
+        stage_plan,
+        run.stages,
+        num_devices,
+        num_steps,
+        resume,
+        site,
+        workspace,
+        inside,
+        restarts,
+    )
 
 
 def locks_of(manifest: Manifest) -> tuple[str, ...]:
@@ -157,7 +190,9 @@ def locks_of(manifest: Manifest) -> tuple[str, ...]:
     return "locks/orchestrator.txt", "locks/trainer.cuda.txt", "locks/inference.cuda.txt"
 
 
-def resume_command(run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local") -> str:
+def resume_command(
+    run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
+) -> str:
     """What goes on with the whole pipeline; `ORRERY_RESUME` is set by commands that wrap it (such as `make demo`)."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given

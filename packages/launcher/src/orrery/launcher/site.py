@@ -11,7 +11,14 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
@@ -24,8 +31,38 @@ EXAMPLE = "docs/site.example.toml"
 
 # sbatch options that follow from the manifest or from other keys
 OURS = {
-    *("nodes", "N", "ntasks", "n", "ntasks-per-node", "gres", "gpus-per-node", "gpus", "G", "cpus-per-task", "c", "mem", "time", "t"),
-    *("partition", "p", "account", "A", "job-name", "J", "output", "o", "error", "e", "comment", "signal", "requeue", "no-requeue"),
+    *(
+        "nodes",
+        "N",
+        "ntasks",
+        "n",
+        "ntasks-per-node",
+        "gres",
+        "gpus-per-node",
+        "gpus",
+        "G",
+        "cpus-per-task",
+        "c",
+        "mem",
+        "time",
+        "t",
+    ),
+    *(
+        "partition",
+        "p",
+        "account",
+        "A",
+        "job-name",
+        "J",
+        "output",
+        "o",
+        "error",
+        "e",
+        "comment",
+        "signal",
+        "requeue",
+        "no-requeue",
+    ),
     *(
         "wrap",
         "parsable",
@@ -72,21 +109,31 @@ class Slurm(Record):
         for option in self.extra:
             name = re.match(r"--?([A-Za-z][\w-]*)", option)
             if name is not None and name[1] in OURS:
-                raise ValueError(f"extra: {option!r} is set from the manifest or from another key of [slurm]; take it out")
+                raise ValueError(
+                    f"extra: {option!r} is set from the manifest or from another key of [slurm]; take it out"
+                )
             if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[^\s'\"\\]+)?", option):
-                raise ValueError(f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'")
+                raise ValueError(
+                    f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'"
+                )
         return self
 
     @model_validator(mode="after")
     def warning_is_before_the_limit(self) -> "Slurm":
         if self.warning_s >= 60 * self.time_limit_min:
-            raise ValueError(f"warning_s {self.warning_s} is not below the time limit of {60 * self.time_limit_min} s; lower it")
+            raise ValueError(
+                f"warning_s {self.warning_s} is not below the time limit of {60 * self.time_limit_min} s; lower it"
+            )
         return self
 
 
 def _mount(text: str) -> str:
     parts = text.split(":")
-    if not all(part.startswith("/") for part in parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]) or "," in text:
+    if (
+        not all(part.startswith("/") for part in parts[:2])
+        or parts[2:] not in ([], ["ro"], ["rw"])
+        or "," in text
+    ):
         raise ValueError(f"{text!r} is not 'SRC', 'SRC:DST' or 'SRC:DST:ro' with absolute folders")
     return text
 
@@ -97,7 +144,9 @@ class Containers(Record):
     images: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()))]
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
     scratch: Annotated[str, Field(pattern=r"^/[\w./+-]*$")] = "/tmp"
-    modules: Annotated[tuple[Annotated[str, Field(pattern=r"^[\w.@:+/-]+$")], ...], Field(strict=False)] = ()
+    modules: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[\w.@:+/-]+$")], ...], Field(strict=False)
+    ] = ()
 
 
 class Network(Record):
@@ -119,7 +168,9 @@ class Site(Record):
     containers: Containers | None = None
     network: Network | None = None
     roles: Roles = Roles()
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="after")
     def environment_is_not_ours(self) -> "Site":
@@ -127,7 +178,9 @@ class Site(Record):
             if name.startswith(("ORRERY_", "SLURM_", "APPTAINER")):
                 raise ValueError(f"environment: {name} is set by the launcher; take it out")
             if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
-                raise ValueError(f"environment: {name} looks like a secret, which a site file is no place for; export it in your shell")
+                raise ValueError(
+                    f"environment: {name} looks like a secret, which a site file is no place for; export it in your shell"
+                )
         return self
 
 
@@ -149,9 +202,13 @@ def load_site(workspace: Workspace) -> Site:
     except UnicodeDecodeError:
         raise OrreryError(f"{workspace.shown(path)}: not UTF-8 text; save it as such") from None
     except OSError as error:
-        raise OrreryError(f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file") from None
+        raise OrreryError(
+            f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise OrreryError(f'{workspace.shown(path)}: not TOML: {error}; texts need quotes, as in partition = "gpu"') from None
+        raise OrreryError(
+            f'{workspace.shown(path)}: not TOML: {error}; texts need quotes, as in partition = "gpu"'
+        ) from None
     except ValidationError as error:
         raise OrreryError(f"{workspace.shown(path)}: {_sentence(error)}") from None
 
@@ -162,8 +219,12 @@ def cluster(workspace: Workspace) -> Slurm:
     if site.slurm is None:
         where = site_path(workspace)
         if where is None:
-            raise OrreryError(f"{FILE}: there is no site file, which says how to reach Slurm; type `cp {EXAMPLE} {FILE}` and edit it")
-        raise OrreryError(f"{workspace.shown(where)}: there is no [slurm] in it; {EXAMPLE} shows what to write")
+            raise OrreryError(
+                f"{FILE}: there is no site file, which says how to reach Slurm; type `cp {EXAMPLE} {FILE}` and edit it"
+            )
+        raise OrreryError(
+            f"{workspace.shown(where)}: there is no [slurm] in it; {EXAMPLE} shows what to write"
+        )
     return site.slurm
 
 
@@ -177,13 +238,22 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key says more than the one it leaves missing
+    first = min(
+        error.errors(), key=lambda one: one["type"] != "extra_forbidden"
+    )  # a misspelt key says more than the one it leaves missing
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        tables: dict[str, type[Record]] = {"slurm": Slurm, "containers": Containers, "network": Network, "roles": Roles}
+        tables: dict[str, type[Record]] = {
+            "slurm": Slurm,
+            "containers": Containers,
+            "network": Network,
+            "roles": Roles,
+        }
         model = tables.get(str(first["loc"][0]), Site) if len(first["loc"]) > 1 else Site
         near = nearest(str(first["loc"][-1]), list(model.model_fields))
-        return f"{field}: there is no such key; " + (f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}")
+        return f"{field}: there is no such key; " + (
+            f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}"
+        )
     if first["type"] == "missing":
         return f"{field}: is missing; {EXAMPLE} shows what to write"
     if first["type"] == "value_error":

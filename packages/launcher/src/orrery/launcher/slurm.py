@@ -64,7 +64,9 @@ def state_of(word: str, job: str) -> State:
     """Our word for Slurm's (`CANCELLED by 1000` is CANCELLED); raises `OrreryError` for one that Slurm's documentation does not have."""
     first = word.split()[0].rstrip("+") if word.split() else ""
     if first not in STATES:
-        raise OrreryError(f"Slurm says that job {job} is {word!r}, a state unknown here; add it to orrery/launcher/slurm.py")
+        raise OrreryError(
+            f"Slurm says that job {job} is {word!r}, a state unknown here; add it to orrery/launcher/slurm.py"
+        )
     return STATES[first]
 
 
@@ -76,7 +78,11 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
     `inside` keeps what says which job we are in, for its steps.
     """
-    ours = {name for name in env if re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name) and not (inside and KEPT.fullmatch(name))}
+    ours = {
+        name
+        for name in env
+        if re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name) and not (inside and KEPT.fullmatch(name))
+    }
     return {name: value for name, value in env.items() if name not in ours or name == "SLURM_CONF"}
 
 
@@ -84,13 +90,26 @@ def call(*command: str) -> str:
     """Standard output of one of Slurm's commands, which Ctrl-C does not reach; raises `OrreryError` with what it said."""
     env = clean_environment(os.environ)
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_S, start_new_session=True)
+        done = subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            start_new_session=True,
+        )
     except FileNotFoundError:
-        raise OrreryError(f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)") from None
+        raise OrreryError(
+            f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise OrreryError(f"{command[0]}: no answer within {COMMAND_S:.0f} s; is the controller up (`scontrol ping`)?") from None
+        raise OrreryError(
+            f"{command[0]}: no answer within {COMMAND_S:.0f} s; is the controller up (`scontrol ping`)?"
+        ) from None
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
+            f"exit code {done.returncode}"
+        ]
         said = re.sub(rf"^({command[0]}: )?((error|fatal): )?", "", lines[-1])
         raise OrreryError(f"{command[0]}: {said} (`orrery doctor` looks at Slurm)")
     return done.stdout
@@ -138,7 +157,15 @@ def words(ids: Iterable[str]) -> dict[str, str]:
     if not ids:
         return {}
     try:
-        listed = parse_queue(call("squeue", "--states=all", "--noheader", f"--format={_FORMAT}", f"--jobs={','.join(ids)}"))
+        listed = parse_queue(
+            call(
+                "squeue",
+                "--states=all",
+                "--noheader",
+                f"--format={_FORMAT}",
+                f"--jobs={','.join(ids)}",
+            )
+        )
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
@@ -171,7 +198,12 @@ def lost_nodes(job: str) -> list[str]:
         text = call("sacct", "-X", "-D", "-n", "-P", "-o", "FailedNode", "-j", job)
     except OrreryError:
         return []
-    names = {name for line in text.splitlines() for name in hostnames(line.strip()) if line.strip() not in ("", "None", "None assigned")}
+    names = {
+        name
+        for line in text.splitlines()
+        for name in hostnames(line.strip())
+        if line.strip() not in ("", "None", "None assigned")
+    }
     return sorted(names)
 
 
@@ -180,7 +212,17 @@ def unusable_nodes(names: Sequence[str]) -> list[str]:
     if not names:
         return []
     try:
-        text = call("sinfo", "-h", "-N", "-n", ",".join(names), "-t", "down,drain,draining,fail,no_respond", "-o", "%N")
+        text = call(
+            "sinfo",
+            "-h",
+            "-N",
+            "-n",
+            ",".join(names),
+            "-t",
+            "down,drain,draining,fail,no_respond",
+            "-o",
+            "%N",
+        )
     except OrreryError:
         return []
     return sorted(set(text.split()))
@@ -203,7 +245,11 @@ def requeue(job: str) -> None:
     patiently(lambda: call("scontrol", "requeue", job), REQUEUE_PAUSES_S)
 
 
-def patiently(ask: Callable[[], T], pauses_s: Iterable[float], worth: Callable[[OrreryError], object] = lambda error: True) -> T:
+def patiently(
+    ask: Callable[[], T],
+    pauses_s: Iterable[float],
+    worth: Callable[[OrreryError], object] = lambda error: True,
+) -> T:
     """What `ask` gives, asked again after each pause where its error is `worth` that; the last error is raised."""
     for pause_s in pauses_s:
         try:

@@ -72,10 +72,14 @@ POLL_S, LOOK_S = 0.1, 0.5
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
 HUNG_S = 5.0  # a process that has said `failed` and is still there after this counts as ended
 EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
-RECORDED_S = 10.0  # for the flight recorder of a rank on a busy host, where it is not there after that
+RECORDED_S = (
+    10.0  # for the flight recorder of a rank on a busy host, where it is not there after that
+)
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 KILLED_S = 10.0  # for the kernel to end who was killed
-WIND_DOWN_S = 600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
+WIND_DOWN_S = (
+    600.0  # for the checkpoint; in a Slurm job what is left of its time, less MARGIN_S to end in
+)
 MARGIN_S = 60.0
 # Of a rank in a wind-down; Slurm ends a step's other ranks with its first.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
@@ -118,10 +122,14 @@ def run_stage(job: Job) -> Outcome:
     """Run the stage to its end; raises `OrreryError` where it cannot start."""
     log_level()  # refuse an unknown level here, since it would end every role
     restarted = job.allocation is not None and job.allocation.restarts > 0
-    os.umask(os.umask(0o077) | 0o002)  # whatever the umask: what a run writes is not every user's to change
+    os.umask(
+        os.umask(0o077) | 0o002
+    )  # whatever the umask: what a run writes is not every user's to change
     with ExitStack() as stack:
         interrupts = stack.enter_context(_interrupts())
-        stack.enter_context(lock.hold(job.run_dir, RESTART_LOCK_S if restarted else lock.LOOKED_AT_S))
+        stack.enter_context(
+            lock.hold(job.run_dir, RESTART_LOCK_S if restarted else lock.LOOKED_AT_S)
+        )
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
             if not marker.exists():
@@ -129,7 +137,11 @@ def run_stage(job: Job) -> Outcome:
                 missing = f"{job.plan.name}: {before} is not done ({marker} is missing)"
                 raise OrreryError(f"{missing}; type `{command}` to run the stages in order")
         if done_path(job.run_dir, job.plan.name).exists():
-            return Outcome("done", f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again", 0)
+            return Outcome(
+                "done",
+                f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again",
+                0,
+            )
         return _Stage(job, interrupts).run()
 
 
@@ -167,7 +179,11 @@ class _Interrupts:
 def _interrupts() -> Iterator[_Interrupts]:
     """What the terminal sends stays ignored where it is (`nohup`, the background of a script), also in what we start."""
     interrupts = _Interrupts()
-    of_terminal = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    of_terminal = [
+        number
+        for number in (signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     numbers = (*of_terminal, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, interrupts) for number in numbers}
     try:
@@ -192,8 +208,12 @@ class _Stage:
         self.token, self.start = secrets.token_hex(16), secrets.token_hex(8)
         self.processes: Sequence[Process | Task] = []
         self.restarts = Restarts(job.max_restarts)
-        self.fenced: dict[str, str] = {}  # why, by process, of incarnations that are or were being ended for that
-        self.replaced: list[int] = []  # process groups of engines that ended here, until all of them have been reaped
+        self.fenced: dict[
+            str, str
+        ] = {}  # why, by process, of incarnations that are or were being ended for that
+        self.replaced: list[
+            int
+        ] = []  # process groups of engines that ended here, until all of them have been reaped
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
         scale = job.site.roles.deadline_scale
@@ -205,19 +225,41 @@ class _Stage:
         self.wind_down_until_s: float | None = None
         self.ends_at_s = _job_ends_at_s(job)
         slurm_job = job.allocation.job if job.allocation else None
-        self.status = Status(self.stage, self.attempt, "running", "", os.getpid(), socket.gethostname(), slurm_job, time.time())
+        self.status = Status(
+            self.stage,
+            self.attempt,
+            "running",
+            "",
+            os.getpid(),
+            socket.gethostname(),
+            slurm_job,
+            time.time(),
+        )
         self.began_s = time.monotonic()
 
     def run(self) -> Outcome:
-        for folder in (health_dir(self.run_dir, self.stage), self._endpoints, fence.fence_dir(self.run_dir, self.stage)):
+        for folder in (
+            health_dir(self.run_dir, self.stage),
+            self._endpoints,
+            fence.fence_dir(self.run_dir, self.stage),
+        ):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        for asked in (wind_down.path(self.run_dir, self.stage), stay_path(self.run_dir, self.stage)):
+        for asked in (
+            wind_down.path(self.run_dir, self.stage),
+            stay_path(self.run_dir, self.stage),
+        ):
             asked.unlink(missing_ok=True)
         (self.run_dir / "logs").mkdir(exist_ok=True)
         finished = [stage for stage in self.job.stages if done_path(self.run_dir, stage).exists()]
         self.progress = Progress(
-            self.run_dir.name, self.stage, self.attempt, self.job.stages, finished, self.job.num_steps, self.status.started_s
+            self.run_dir.name,
+            self.stage,
+            self.attempt,
+            self.job.stages,
+            finished,
+            self.job.num_steps,
+            self.status.started_s,
         )
         adopt_orphans()
         self.metrics = MetricsFile(self.run_dir, self.stage, "launcher", 0, self.attempt)
@@ -235,7 +277,9 @@ class _Stage:
         except OSError as error:
             outcome = Outcome("failed", f"{self.stage}: {explain(error)}; {self._go_on()}", 1)
         finally:
-            grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
+            grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(
+                outcome.state, STOPPED_END_S
+            )
             if stuck := self._end_all(grace_s):
                 outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
             self._put_back(outcome)
@@ -253,11 +297,20 @@ class _Stage:
                 self._log(outcome.message)
             try:
                 self._receipt(outcome)
-            except Exception as error:  # the boundary: what a stage has done does not hang on what is told of it
+            except (
+                Exception
+            ) as error:  # the boundary: what a stage has done does not hang on what is told of it
                 with suppress(OSError):
-                    self._log(f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}")
+                    self._log(
+                        f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}"
+                    )
         if outcome.state == "done":
-            row = {"attempt": self.attempt, "started_s": self.status.started_s, "ended_s": self.status.ended_s, "wall_s": wall_s}
+            row = {
+                "attempt": self.attempt,
+                "started_s": self.status.started_s,
+                "ended_s": self.status.ended_s,
+                "wall_s": wall_s,
+            }
             sync_folders(self.run_dir)  # DONE stands for the roles' files and their folders' names
             write_atomic(done_path(self.run_dir, self.stage), (json.dumps(row) + "\n").encode())
         return outcome
@@ -274,9 +327,17 @@ class _Stage:
             return f"type `rm {done_path(self.run_dir, maker)} && {command}` to run {maker} again and go on"
 
         self._say_state("running", "")
-        unknown = inputs.verify(self.run_dir, self.stage, self.job.stages, remedy, lambda: bool(self.interrupts.received))
+        unknown = inputs.verify(
+            self.run_dir,
+            self.stage,
+            self.job.stages,
+            remedy,
+            lambda: bool(self.interrupts.received),
+        )
         if unknown:
-            self._tell(f"what {' and '.join(unknown)} made is not verified: {receipt.RECEIPT} does not tell it")
+            self._tell(
+                f"what {' and '.join(unknown)} made is not verified: {receipt.RECEIPT} does not tell it"
+            )
 
     def _put_back(self, outcome: Outcome) -> None:
         """Ask Slurm to start our job again, before anything else that takes time; Slurm ends this process a little later."""
@@ -294,7 +355,9 @@ class _Stage:
     def _remove_scratch(self) -> None:
         """What engines keep on this node's scratch disk, where they are told it is."""
         for name in self.scratch:
-            scratch_disk.remove(name, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir()))
+            scratch_disk.remove(
+                name, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir())
+            )
 
     def _receipt(self, outcome: Outcome) -> None:
         allocation = self.job.allocation
@@ -312,12 +375,19 @@ class _Stage:
 
     def _say_restart(self) -> None:
         """After Slurm has started the job again: which node was lost, and what it held."""
-        if self.last is None or self.job.allocation is None or self.last.slurm_job != self.job.allocation.job:
+        if (
+            self.last is None
+            or self.job.allocation is None
+            or self.last.slurm_job != self.job.allocation.job
+        ):
             return
         job, roles = self.job.allocation.job, self.last.roles
         nodes = {role.node for role in roles}
         lost = sorted(nodes & {*slurm.lost_nodes(job), *slurm.unusable_nodes(sorted(nodes))})
-        held = [f"{node} was lost, which held {listed(role.name for role in roles if role.node == node)}" for node in lost]
+        held = [
+            f"{node} was lost, which held {listed(role.name for role in roles if role.node == node)}"
+            for node in lost
+        ]
         before = self.last.message.removeprefix(f"{self.stage}: ").split("; ")[0]
         why = "; ".join(held) or before or "it was put back in the queue"
         text = f"{self.stage}: started again by Slurm (job {job}): {why}; {self._goes_on()}"
@@ -332,8 +402,12 @@ class _Stage:
 
     def _start(self) -> None:
         if self.job.allocation is not None:
-            tasks = self.job.allocation.start(self.job.plan, self.run_dir, self.attempt, self.start, self.token)
-            self.images = receipt.ImageReader(self.run_dir, self.job.allocation.images(self.job.plan))
+            tasks = self.job.allocation.start(
+                self.job.plan, self.run_dir, self.attempt, self.start, self.token
+            )
+            self.images = receipt.ImageReader(
+                self.run_dir, self.job.allocation.images(self.job.plan)
+            )
             self.processes = tasks
             for node in dict.fromkeys(task.node for task in tasks):
                 self._log(f"{node}: {listed(task.name for task in tasks if task.node == node)}")
@@ -347,25 +421,39 @@ class _Stage:
         plans = self.job.plan.processes
         cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        offered = visible.split(",") if visible else list(map(str, range(self.job.num_devices or 0)))
+        offered = (
+            visible.split(",") if visible else list(map(str, range(self.job.num_devices or 0)))
+        )
         try:
             devices = {} if self.job.num_devices is None else share_devices(offered, plans)
         except ValueError as error:
-            remedy = "name others in CUDA_VISIBLE_DEVICES" if visible else "lower trainer.mesh or inference.num_replicas"
+            remedy = (
+                "name others in CUDA_VISIBLE_DEVICES"
+                if visible
+                else "lower trainer.mesh or inference.num_replicas"
+            )
             raise OrreryError(f"{self.stage}: {error}; {remedy}") from None
         started: list[Process] = []
         self.processes = started
         for plan, port in zip(plans, free_ports(len(plans)), strict=True):
             key = plan.role, plan.index
-            env = environment(os.environ, self.job.site, self.start, cores.get(key), devices.get(key))
-            process = Process(plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env, self.token)
+            env = environment(
+                os.environ, self.job.site, self.start, cores.get(key), devices.get(key)
+            )
+            process = Process(
+                plan, self.run_dir, self.stage, self.attempt, port, cores.get(key), env, self.token
+            )
             started.append(process)
-            self._log(f"{process.name}: pid {process.pid}, port {port}, cores {sorted(process.cores) if process.cores else 'any'}")
+            self._log(
+                f"{process.name}: pid {process.pid}, port {port}, cores {sorted(process.cores) if process.cores else 'any'}"
+            )
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
     def _watch(self, view: View) -> Outcome:
-        usage = Sampler(os.getpid(), without=[process.pid for process in self.processes])  # roles write rows of their own use
+        usage = Sampler(
+            os.getpid(), without=[process.pid for process in self.processes]
+        )  # roles write rows of their own use
         look_at_s, pace = 0.0, Pace(PERIOD_S, time.monotonic())
         while True:
             if self.interrupts.received:
@@ -374,8 +462,12 @@ class _Stage:
                 return outcome
             if any(map(self._failed, self.processes)) and not self._start_again():
                 return self._failure()
-            if all(process.poll() == 0 for process in self.processes if process.plan.ends == "itself"):
-                return Outcome("done", f"{self.stage}: done in {duration(time.monotonic() - self.began_s)}", 0)
+            if all(
+                process.poll() == 0 for process in self.processes if process.plan.ends == "itself"
+            ):
+                return Outcome(
+                    "done", f"{self.stage}: done in {duration(time.monotonic() - self.began_s)}", 0
+                )
             now_s = time.monotonic()
             if now_s >= look_at_s:
                 look_at_s = now_s + LOOK_S
@@ -383,7 +475,10 @@ class _Stage:
                     return outcome
             if pace.due(now_s):
                 self.metrics.write(event="usage", processes={"launcher.0": usage.sample()})
-            view.draw(self.health, {process.name: process.ending or "running" for process in self.processes})
+            view.draw(
+                self.health,
+                {process.name: process.ending or "running" for process in self.processes},
+            )
             time.sleep(POLL_S)
 
     def _wind_down(self) -> Outcome | None:
@@ -399,11 +494,20 @@ class _Stage:
             self.wind_down_until_s = time.monotonic() + self._time_to_wind_down()
             self._log("winding down")
             return None
-        if all(self._wound_down(process) for process in self.processes if process.plan.ends == "itself"):
-            return Outcome("stopped", f"{self.stage}: wound down; {self._go_on()}", WOUND_DOWN, again=self._again())
+        if all(
+            self._wound_down(process) for process in self.processes if process.plan.ends == "itself"
+        ):
+            return Outcome(
+                "stopped",
+                f"{self.stage}: wound down; {self._go_on()}",
+                WOUND_DOWN,
+                again=self._again(),
+            )
         if time.monotonic() > self.wind_down_until_s:
             waits = "; ".join(
-                f"{name} was {one.sentence()}" for name, one in self.health.items() if one.role in ("trainer", "orchestrator")
+                f"{name} was {one.sentence()}"
+                for name, one in self.health.items()
+                if one.role in ("trainer", "orchestrator")
             )
             message = f"{self.stage}: did not wind down in time ({waits}); {self._go_on()}"
             return Outcome("stopped", message, WOUND_DOWN, again=self._again())
@@ -415,19 +519,29 @@ class _Stage:
 
     def _time_is_up(self) -> bool:
         warning_s = self.job.allocation.slurm.warning_s if self.job.allocation else 0
-        return self.interrupts.wind_down or (self.ends_at_s is not None and time.monotonic() > self.ends_at_s - warning_s)
+        return self.interrupts.wind_down or (
+            self.ends_at_s is not None and time.monotonic() > self.ends_at_s - warning_s
+        )
 
     def _time_to_wind_down(self) -> float:
         if self.job.allocation is None:
             return WIND_DOWN_S * self.job.site.roles.deadline_scale
         ends_at_s = _job_ends_at_s(self.job)  # asked again: an operator may have moved it
-        left_s = self.job.allocation.slurm.warning_s if ends_at_s is None else ends_at_s - time.monotonic()
+        left_s = (
+            self.job.allocation.slurm.warning_s
+            if ends_at_s is None
+            else ends_at_s - time.monotonic()
+        )
         return max(0.5 * left_s, left_s - MARGIN_S)
 
     def _wound_down(self, process: Process | Task) -> bool:
         code = process.poll()
         if code == -signal.SIGKILL:  # too slow to leave after the first of its step had left
-            return any(other.poll() == WOUND_DOWN for other in self.processes if other.plan.role == process.plan.role)
+            return any(
+                other.poll() == WOUND_DOWN
+                for other in self.processes
+                if other.plan.role == process.plan.role
+            )
         return code in ENDED_AS_ASKED
 
     # Engines that end, and start again ----------------------------------------------------------------------------------
@@ -444,13 +558,19 @@ class _Stage:
         ended = [process for process in self.processes if self._failed(process)]
         self.health = read_health(self.run_dir, self.stage, self.attempt)
         others = [health for health in self.health.values() if health.role != ROLE]
-        if any(process.plan.role != ROLE for process in ended) or any(health.doing == FAILED for health in others):
+        if any(process.plan.role != ROLE for process in ended) or any(
+            health.doing == FAILED for health in others
+        ):
             return False
-        if self.job.allocation is not None and (any(one.poll() in TERMINATED for one in ended) or self._lost_nodes(ended)):
+        if self.job.allocation is not None and (
+            any(one.poll() in TERMINATED for one in ended) or self._lost_nodes(ended)
+        ):
             return False  # Slurm ends the job, or a node is gone
         for process in ended:
             has_served = (self._endpoints / f"{process.name}.json").exists()
-            refusal = self.restarts.refusal(process.name, has_served, process.poll(), time.monotonic())
+            refusal = self.restarts.refusal(
+                process.name, has_served, process.poll(), time.monotonic()
+            )
             if refusal is not None:
                 self.refusal = refusal
                 return False
@@ -475,8 +595,14 @@ class _Stage:
             event="engine_restart", process=process.name, incarnation=started.incarnation, ending=process.ending, has_served=has_served,
             why=sentence,
         )  # fmt: skip
-        place = f"pid {started.pid}, port {started.port}" if isinstance(started, Process) else started.node
-        self._tell(f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}")
+        place = (
+            f"pid {started.pid}, port {started.port}"
+            if isinstance(started, Process)
+            else started.node
+        )
+        self._tell(
+            f"{sentence}; started again ({self.restarts.num_lately} of {self.job.max_restarts} within a day): {place}"
+        )
 
     def _end_fenced(self) -> None:
         """Kill what nobody asks any more, dead or not: it is to be started again."""
@@ -493,7 +619,12 @@ class _Stage:
 
     def _failed(self, process: Process | Task) -> bool:
         code = process.poll()
-        if self.wind_down_until_s is not None and code is not None and process.plan.ends == "itself" and self._wound_down(process):
+        if (
+            self.wind_down_until_s is not None
+            and code is not None
+            and process.plan.ends == "itself"
+            and self._wound_down(process)
+        ):
             return False
         return code is not None and (code != 0 or process.plan.ends == "with_stage")
 
@@ -503,29 +634,51 @@ class _Stage:
         self.replaced = [group for group in self.replaced if reap(group)]
         running = {process.name for process in self.processes if process.poll() is None}
         for name, health in seen.items():
-            if name in running and health.doing == FAILED and self.sight.now_s - health.time_s > HUNG_S:
+            if (
+                name in running
+                and health.doing == FAILED
+                and self.sight.now_s - health.time_s > HUNG_S
+            ):
                 if health.role != ROLE or not self.job.max_restarts:
                     return self._failure()
                 next(process for process in self.processes if process.name == name).kill()
         if self.job.max_restarts:
             self._end_hung({name: seen[name] for name in running & seen.keys()})
         scale = self.job.site.roles.deadline_scale
-        known = {name: one for name, one in seen.items() if (name in running and name not in self.fenced) or one.doing == DONE}
-        stall = watchdog.look(known, self.sight.now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale)
+        known = {
+            name: one
+            for name, one in seen.items()
+            if (name in running and name not in self.fenced) or one.doing == DONE
+        }
+        stall = watchdog.look(
+            known, self.sight.now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale
+        )
         living = {name: health for name, health in self.health.items() if name in running}
         stall = stall or self.stillness.look(living, time.monotonic())
         if stall is None:
             return None
         if (outcome := self._lost(stall.sentence)) is not None:
             return outcome
-        return Outcome("failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1)
+        return Outcome(
+            "failed", f"{self.stage}: {stall.sentence}; {self._keep_evidence()}; {self._go_on()}", 1
+        )
 
     def _end_hung(self, running: dict[str, Health]) -> None:
         """Kill the engines whose event loop is blocked, after they have written their stacks."""
-        hung = {name: for_s for name, one in running.items() if one.role == ROLE and (for_s := watchdog.hung_s(one, self.sight.now_s))}
-        ended = [process for process in self.processes if process.name in hung and process.name not in self.fenced]
+        hung = {
+            name: for_s
+            for name, one in running.items()
+            if one.role == ROLE and (for_s := watchdog.hung_s(one, self.sight.now_s))
+        }
+        ended = [
+            process
+            for process in self.processes
+            if process.name in hung and process.name not in self.fenced
+        ]
         for process in ended:
-            self.fenced[process.name] = f"its event loop has not turned for {hung[process.name]:.0f} s"
+            self.fenced[process.name] = (
+                f"its event loop has not turned for {hung[process.name]:.0f} s"
+            )
             self._log(f"{process.name} is ended: {self.fenced[process.name]}")
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
@@ -546,13 +699,23 @@ class _Stage:
                 process.signal(signal.SIGCONT)
         time.sleep(EVIDENCE_S)
         logs, limit_s = self.run_dir / "logs", time.monotonic() + RECORDED_S - EVIDENCE_S
-        asked = [process for process in self.processes if (one := self.health.get(process.name)) and one.pulse]
+        asked = [
+            process
+            for process in self.processes
+            if (one := self.health.get(process.name)) and one.pulse
+        ]
         while time.monotonic() < limit_s and any(
-            self._can_say(process) and not (logs / "flight_recorder" / f"rank_{process.plan.index}").exists() for process in asked
+            self._can_say(process)
+            and not (logs / "flight_recorder" / f"rank_{process.plan.index}").exists()
+            for process in asked
         ):
             time.sleep(0.1)
             self.health = read_health(self.run_dir, self.stage, self.attempt)
-        recorded = f", flight recorders in {logs}/flight_recorder" if any(logs.glob("flight_recorder/rank_*")) else ""
+        recorded = (
+            f", flight recorders in {logs}/flight_recorder"
+            if any(logs.glob("flight_recorder/rank_*"))
+            else ""
+        )
         return f"stacks are in {logs}/*.log{recorded}"
 
     def _can_say(self, process: Process | Task) -> bool:
@@ -567,10 +730,17 @@ class _Stage:
             return outcome
         if (ended := self._ended_by_slurm(first)) is not None:
             return ended
-        others = any(process is not first and process.plan.role == first.plan.role and self._can_say(process) for process in self.processes)
-        evidence = f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""  # it left no word of its own
+        others = any(
+            process is not first and process.plan.role == first.plan.role and self._can_say(process)
+            for process in self.processes
+        )
+        evidence = (
+            f"; {self._keep_evidence()}" if others and (first.poll() or 0) < 0 else ""
+        )  # it left no word of its own
         refusal = f"; {self.refusal}" if self.refusal else ""
-        return Outcome("failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1)
+        return Outcome(
+            "failed", f"{sentence}{refusal}; its log is {first.log}{evidence}; {self._go_on()}", 1
+        )
 
     def _first_failed(self) -> Process | Task:
         """Return the process that failed first.
@@ -580,17 +750,26 @@ class _Stage:
 
         def order(process: Process | Task) -> tuple[bool, float]:
             health = self.health.get(process.name)
-            return process.poll() != -signal.SIGKILL, self.sight.changed_s(process.name) if health and health.doing == FAILED else math.inf
+            return process.poll() != -signal.SIGKILL, self.sight.changed_s(
+                process.name
+            ) if health and health.doing == FAILED else math.inf
 
         time.sleep(SETTLE_S)
         limit_s = time.monotonic() + ACCUSED_S
         while True:
             self._see()
             said = {name for name, health in self.health.items() if health.doing == FAILED}
-            failed = [process for process in self.processes if self._failed(process) or process.name in said]
+            failed = [
+                process
+                for process in self.processes
+                if self._failed(process) or process.name in said
+            ]
             first = min(failed, key=order)
             health = self.health.get(first.name)
-            blamed = accused(health.error if health else None, {process.name for process in self.processes} - {first.name})
+            blamed = accused(
+                health.error if health else None,
+                {process.name for process in self.processes} - {first.name},
+            )
             if guilty := [process for process in failed if process.name in blamed]:
                 return min(guilty, key=order)
             if not blamed or time.monotonic() > limit_s:
@@ -611,8 +790,14 @@ class _Stage:
         are here."""
         if self.job.allocation is None or self.job.plan.num_nodes == 1:
             return []
-        said = {node for process in self.processes if isinstance(process, Task) and (node := failed_node(process.step.said()))}
-        return sorted(said) or self.job.allocation.silent_nodes(sorted({process.node for process in ended}))
+        said = {
+            node
+            for process in self.processes
+            if isinstance(process, Task) and (node := failed_node(process.step.said()))
+        }
+        return sorted(said) or self.job.allocation.silent_nodes(
+            sorted({process.node for process in ended})
+        )
 
     def _held(self, node: str) -> str:
         return listed(process.name for process in self.processes if process.node == node)
@@ -634,7 +819,11 @@ class _Stage:
             except OrreryError:
                 return None
             if word not in ("RUNNING", ""):
-                return Outcome("stopped", f"{self.stage}: Slurm ends job {job} ({word}); {self._go_on()}", 128 + signal.SIGTERM)
+                return Outcome(
+                    "stopped",
+                    f"{self.stage}: Slurm ends job {job} ({word}); {self._go_on()}",
+                    128 + signal.SIGTERM,
+                )
             time.sleep(0.5)
         return None
 
@@ -648,7 +837,13 @@ class _Stage:
             how = f"was killed by {process.ending}" if code < 0 else f"ended with {process.ending}"
         if self.job.plan.num_nodes > 1:
             how = f"on {process.node} {how}"
-        doing = f" while {health.last}" if health and code != 0 else "" if health else " before it said anything"
+        doing = (
+            f" while {health.last}"
+            if health and code != 0
+            else ""
+            if health
+            else " before it said anything"
+        )
         error = health.error if health else None
         error = self.fenced.get(process.name) if error is None else error
         if error is None and code != -signal.SIGKILL and (words := process.last_words()):
@@ -657,7 +852,9 @@ class _Stage:
 
     def _stopped(self) -> Outcome:
         number = self.interrupts.received[0]
-        return Outcome("stopped", f"{self.stage}: stopped by {number.name}; {self._go_on()}", 128 + number)
+        return Outcome(
+            "stopped", f"{self.stage}: stopped by {number.name}; {self._go_on()}", 128 + number
+        )
 
     def _goes_on(self) -> str:
         step = newest_checkpoint(self.run_dir, self.stage)
@@ -690,7 +887,11 @@ class _Stage:
             process.abandon()
         killed_s = time.monotonic()
         within_s = KILLED_S * self.job.site.roles.deadline_scale
-        stuck = [one for one in self.processes if not one.wait(max(0.0, killed_s + within_s - time.monotonic()))]
+        stuck = [
+            one
+            for one in self.processes
+            if not one.wait(max(0.0, killed_s + within_s - time.monotonic()))
+        ]
         return still_there(stuck, within_s) if stuck else ""
 
     def _end_strays(self, of: str | None = None) -> None:
@@ -699,7 +900,11 @@ class _Stage:
         They are our children by adoption, and carry this attempt's mark.
         """
         marks = {START: self.start, **({PROCESS: of} if of else {})}
-        mine = [child for child in psutil.Process().children(recursive=True) if self._is_stray(child, marks)]
+        mine = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if self._is_stray(child, marks)
+        ]
         for child in mine:
             with suppress(psutil.Error):
                 child.kill()
@@ -710,7 +915,9 @@ class _Stage:
             return marks.items() <= child.environ().items()
         except psutil.AccessDenied:  # a role, or its fork: our child once the role has ended
             with suppress(psutil.Error):
-                return child.ppid() == os.getpid() and child.pid not in {process.pid for process in self.processes}
+                return child.ppid() == os.getpid() and child.pid not in {
+                    process.pid for process in self.processes
+                }
         except psutil.Error:
             pass
         return False
@@ -734,7 +941,9 @@ class _Stage:
 
     def _log(self, text: str) -> None:
         with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n")
+            log.write(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage}, attempt {self.attempt}: {text}\n"
+            )
 
 
 def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
@@ -750,7 +959,9 @@ def _job_ends_at_s(job: Job) -> float | None:
     if job.allocation is None:
         return None
     try:
-        left_s = next((slurm.seconds(one.left) for one in slurm.mine() if one.id == job.allocation.job), None)
+        left_s = next(
+            (slurm.seconds(one.left) for one in slurm.mine() if one.id == job.allocation.job), None
+        )
     except OrreryError:
         return None
     return None if left_s is None else time.monotonic() + left_s

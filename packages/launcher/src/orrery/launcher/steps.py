@@ -62,15 +62,24 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     (CUDA IPC) only so; engines their own.
     """
     order = [process.role for process in plan.processes]
-    before = {one: num for each in plan.by_node.values() for one, num in zip(each, accumulate(_devices(each), initial=0), strict=False)}
-    computing = {node: sum(one.role in KINDS for one in each) for node, each in plan.by_node.items()}
+    before = {
+        one: num
+        for each in plan.by_node.values()
+        for one, num in zip(each, accumulate(_devices(each), initial=0), strict=False)
+    }
+    computing = {
+        node: sum(one.role in KINDS for one in each) for node, each in plan.by_node.items()
+    }
     found: list[StepPlan] = []
     for number, part in enumerate(parts):
         inside = [process for process in plan.processes if process.node in nodes(part.group)]
         for role in dict.fromkeys(process.role for process in inside):
             processes = tuple(process for process in inside if process.role == role)
             together = [(process,) for process in processes] if role == "inference" else [processes]
-            found += [_step_plan(number, part, each, before[each[0]], computing[each[0].node], slurm) for each in together]
+            found += [
+                _step_plan(number, part, each, before[each[0]], computing[each[0].node], slurm)
+                for each in together
+            ]
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
@@ -78,7 +87,14 @@ def _devices(processes: Iterable[ProcessPlan]) -> list[int]:
     return [process.num_devices for process in processes]
 
 
-def _step_plan(number: int, part: Component, processes: tuple[ProcessPlan, ...], before: int, computing: int, slurm: Slurm) -> StepPlan:
+def _step_plan(
+    number: int,
+    part: Component,
+    processes: tuple[ProcessPlan, ...],
+    before: int,
+    computing: int,
+    slurm: Slurm,
+) -> StepPlan:
     """Plan a step.
 
     `before`: devices that earlier processes of the node have. `computing`: its processes that
@@ -110,7 +126,14 @@ def step_options(
         f"--ntasks={num_nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         f"--cpus-per-task={cpus_per_task}",
-        *("--distribution=block", "--overlap", "--cpu-bind=none", "--mem=0", f"--gres={gres or 'none'}", "--export=ALL"),
+        *(
+            "--distribution=block",
+            "--overlap",
+            "--cpu-bind=none",
+            "--mem=0",
+            f"--gres={gres or 'none'}",
+            "--export=ALL",
+        ),
         f"--input={stdin}",
     ]
 
@@ -119,9 +142,22 @@ def srun(step: StepPlan, component: int | None, nodelist: str, code: Path, logs:
          argv: Sequence[str]) -> list[str]:  # fmt: skip
     """The step's command line around `argv`, the command of one role process without its index."""
     return [
-        *step_options(component, nodelist, step.num_nodes, step.tasks_per_node, step.cpus_per_task, step.gres, "all"),
+        *step_options(
+            component,
+            nodelist,
+            step.num_nodes,
+            step.tasks_per_node,
+            step.cpus_per_task,
+            step.gres,
+            "all",
+        ),
         *("--kill-on-bad-exit=1", f"--job-name={step.role}"),
-        *("bash", str(code / "orrery" / "launcher" / "task.sh"), step.role, str(step.processes[0].index)),
+        *(
+            "bash",
+            str(code / "orrery" / "launcher" / "task.sh"),
+            step.role,
+            str(step.processes[0].index),
+        ),
         *(",".join(map(str, step.devices)), str(logs), str(scratch), header),
         *argv,
     ]
@@ -133,7 +169,13 @@ class Step:
     def __init__(self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path, env: Mapping[str, str], token: str,
                  incarnation: int = 0):  # fmt: skip
         """`line` is its command, of an incarnation."""
-        self.plan, self.line, self.log, self.env, self.incarnation = plan, line, log, env, incarnation
+        self.plan, self.line, self.log, self.env, self.incarnation = (
+            plan,
+            line,
+            log,
+            env,
+            incarnation,
+        )
         self._token = token
         self.is_killed = False
         self._read: tuple[int, dict[int, int]] = (0, {})
@@ -143,7 +185,15 @@ class Step:
             out.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(argv)}\n".encode())
             out.flush()
             self.begin = out.tell()
-            self._popen = subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=out, env=dict(env), start_new_session=True, close_fds=True)
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=out,
+                stderr=out,
+                env=dict(env),
+                start_new_session=True,
+                close_fds=True,
+            )
 
     def again(self) -> "Step":
         """The same once more, as the next incarnation."""
@@ -218,7 +268,9 @@ class Task:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # the others of a step that was ended for one of them
+        return (
+            0 if code == 0 else -signal.SIGTERM
+        )  # the others of a step that was ended for one of them
 
     @property
     def ending(self) -> str | None:
@@ -256,8 +308,14 @@ def task_endings(said: str) -> dict[int, int]:
     for found in _ENDED.finditer(said):
         how = found["how"].strip()
         code = re.match(r"Exited with exit code (\d+)", how)
-        number = int(code[1]) if code else next((value for word, value in _HOW.items() if how.startswith(word)), 1)
-        if 128 < number < 160 and number != 128 + signal.SIGTERM:  # how Apptainer passes a signal on; 143 is a role's own
+        number = (
+            int(code[1])
+            if code
+            else next((value for word, value in _HOW.items() if how.startswith(word)), 1)
+        )
+        if (
+            128 < number < 160 and number != 128 + signal.SIGTERM
+        ):  # how Apptainer passes a signal on; 143 is a role's own
             number = 128 - number
         for rank in _ranks(found["tasks"]):
             ended.setdefault(rank, number)
@@ -266,7 +324,9 @@ def task_endings(said: str) -> dict[int, int]:
 
 def failed_node(said: str) -> str | None:
     """The node that srun lost, where it says so."""
-    found = re.search(r"srun: error: (?:Node failure on (\S+)|(\S+): .*node failure)", said, re.IGNORECASE)
+    found = re.search(
+        r"srun: error: (?:Node failure on (\S+)|(\S+): .*node failure)", said, re.IGNORECASE
+    )
     return (found[1] or found[2]).rstrip(",") if found else None
 
 

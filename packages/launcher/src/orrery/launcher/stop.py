@@ -13,28 +13,44 @@ from orrery.manifest.errors import OrreryError
 WITHIN_S = 30.0
 
 
-def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = WITHIN_S) -> str:
+def stop_run(
+    run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = WITHIN_S
+) -> str:
     """End the run; the last message. With `checkpoint` it is only asked to write one first, and ends by itself.
 
     Raises `OrreryError` when nobody runs it.
     """
     holder = lock.holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):
-        return _wind_down_launcher(run_dir, holder.pid) if checkpoint else _end_launcher(run_dir, holder.pid, within_s)
+        return (
+            _wind_down_launcher(run_dir, holder.pid)
+            if checkpoint
+            else _end_launcher(run_dir, holder.pid, within_s)
+        )
     jobs = slurm.of_run(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
-            raise OrreryError(f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there")
-        raise OrreryError(f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands")
+            raise OrreryError(
+                f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there"
+            )
+        raise OrreryError(
+            f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands"
+        )
     told = ", ".join(f"{job.id} ({job.stage}, {job.word.lower()})" for job in jobs)
-    return _wind_down_jobs(run_dir, jobs, told) if checkpoint else _cancel_jobs(run_dir, jobs, told, within_s)
+    return (
+        _wind_down_jobs(run_dir, jobs, told)
+        if checkpoint
+        else _cancel_jobs(run_dir, jobs, told, within_s)
+    )
 
 
 def _wind_down_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str) -> str:
     _stay(run_dir)
     running = [job for job in jobs if job.state == "running"]
     if not running:
-        raise OrreryError(f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them")
+        raise OrreryError(
+            f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them"
+        )
     slurm.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
     return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
 
@@ -44,7 +60,9 @@ def _cancel_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str, within_s:
     limit_s = time.monotonic() + within_s
     while left := {job.id for job in slurm.of_run(run_dir)} & {job.id for job in jobs}:
         if time.monotonic() > limit_s:
-            raise OrreryError(f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s")
+            raise OrreryError(
+                f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s"
+            )
         time.sleep(0.2)
     return f"{run_dir.name}: cancelled job {told}"
 
@@ -54,7 +72,9 @@ def _stay(run_dir: Path) -> None:
     status = statuses.read(run_dir)
     if status is None or status.state != "running" or status.stage != "rl":
         stage = status.stage if status else "nothing"
-        raise OrreryError(f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; type `orrery stop {run_dir.name}`")
+        raise OrreryError(
+            f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; type `orrery stop {run_dir.name}`"
+        )
     stay_path(run_dir, "rl").touch()
 
 
@@ -73,7 +93,9 @@ def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except PermissionError:
-        raise OrreryError(f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask them, or become them") from None
+        raise OrreryError(
+            f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask them, or become them"
+        ) from None
 
 
 def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:

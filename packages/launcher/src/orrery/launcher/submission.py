@@ -34,13 +34,18 @@ def components(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> list[Compon
 
 
 def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slurm) -> Component:
-    devices = max(sum(process.num_devices for process in plan.by_node.get(node, ())) for node in nodes(group))
+    devices = max(
+        sum(process.num_devices for process in plan.by_node.get(node, ())) for node in nodes(group)
+    )
     if hardware.accelerator == "cpu":
         gpus, cpus = 0, max(hardware.devices_per_node, devices)
     else:
         gpus, cpus = devices, math.ceil(slurm.cpus_per_node * devices / hardware.devices_per_node)
     cpus = min(slurm.cpus_per_node, max(cpus, LAUNCHER_CPUS))
-    memory_mb = min(slurm.memory_per_node_mb, max(MEMORY_MB, slurm.memory_per_node_mb * cpus // slurm.cpus_per_node))
+    memory_mb = min(
+        slurm.memory_per_node_mb,
+        max(MEMORY_MB, slurm.memory_per_node_mb * cpus // slurm.cpus_per_node),
+    )
     return Component(group, gpus, cpus, memory_mb)
 
 

@@ -29,7 +29,9 @@ class View:
         self._progress = progress
         self._console = Console(stderr=True)
         redraws = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
+        )
         self._every_s = LIVE_S if self._live else PLAIN_S
         self._next_s = time.monotonic() + (0 if self._live else PLAIN_S)
         self._said: tuple[int, list[str]] | None = None
@@ -44,7 +46,9 @@ class View:
         self._next_s = now_s + self._every_s
         if self._live:
             roles = summary(health, states, time.time()) if len(states) > MANY else ()
-            self._live.update(panel(self._progress, health, states, time.time(), roles), refresh=True)
+            self._live.update(
+                panel(self._progress, health, states, time.time(), roles), refresh=True
+            )
         elif len(states) <= MANY:
             print(line(self._progress, health, time.time()), file=sys.stderr, flush=True)
         else:
@@ -52,7 +56,14 @@ class View:
             if news != self._said or now_s >= self._said_s + QUIET_S:
                 self._said, self._said_s = news, now_s
                 print(
-                    " · ".join([line(self._progress, {}, time.time()), *summary(health, states, time.time())]), file=sys.stderr, flush=True
+                    " · ".join(
+                        [
+                            line(self._progress, {}, time.time()),
+                            *summary(health, states, time.time()),
+                        ]
+                    ),
+                    file=sys.stderr,
+                    flush=True,
                 )
 
     def close(self) -> None:
@@ -63,7 +74,11 @@ class View:
 def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
     """Who has ended other than well, or says that it failed."""
     failed = {name for name, one in health.items() if one.doing == FAILED}
-    return [name for name, state in states.items() if state not in ("running", "exit code 0") or name in failed]
+    return [
+        name
+        for name, state in states.items()
+        if state not in ("running", "exit code 0") or name in failed
+    ]
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
@@ -71,20 +86,37 @@ def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: floa
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():
         one = health.get(name)
-        does = state if state != "running" else "starting" if one is None else "waiting" if one.wait else one.doing
+        does = (
+            state
+            if state != "running"
+            else "starting"
+            if one is None
+            else "waiting"
+            if one.wait
+            else one.doing
+        )
         by_role.setdefault(name.rpartition(".")[0], Counter())[does] += 1
     parts = []
     for role, counts in by_role.items():
         named = counts.most_common(NUM_KINDS)
         others = counts.total() - sum(number for _, number in named)
-        parts.append(f"{role}: " + ", ".join(f"{number} {does}" for does, number in [*named, *([("otherwise", others)] if others else [])]))
+        parts.append(
+            f"{role}: "
+            + ", ".join(
+                f"{number} {does}"
+                for does, number in [*named, *([("otherwise", others)] if others else [])]
+            )
+        )
     if gone := ended(health, states):
         more = f" and {len(gone) - NUM_ENDED} more" if len(gone) > NUM_ENDED else ""
         parts.append(f"failed or ended: {listed(gone[:NUM_ENDED])}{more}")
     since_s = {
         name: one.wait.since_s if one.wait else one.since_s
         for name, one in health.items()
-        if states.get(name) == "running" and name not in gone and one.role != "router" and (one.wait or one.step is not None)
+        if states.get(name) == "running"
+        and name not in gone
+        and one.role != "router"
+        and (one.wait or one.step is not None)
     }
     if since_s:
         slowest = min(since_s, key=lambda name: since_s[name])

@@ -6,7 +6,13 @@ Each table below names what runs today; whoever builds more adds it there and no
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # that orrery.models has networks of
+FAMILIES = (
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "glm4_moe",
+    "hugging_face",
+)  # that orrery.models has networks of
 WIDE_ENGINES = ("h200",)  # accelerators on which an engine of orrery.inference is several processes
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
 SERVED_RANK = 512  # of adapters, the largest that vLLM makes room for
@@ -20,7 +26,9 @@ def check_built(manifest: Manifest) -> None:
     """Raises `OrreryError` with one sentence where a stage of this run cannot start yet."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if (family := manifest.model.family) not in FAMILIES:
-        raise OrreryError(f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}")
+        raise OrreryError(
+            f"model.family {family!r}: this network is not built yet; choose from {', '.join(FAMILIES)}"
+        )
     if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is one process, for vLLM exchanges tokens "
@@ -46,7 +54,9 @@ def check_built(manifest: Manifest) -> None:
     )
     for field, value, built in choices:
         if value not in built:
-            raise OrreryError(f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}")
+            raise OrreryError(
+                f"{field} {value!r}: this is not built yet; choose from {', '.join(map(repr, built))}"
+            )
 
 
 def refusal(manifest: Manifest) -> str | None:

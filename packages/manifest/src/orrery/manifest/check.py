@@ -24,7 +24,11 @@ def check(data: Any, where: str) -> Manifest:
 
     Raises `OrreryError` with `where` and the first wrong field, or with another schema version.
     """
-    if isinstance(data, dict) and type(version := data.get("schema_version")) is int and version != SCHEMA_VERSION:
+    if (
+        isinstance(data, dict)
+        and type(version := data.get("schema_version")) is int
+        and version != SCHEMA_VERSION
+    ):
         raise OrreryError(
             f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "
             f"or finish this one with the Orrery that began it"
@@ -50,7 +54,11 @@ def sentence(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
-        missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1]]
+        missing = [
+            str(e["loc"][-1])
+            for e in errors
+            if e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1]
+        ]
         close = nearest(name, missing) or nearest(name, siblings)
         text = f"{path} = {_short(first['input'])}: there is no such field; " + (
             f"did you mean {close!r}?" if close else f"the fields here are {', '.join(siblings)}"

@@ -28,11 +28,26 @@ from orrery.manifest.schema import Manifest
 from orrery.manifest.task_check import check_tasks
 from orrery.manifest.workspace import find_workspace
 
-app = typer.Typer(help="Specs and manifests.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Specs and manifests.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs by name; all when none is named.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest.")]
-Side = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest or of a receipt.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help="Runs by name; all when none is named."),
+]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest.")
+]
+Side = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's name, its folder, or the path of a manifest or of a receipt."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,9 @@ def named(run: str) -> Named:
     if folder is None and not (run.endswith(".json") or "/" in run):
         folder = run_dir(find_workspace().root / "runs", manifest)
     receipt = folder / RECEIPT if folder is not None else None
-    return Named(manifest, read_receipt(receipt) if receipt is not None and receipt.is_file() else None)
+    return Named(
+        manifest, read_receipt(receipt) if receipt is not None and receipt.is_file() else None
+    )
 
 
 def _folder(run: str) -> Path | None:
@@ -88,7 +105,11 @@ def _is_receipt(path: Path) -> bool:
 
 def _chosen(names: list[str] | None) -> list[Rendered]:
     workspace = find_workspace()
-    return [render_run(workspace, name) for name in dict.fromkeys(names)] if names else render_all(workspace)
+    return (
+        [render_run(workspace, name) for name in dict.fromkeys(names)]
+        if names
+        else render_all(workspace)
+    )
 
 
 def _spelled(run: Rendered) -> tuple[str, Manifest]:
@@ -129,11 +150,19 @@ def check(names: Names = None) -> None:
     for run in runs:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file():
-            raise OrreryError(f"{workspace.shown(path)}: is missing; run `orrery render {name}` and commit it")
+            raise OrreryError(
+                f"{workspace.shown(path)}: is missing; run `orrery render {name}` and commit it"
+            )
         if path.read_bytes() != pretty_json(run.manifest).encode():
             changed = differences(load(path), run.manifest)
-            what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "") if changed else "its layout was edited"
-            raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it")
+            what = (
+                f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
+                if changed
+                else "its layout was edited"
+            )
+            raise OrreryError(
+                f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it"
+            )
         if names:
             _must_start(name, run.manifest)
         print(f"{name} {id12(run.manifest)}", *notes(run.manifest), sep="\n")
@@ -143,27 +172,51 @@ def check(names: Names = None) -> None:
             if path.stem not in known:
                 near = nearest(path.stem, list(known))
                 hint = f"did {near!r} take its place? " if near else ""
-                raise OrreryError(f"{workspace.shown(path)}: no run has this name; {hint}remove the file with `git rm`")
+                raise OrreryError(
+                    f"{workspace.shown(path)}: no run has this name; {hint}remove the file with `git rm`"
+                )
 
 
 @app.command()
 def show(
     run: Side,
-    field: Annotated[str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")] = None,
-    receipt: Annotated[bool, typer.Option("--receipt", help="Print the receipt instead: what ran, where, and what came out.")] = False,
+    field: Annotated[
+        str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")
+    ] = None,
+    receipt: Annotated[
+        bool,
+        typer.Option(
+            "--receipt", help="Print the receipt instead: what ran, where, and what came out."
+        ),
+    ] = False,
 ) -> None:
     """Print a run's manifest, or one field of it."""
     if receipt:
         data = named(run).receipt
         if data is None:
-            raise OrreryError(f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery status`")
-        print(json.dumps(data if field is None else fields.lookup(data, fields.parse(field), f"{run}: receipt"), indent=2))
+            raise OrreryError(
+                f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery status`"
+            )
+        print(
+            json.dumps(
+                data
+                if field is None
+                else fields.lookup(data, fields.parse(field), f"{run}: receipt"),
+                indent=2,
+            )
+        )
         return
     manifest = manifest_of(run)
     if field is None:
         print(pretty_json(manifest), end="")
     else:
-        print(json.dumps(fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run), indent=2, sort_keys=True))
+        print(
+            json.dumps(
+                fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run),
+                indent=2,
+                sort_keys=True,
+            )
+        )
 
 
 @app.command()
@@ -171,14 +224,19 @@ def diff(
     before: Side,
     after: Side,
     everything: Annotated[
-        bool, typer.Option("--all", help="Of receipts also what always differs: times, job ids, earlier attempts.")
+        bool,
+        typer.Option(
+            "--all", help="Of receipts also what always differs: times, job ids, earlier attempts."
+        ),
     ] = False,
 ) -> None:
     """Print in what two runs differ, before → after: the fields of their manifests, then of their receipts where both have run."""
     a, b = named(before), named(after)
     if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):
         alone = before if a.manifest is None else after
-        raise OrreryError(f"{alone}: a receipt without a manifest.json beside it can only be compared with another receipt")
+        raise OrreryError(
+            f"{alone}: a receipt without a manifest.json beside it can only be compared with another receipt"
+        )
     if a.manifest and b.manifest:
         for difference in differences(a.manifest, b.manifest):
             print(difference)
@@ -190,7 +248,9 @@ def diff(
 @app.command()
 def explain(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name.")],
-    field: Annotated[str, typer.Argument(help="A field, such as trainer.optimizer.lr, or an object of fields.")],
+    field: Annotated[
+        str, typer.Argument(help="A field, such as trainer.optimizer.lr, or an object of fields.")
+    ],
 ) -> None:
     """Say which file and axis gave a field its value."""
     for explanation in explanations(find_workspace(), run, field):

@@ -16,8 +16,24 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Manifest
 
 RECEIPT, RECEIPT_SCHEMA = "receipt.json", 1
-KINDS = ("state", "images", "code", "versions", "nodes", "metrics", "outputs", "restarts")  # in this order; what else there is comes after
-ALWAYS_DIFFERENT = ("attempt", "started_s", "ended_s", "slurm_job_id", "message", "report/index.html")
+KINDS = (
+    "state",
+    "images",
+    "code",
+    "versions",
+    "nodes",
+    "metrics",
+    "outputs",
+    "restarts",
+)  # in this order; what else there is comes after
+ALWAYS_DIFFERENT = (
+    "attempt",
+    "started_s",
+    "ended_s",
+    "slurm_job_id",
+    "message",
+    "report/index.html",
+)
 _ABSENT = object()
 
 Receipt = dict[str, Any]
@@ -39,8 +55,12 @@ class Difference:
 def diff(before: Manifest, after: Manifest) -> list[Difference]:
     """The fields whose values differ, sorted by name."""
     a, b = (dict(leaves(m.model_dump(mode="json"))) for m in (before, after))
-    paths = sorted((p for p in a.keys() | b.keys() if a.get(p, _ABSENT) != b.get(p, _ABSENT)), key=spelled)
-    return [Difference(spelled(p), _shown(a.get(p, _ABSENT)), _shown(b.get(p, _ABSENT))) for p in paths]
+    paths = sorted(
+        (p for p in a.keys() | b.keys() if a.get(p, _ABSENT) != b.get(p, _ABSENT)), key=spelled
+    )
+    return [
+        Difference(spelled(p), _shown(a.get(p, _ABSENT)), _shown(b.get(p, _ABSENT))) for p in paths
+    ]
 
 
 def read_receipt(path: Path) -> Receipt:
@@ -49,23 +69,34 @@ def read_receipt(path: Path) -> Receipt:
     receipt = read_object(path, remedy)
     try:
         schema = receipt["schema"]
-        whole = isinstance(receipt["run"]["id"], str) and all(_has_attempts(stage) for stage in receipt["stages"].values())
+        whole = isinstance(receipt["run"]["id"], str) and all(
+            _has_attempts(stage) for stage in receipt["stages"].values()
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise OrreryError(f"{path}: not a receipt ({error!r}); {remedy}") from None
     if schema != RECEIPT_SCHEMA or not whole:
-        raise OrreryError(f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it with the Orrery that wrote it")
+        raise OrreryError(
+            f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it with the Orrery that wrote it"
+        )
     return receipt
 
 
 def _has_attempts(stage: Any) -> bool:
     attempts = stage["attempts"]
-    return isinstance(attempts, list) and bool(attempts) and all(isinstance(attempt, dict) for attempt in attempts)
+    return (
+        isinstance(attempts, list)
+        and bool(attempts)
+        and all(isinstance(attempt, dict) for attempt in attempts)
+    )
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
     """What differs, by kind; `receipt.<kind>.<stage>.<field>`, or without the stage where each stage that has the field changed alike."""
     a, b = (_facts(receipt, everything) for receipt in (before, after))
-    stages = [*before["stages"], *(stage for stage in after["stages"] if stage not in before["stages"])]
+    stages = [
+        *before["stages"],
+        *(stage for stage in after["stages"] if stage not in before["stages"]),
+    ]
     found: dict[Leaf, dict[str, tuple[Any, Any]]] = {}
     for kind, stage, rest in {**a, **b}:
         key = kind, stage, rest
@@ -87,12 +118,19 @@ def _facts(receipt: Receipt, everything: bool) -> dict[tuple[str, str, Leaf], An
     """What a receipt says, by kind, stage and the rest of the field's path."""
     facts: dict[tuple[str, str, Leaf], Any] = {}
     for stage, entry in receipt["stages"].items():
-        said = {**entry["attempts"][-1], **{kind: value for kind, value in entry.items() if kind != "attempts"}}
+        said = {
+            **entry["attempts"][-1],
+            **{kind: value for kind, value in entry.items() if kind != "attempts"},
+        }
         if everything and len(entry["attempts"]) > 1:
             said["attempts_before"] = entry["attempts"][:-1]
         for kind, value in said.items():
             facts |= {(kind, stage, path): leaf for path, leaf in leaves(value)}
-    return {key: leaf for key, leaf in facts.items() if everything or not {key[0], *key[2]} & set(ALWAYS_DIFFERENT)}
+    return {
+        key: leaf
+        for key, leaf in facts.items()
+        if everything or not {key[0], *key[2]} & set(ALWAYS_DIFFERENT)
+    }
 
 
 def _rank(kind: str | int) -> tuple[int, str]:

@@ -10,7 +10,9 @@ from pathlib import Path
 def sha256_of(files: Sequence[Path]) -> str:
     """Of one file its sha256; of several that of the lines "sha256  name" in the order of their names (`sha256sum FILES | sha256sum`)."""
     files = sorted(files, key=lambda path: path.name)
-    with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor(
+        min(len(files), len(os.sched_getaffinity(0)))
+    ) as pool:  # hashing lets other threads run
         digests = list(pool.map(sha256, files))
     if len(files) == 1:
         return digests[0]

@@ -35,7 +35,11 @@ class Place:
     axis: str | None
 
     def __str__(self) -> str:
-        return self.file + (f":{self.line}" if self.line else "") + (f" (axis {self.axis})" if self.axis else "")
+        return (
+            self.file
+            + (f":{self.line}" if self.line else "")
+            + (f" (axis {self.axis})" if self.axis else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class Explanation:
     overrides: Any = None
 
     def __str__(self) -> str:
-        verb = {"axis": "set by", "run file": "set by the run file", "derived": "derived in"}[self.how]
+        verb = {"axis": "set by", "run file": "set by the run file", "derived": "derived in"}[
+            self.how
+        ]
         tail = ""
         if self.how == "derived" and self.sources:
             tail = " from " + ", ".join(map(str, self.sources))
@@ -88,12 +94,20 @@ class _Case:
 
     def leaf(self, path: fields.Path, value: Any) -> Explanation:
         setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
-        spelled_out = [(file, line) for file in self.run_files if (line := line_of(file, path, under_key=True))]
+        spelled_out = [
+            (file, line) for file in self.run_files if (line := line_of(file, path, under_key=True))
+        ]
         if spelled_out:
             file, line = spelled_out[0]
             how, place = "run file", self._place(file, line)
         elif setters and fields.lookup(self.alone[setters[0]], path, "") == value:
-            return Explanation(fields.spelled(path), value, "axis", self._place(setters[0], line_of(setters[0], path)), ())
+            return Explanation(
+                fields.spelled(path),
+                value,
+                "axis",
+                self._place(setters[0], line_of(setters[0], path)),
+                (),
+            )
         elif setters:
             how, place = "run file", self._place(self.file, None)
         else:
@@ -106,18 +120,34 @@ class _Case:
             )
         over = setters[0] if setters else None
         sources = (self._place(over, line_of(over, path)),) if over else ()
-        return Explanation(fields.spelled(path), value, how, place, sources, fields.lookup(self.alone[over], path, "") if over else None)
+        return Explanation(
+            fields.spelled(path),
+            value,
+            how,
+            place,
+            sources,
+            fields.lookup(self.alone[over], path, "") if over else None,
+        )
 
     def _follows_from(self, path: fields.Path, value: Any) -> tuple[Place, ...]:
         run = f"{import_of(self.workspace, self.file)}[{quoted(self.name)}]"
         whole = " + ".join(import_of(self.workspace, p) for p in (self.library, *self.axes))
-        causes = [self._place(axis, None) for axis in self.axes if not self._is(run, path, value, {axis: b"{}"})]
-        return (*causes, *(() if self._is(whole, path, value, {}) else (self._place(self.file, None),)))
+        causes = [
+            self._place(axis, None)
+            for axis in self.axes
+            if not self._is(run, path, value, {axis: b"{}"})
+        ]
+        return (
+            *causes,
+            *(() if self._is(whole, path, value, {}) else (self._place(self.file, None),)),
+        )
 
     def _is(self, run: str, path: fields.Path, value: Any, instead: dict[Path, bytes]) -> bool:
         reach = "".join(f"[{json.dumps(element)}]" for element in path)
         try:
-            return Evaluator(self.workspace, {**self.lawless, **instead})(f"({run}){reach}") == value
+            return (
+                Evaluator(self.workspace, {**self.lawless, **instead})(f"({run}){reach}") == value
+            )
         except OrreryError:
             return False
 

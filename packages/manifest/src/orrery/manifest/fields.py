@@ -25,7 +25,13 @@ def spelled(path: Path) -> str:
 
 def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value that is not a non-empty object or list, with its path, in order of the data."""
-    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    children = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     if not children or not data:
         yield path, data
         return
@@ -36,10 +42,18 @@ def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def lookup(data: Any, path: Path, where: str) -> Any:
     """The value at a path; raises `OrreryError` with the fields that there are."""
     for depth, element in enumerate(path):
-        if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (isinstance(data, dict) and element in data):
+        if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
+            isinstance(data, dict) and element in data
+        ):
             data = data[element]  # type: ignore[index]  # the condition says which of the two it is
         else:
-            names = list(data) if isinstance(data, dict) else [f"[{i}]" for i in range(len(data))] if isinstance(data, list) else []
+            names = (
+                list(data)
+                if isinstance(data, dict)
+                else [f"[{i}]" for i in range(len(data))]
+                if isinstance(data, list)
+                else []
+            )
             near = nearest(str(element), names)
             before = spelled(path[:depth])
             if near:

@@ -22,12 +22,17 @@ def load(path: str | Path) -> Manifest:
 
 def canonical_json(manifest: Manifest) -> bytes:
     """The bytes that the id is the hash of."""
-    return json.dumps(manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(
+        manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode("ascii")
 
 
 def pretty_json(manifest: Manifest) -> str:
     """The text that is checked in: sorted keys, two spaces, a newline at the end."""
-    return json.dumps(manifest.model_dump(mode="json"), sort_keys=True, indent=2, allow_nan=False) + "\n"
+    return (
+        json.dumps(manifest.model_dump(mode="json"), sort_keys=True, indent=2, allow_nan=False)
+        + "\n"
+    )
 
 
 def run_id(manifest: Manifest) -> str:

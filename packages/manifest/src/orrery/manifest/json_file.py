@@ -59,7 +59,9 @@ def read_as(path: Path, kind: type[T], remedy: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "its value"
-        raise OrreryError(f"{path}: {field}: {first['msg'].removeprefix('Input ').lower()}; {remedy}") from None
+        raise OrreryError(
+            f"{path}: {field}: {first['msg'].removeprefix('Input ').lower()}; {remedy}"
+        ) from None
 
 
 @cache
@@ -81,7 +83,13 @@ def parse_json(text: str | bytes) -> Any:
 
 def kind_of(value: Any) -> str:
     """Return the name of a JSON value's kind for use in a sentence."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "a truth value",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number")
 
 
@@ -98,7 +106,9 @@ def _check(value: Any) -> None:
             elif isinstance(one, str):
                 if "\0" in one:
                     raise ValueError("a text with a NUL character")
-                if not one.isascii() and any("\ud800" <= character <= "\udfff" for character in one):
+                if not one.isascii() and any(
+                    "\ud800" <= character <= "\udfff" for character in one
+                ):
                     raise ValueError("a text with half a surrogate pair")
             elif isinstance(one, float) and not math.isfinite(one):
                 raise ValueError(f"a number that is not finite ({one})")
@@ -123,5 +133,7 @@ def read_regular(path: Path) -> bytes:
     """Return the content of a regular file of at most `MAX_BYTES`. Raises OSError for any other."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {MAX_BYTES} are read", str(path))
+            raise OSError(
+                errno.EFBIG, f"it has {size} bytes, and at most {MAX_BYTES} are read", str(path)
+            )
         return file.read()

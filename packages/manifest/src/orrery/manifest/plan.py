@@ -66,15 +66,26 @@ class StagePlan:
 
 def plan(manifest: Manifest) -> list[StagePlan]:
     """The stages of a run in order."""
-    ranks = tuple(ProcessPlan("trainer", i, "orrery.trainer", 1, "itself") for i in range(manifest.trainer.mesh.world_size))
+    ranks = tuple(
+        ProcessPlan("trainer", i, "orrery.trainer", 1, "itself")
+        for i in range(manifest.trainer.mesh.world_size)
+    )
     orchestrator = ProcessPlan("orchestrator", 0, "orrery.orchestrator", 0, "itself")
     servers = _servers(manifest)
     stages = [StagePlan("init", (), ranks[:1])]
     if manifest.stages.sft is not None:
         stages.append(_placed(manifest, StagePlan("sft", ("init",), ranks)))
-    stages.append(_placed(manifest, StagePlan("rl", (stages[-1].name,), (*servers, orchestrator, *ranks))))
+    stages.append(
+        _placed(manifest, StagePlan("rl", (stages[-1].name,), (*servers, orchestrator, *ranks)))
+    )
     stages.append(_placed(manifest, StagePlan("evaluate", ("rl",), (*servers, orchestrator))))
-    stages.append(StagePlan("report", ("evaluate",), (ProcessPlan("report", 0, "orrery.observe.report", 0, "itself"),)))
+    stages.append(
+        StagePlan(
+            "report",
+            ("evaluate",),
+            (ProcessPlan("report", 0, "orrery.observe.report", 0, "itself"),),
+        )
+    )
     return stages
 
 
@@ -84,7 +95,9 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
     for one in stages:
         if one.name == name:
             return one
-    raise OrreryError(f"stage {name!r}: {manifest.name} has no such stage; choose from {', '.join(s.name for s in stages)}")
+    raise OrreryError(
+        f"stage {name!r}: {manifest.name} has no such stage; choose from {', '.join(s.name for s in stages)}"
+    )
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
@@ -96,23 +109,33 @@ def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
     groups: list[NodeGroup] = []
     for name, devices in manifest.group_devices.items():
         if ("trainer" if name == "trainer" else "inference") in roles:
-            groups.append(NodeGroup(name, sum(group.num_nodes for group in groups), devices // per_node))
+            groups.append(
+                NodeGroup(name, sum(group.num_nodes for group in groups), devices // per_node)
+            )
     trainer = groups[-1].first_node
 
     def node(process: ProcessPlan) -> int:
         first = trainer if process.role == "trainer" else 0
         return first + process.index * process.num_devices // per_node
 
-    return replace(stage, processes=tuple(replace(p, node=node(p)) for p in stage.processes), groups=tuple(groups))
+    return replace(
+        stage,
+        processes=tuple(replace(p, node=node(p)) for p in stage.processes),
+        groups=tuple(groups),
+    )
 
 
 def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     inference = manifest.inference
     engines = tuple(
-        ProcessPlan("inference", i, "orrery.inference", inference.devices_per_replica, "with_stage") for i in range(inference.num_replicas)
+        ProcessPlan("inference", i, "orrery.inference", inference.devices_per_replica, "with_stage")
+        for i in range(inference.num_replicas)
     )
     if inference.kv_offload.kind == "mooncake":
-        engines = (ProcessPlan("kv_store", 0, "orrery.inference.kv_store", 0, "with_stage"), *engines)
+        engines = (
+            ProcessPlan("kv_store", 0, "orrery.inference.kv_store", 0, "with_stage"),
+            *engines,
+        )
     if inference.router.kind == "none":
         return engines
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))

@@ -49,11 +49,15 @@ class Evaluator:
         import _gojsonnet
 
         try:
-            value = parse_json(_gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import))
+            value = parse_json(
+                _gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import)
+            )
         except RuntimeError as error:
             raise OrreryError(self._lost or self._sentence(str(error))) from None
         except ValueError as error:
-            raise OrreryError(f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})") from None
+            raise OrreryError(
+                f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
+            ) from None
         if self._lost:  # an import that no field of the value needed
             raise OrreryError(self._lost)
         return value
@@ -69,15 +73,27 @@ class Evaluator:
                 except OSError as error:
                     self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
                     return name, _FAILS
-                if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:  # it would crash Jsonnet's parser
+                if (
+                    path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING
+                ):  # it would crash Jsonnet's parser
                     self._lost = f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; is the file damaged?"
                     return name, _FAILS
                 return str(path), data
-        if any((folder / name).exists() or (folder / name).is_symlink() for folder in self.workspace.library):
-            self._lost = f"import {name!r}: under jsonnet/ it is no file that can be read; put the file back"
+        if any(
+            (folder / name).exists() or (folder / name).is_symlink()
+            for folder in self.workspace.library
+        ):
+            self._lost = (
+                f"import {name!r}: under jsonnet/ it is no file that can be read; put the file back"
+            )
             return name, _FAILS
-        near = nearest(name, [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")])
-        self._lost = f"import {name!r}: no such file under jsonnet/" + (f"; did you mean {near!r}?" if near else "")
+        near = nearest(
+            name,
+            [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")],
+        )
+        self._lost = f"import {name!r}: no such file under jsonnet/" + (
+            f"; did you mean {near!r}?" if near else ""
+        )
         return name, _FAILS
 
     def _sentence(self, text: str) -> str:
@@ -85,8 +101,14 @@ class Evaluator:
         message = head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error opens with its place
             return f"{self.workspace.shown(found['file'])}:{found['line']}: {message.split(' ', 1)[-1]}"
-        frames = [f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")]
-        return f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})" if frames else message
+        frames = [
+            f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")
+        ]
+        return (
+            f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})"
+            if frames
+            else message
+        )
 
 
 def _nesting(data: bytes) -> int:
@@ -114,19 +136,27 @@ def run_files(workspace: Workspace) -> dict[str, Path]:
     def names(path: Path) -> list[str]:
         return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
 
-    return _of_all_files(workspace, lambda path: dict.fromkeys(names(path), path), workspace.run_files)
+    return _of_all_files(
+        workspace, lambda path: dict.fromkeys(names(path), path), workspace.run_files
+    )
 
 
-def _of_all_files(workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]) -> dict[str, T]:
+def _of_all_files(
+    workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
+) -> dict[str, T]:
     """What `of_file` says of each file's runs, by their names. Raises `OrreryError` where a name is another's too."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
         if path.stem in TARGETS:  # a file's stem is the target of all of its runs
-            raise OrreryError(f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name")
+            raise OrreryError(
+                f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name"
+            )
         for name, value in of_file(path).items():
             if name in found:
-                raise OrreryError(f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(files[name])} too; names are unique")
+                raise OrreryError(
+                    f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(files[name])} too; names are unique"
+                )
             found[name], files[name] = value, path
     return found
 
@@ -134,13 +164,16 @@ def _of_all_files(workspace: Workspace, of_file: Callable[[Path], Mapping[str, T
 def locate(workspace: Workspace, name: str) -> Path:
     """The file that defines a run; raises `OrreryError` with the nearest name."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
-    if likely in workspace.run_files and name in Evaluator(workspace)(f"std.objectFields({import_of(workspace, likely)})"):
+    if likely in workspace.run_files and name in Evaluator(workspace)(
+        f"std.objectFields({import_of(workspace, likely)})"
+    ):
         return likely
     files = run_files(workspace)
     if name not in files:
         near = nearest(name, list(files))
         raise OrreryError(
-            f"run {name!r}: there is no such run; " + (f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}")
+            f"run {name!r}: there is no such run; "
+            + (f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}")
         )
     return files[name]
 
@@ -173,7 +206,9 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
     runs_of = Evaluator(workspace)(f"{{{files}}}")
 
     def rendered(path: Path) -> dict[str, Rendered]:
-        return {run.manifest.name: run for run in _all_rendered(workspace, path, runs_of[str(path)])}
+        return {
+            run.manifest.name: run for run in _all_rendered(workspace, path, runs_of[str(path)])
+        }
 
     runs = _of_all_files(workspace, rendered, run_files)
     return [runs[name] for name in sorted(runs)]
@@ -195,11 +230,17 @@ def _all_rendered(workspace: Workspace, path: Path, runs: Any) -> list[Rendered]
 def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendered:
     manifest = check(data, f"{workspace.shown(path)}: {name}")
     if manifest.name != name:
-        raise OrreryError(f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the runs in lib/named.libsonnet")
+        raise OrreryError(
+            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the runs in lib/named.libsonnet"
+        )
     return Rendered(manifest, path)
 
 
-def write(workspace: Workspace, runs: Iterable[Rendered], wrote: Callable[[Path, bool], None] | None = None) -> list[Path]:
+def write(
+    workspace: Workspace,
+    runs: Iterable[Rendered],
+    wrote: Callable[[Path, bool], None] | None = None,
+) -> list[Path]:
     """Write the manifests of runs that have all been checked; `wrote(path, changed)` hears of each. Unchanged files are left alone."""
     paths = []
     for run in list(runs):

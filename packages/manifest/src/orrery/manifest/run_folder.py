@@ -44,7 +44,9 @@ def check_layout(run_dir: Path) -> None:
     except FileNotFoundError:
         found = 1  # the first layout had no layout file
     except ValueError:
-        raise OrreryError(f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else {_anew(run_dir)}") from None
+        raise OrreryError(
+            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else {_anew(run_dir)}"
+        ) from None
     if found != LAYOUT:
         which = "an older" if found < LAYOUT else "a newer"
         raise OrreryError(
@@ -123,5 +125,8 @@ def checkpoint_named(name: str) -> Checkpoint | None:
 
 def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
     """Return the stage's checkpoints that have the marker, in ascending order."""
-    found = (checkpoint_named(path.parent.name) for path in checkpoints_dir(run_dir, stage).glob(f"step_*/{COMPLETE}"))
+    found = (
+        checkpoint_named(path.parent.name)
+        for path in checkpoints_dir(run_dir, stage).glob(f"step_*/{COMPLETE}")
+    )
     return sorted(one for one in found if one is not None)

@@ -17,8 +17,18 @@ SCHEMA_VERSION = 2
 FP8_BLOCK = 128  # rows, and columns, of weights in FP8 that have one scale
 DISK_PAGE_BYTES = 4096
 SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes of a worker
-KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's attention takes blocks of cache of a multiple of that
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline, which share one namespace with runs
+KV_BLOCK_TOKENS = {
+    "cpu": 32,
+    "h200": 16,
+}  # vLLM's attention takes blocks of cache of a multiple of that
+TARGETS = (
+    "init",
+    "sft",
+    "rl",
+    "evaluate",
+    "report",
+    "all",
+)  # rules of the pipeline, which share one namespace with runs
 
 MAX_INT = 2**53  # beyond that Jsonnet's numbers are no longer exact
 MAX_COUNT = 2**16  # of ranks and devices (a plan has a process for each), layers, heads and experts
@@ -33,16 +43,33 @@ Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bound = PositiveFloat | None
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average, which at 1 takes in nothing new
+Decay = Annotated[
+    float, Field(ge=0.0, lt=1.0)
+]  # of a moving average, which at 1 takes in nothing new
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
 ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # what a family's attention can be
-    "qwen3": {"rotary_fraction": (1.0,), "rope_scaling": (None,), "attention_bias": (False,), "qk_norm": (True,)},
-    "qwen3_moe": {"rotary_fraction": (1.0,), "rope_scaling": (None,), "attention_bias": (False,), "qk_norm": (True,)},
+    "qwen3": {
+        "rotary_fraction": (1.0,),
+        "rope_scaling": (None,),
+        "attention_bias": (False,),
+        "qk_norm": (True,),
+    },
+    "qwen3_moe": {
+        "rotary_fraction": (1.0,),
+        "rope_scaling": (None,),
+        "attention_bias": (False,),
+        "qk_norm": (True,),
+    },
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
     "glm4_moe": {"rope_scaling": (None,)},
 }
-QWEN3_MOE = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}  # its only experts
+QWEN3_MOE = {
+    "num_dense_layers": 0,
+    "num_shared_experts": 0,
+    "score": "softmax",
+    "routed_scale": 1.0,
+}  # its only experts
 
 
 class Record(BaseModel):
@@ -181,7 +208,9 @@ class Model(Record):
     @model_validator(mode="after")
     def heads_divide_and_turn(self) -> "Model":
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if (mla := self.mla) is not None and self.head_dim != mla.nope_head_dim + mla.rope_head_dim:
             raise ValueError(
                 f"head_dim {self.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + mla.rope_head_dim {mla.rope_head_dim}"
@@ -192,23 +221,35 @@ class Model(Record):
         if mla is not None:
             field, turning = "mla.rope_head_dim", mla.rope_head_dim
         if turning % 2:
-            raise ValueError(f"{field} {turning} is odd, and numbers turn with position in pairs; try {turning + 1}")
+            raise ValueError(
+                f"{field} {turning} is odd, and numbers turn with position in pairs; try {turning + 1}"
+            )
         return self
 
     @model_validator(mode="after")
     def family_has_its_parts(self) -> "Model":
-        has = {"moe": ("qwen3_moe", "glm4_moe", "glm5"), "mla": ("glm5",), "hf_config": ("hugging_face",)}
+        has = {
+            "moe": ("qwen3_moe", "glm4_moe", "glm5"),
+            "mla": ("glm5",),
+            "hf_config": ("hugging_face",),
+        }
         for part, families in has.items():
             value = getattr(self, part)
             if (value is not None) != (self.family in families):
-                raise ValueError(f"family {self.family!r} and {part} {'null' if value is None else 'set'} do not go together")
+                raise ValueError(
+                    f"family {self.family!r} and {part} {'null' if value is None else 'set'} do not go together"
+                )
         for field, only in ATTENTION.get(self.family, {}).items():
             if (value := getattr(self, field)) not in only:
-                raise ValueError(f"{field} {value!r}: family {self.family!r} has {' or '.join(map(repr, only))} only")
+                raise ValueError(
+                    f"{field} {value!r}: family {self.family!r} has {' or '.join(map(repr, only))} only"
+                )
         if self.family == "qwen3_moe" and self.moe is not None:
             for field, fixed in QWEN3_MOE.items():
                 if (value := getattr(self.moe, field)) != fixed:
-                    raise ValueError(f"moe.{field} {value!r}: family 'qwen3_moe' has {fixed!r} only")
+                    raise ValueError(
+                        f"moe.{field} {value!r}: family 'qwen3_moe' has {fixed!r} only"
+                    )
         return self
 
 
@@ -244,7 +285,9 @@ class Mesh(Record):
     @model_validator(mode="after")
     def ranks_can_be_planned(self) -> "Mesh":
         if self.world_size > MAX_COUNT:
-            raise ValueError(f"dp_replicate·dp_shard·cp = {self.world_size}: a trainer has at most {MAX_COUNT} ranks; set them to less")
+            raise ValueError(
+                f"dp_replicate·dp_shard·cp = {self.world_size}: a trainer has at most {MAX_COUNT} ranks; set them to less"
+            )
         return self
 
     @property
@@ -264,7 +307,9 @@ class Mesh(Record):
 def _heads_divide_among(model: Model) -> list[int]:
     """Numbers of ranks, each with as many query heads and with key heads of its own or one that it shares."""
     heads, groups = model.num_heads, model.num_kv_heads
-    return [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    return [
+        n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)
+    ]
 
 
 class Fsdp(Record):
@@ -324,7 +369,9 @@ Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="kind")]
 
 def _has_state(optimizer: Optimizer) -> bool:
     """Whether it keeps anything from step to step."""
-    return optimizer.kind != "sign_sgd" and not (optimizer.kind == "sgd" and optimizer.momentum == 0)
+    return optimizer.kind != "sign_sgd" and not (
+        optimizer.kind == "sgd" and optimizer.momentum == 0
+    )
 
 
 class ConstantSchedule(Record):
@@ -355,7 +402,9 @@ class WsdSchedule(Record):
     final_fraction: Probability
 
 
-Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="kind")]
+Schedule = Annotated[
+    ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="kind")
+]
 
 
 class DppoLoss(Record):
@@ -413,7 +462,10 @@ class SelectiveCheckpointing(Record):
     """Each block's input stays and what `keep` names: outputs of attention, of dense projections, of grouped expert products."""
 
     kind: Literal["selective"]
-    keep: Annotated[tuple[Literal["attention", "projections", "experts"], ...], Field(min_length=1, strict=False)]
+    keep: Annotated[
+        tuple[Literal["attention", "projections", "experts"], ...],
+        Field(min_length=1, strict=False),
+    ]
 
 
 class Memory(Record):
@@ -425,7 +477,9 @@ class Memory(Record):
       logits of a whole micro-batch stay for the backward pass, which else makes them again.
     """
 
-    activation_checkpointing: Annotated[NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")]
+    activation_checkpointing: Annotated[
+        NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")
+    ]
     activation_offload: bool
     optimizer_offload: bool
     lm_head_chunk_tokens: PositiveInt | Literal["auto"]
@@ -441,7 +495,10 @@ class Lora(Record):
 
     rank: PositiveInt
     alpha: PositiveFloat
-    targets: Annotated[tuple[Literal["attention", "feed_forward", "experts"], ...], Field(min_length=1, strict=False)]
+    targets: Annotated[
+        tuple[Literal["attention", "feed_forward", "experts"], ...],
+        Field(min_length=1, strict=False),
+    ]
     seed: NonNegativeInt
 
 
@@ -491,7 +548,11 @@ class Trainer(Record):
     @property
     def kept(self) -> tuple[str, ...]:
         """What stays of a block, beside its input, of what selective checkpointing is to keep."""
-        return tuple(name for name in getattr(self.memory.activation_checkpointing, "keep", ()) if name not in self.unseen)
+        return tuple(
+            name
+            for name in getattr(self.memory.activation_checkpointing, "keep", ())
+            if name not in self.unseen
+        )
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -518,22 +579,31 @@ def _fit_adapters(lora: Lora | None, model: Model) -> None:
     }
     has = [part for part, is_there in parts.items() if is_there]
     if lacking := [target for target in lora.targets if target not in has]:
-        raise ValueError(f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; choose from {has}")
+        raise ValueError(
+            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; choose from {has}"
+        )
 
 
 def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
     """Why one context cannot be divided as `mesh` says, with each cp, and its dp_shard, that can be had of the trainer's `devices`."""
-    sharded = mesh.dp_shard * mesh.cp if devices % mesh.dp_replicate else devices // mesh.dp_replicate
+    sharded = (
+        mesh.dp_shard * mesh.cp if devices % mesh.dp_replicate else devices // mesh.dp_replicate
+    )
     if mesh.cp > 1 and model.family == "hugging_face":
         yield (
             f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
             f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
         )
-    elif mesh.cp > 1 and mesh.cp_style == "ulysses" and mesh.cp not in (heads := _heads_divide_among(model)):
+    elif (
+        mesh.cp > 1
+        and mesh.cp_style == "ulysses"
+        and mesh.cp not in (heads := _heads_divide_among(model))
+    ):
         fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
         yield (
             f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} key heads do not divide among as many "
-            f"ranks; choose cp·dp_shard from {fits}" + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
+            f"ranks; choose cp·dp_shard from {fits}"
+            + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
         )
 
 
@@ -549,7 +619,9 @@ def _experts_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterat
     if mesh.ep not in fits:
         whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
         yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
-    if mesh.ep_backend == "deepep" and (accelerator == "cpu" or trainer.compute_dtype != "bfloat16"):
+    if mesh.ep_backend == "deepep" and (
+        accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
+    ):
         yield (
             "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
             "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
@@ -560,7 +632,10 @@ def fit_model(trainer: Trainer, model: Model, accelerator: str, devices: int) ->
     """Raises `ValueError` where the network has not what is to be adapted, or cannot be divided as `trainer.mesh` says on the trainer's
     `devices`, naming what can."""
     _fit_adapters(trainer.lora, model)
-    if misfits := [*context_misfits(trainer.mesh, model, devices), *_experts_misfits(trainer, model, accelerator)]:
+    if misfits := [
+        *context_misfits(trainer.mesh, model, devices),
+        *_experts_misfits(trainer, model, accelerator),
+    ]:
         raise ValueError("; ".join(misfits))
 
 
@@ -580,7 +655,9 @@ class VllmRouter(Record):
     """
 
     kind: Literal["vllm_router"]
-    policy: Literal["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
+    policy: Literal[
+        "cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"
+    ]
     balance_abs_threshold: PositiveInt | None
     balance_rel_threshold: Annotated[float, Field(ge=1.0)] | None
 
@@ -589,9 +666,13 @@ class VllmRouter(Record):
         for name in ("balance_abs_threshold", "balance_rel_threshold"):
             value = getattr(self, name)
             if self.policy == "cache_aware" and value is None:
-                raise ValueError(f"{name} is null: policy 'cache_aware' reads it; set it to a number")
+                raise ValueError(
+                    f"{name} is null: policy 'cache_aware' reads it; set it to a number"
+                )
             if self.policy != "cache_aware" and value is not None:
-                raise ValueError(f"{name} {value}: policy '{self.policy}' reads none; set it to null, or policy to 'cache_aware'")
+                raise ValueError(
+                    f"{name} {value}: policy '{self.policy}' reads none; set it to null, or policy to 'cache_aware'"
+                )
         return self
 
 
@@ -614,7 +695,9 @@ class MooncakeKvTransfer(Record):
     protocol: Literal["tcp", "rdma"]
 
 
-KvTransfer = Annotated[NoKvTransfer | NixlKvTransfer | MooncakeKvTransfer, Field(discriminator="kind")]
+KvTransfer = Annotated[
+    NoKvTransfer | NixlKvTransfer | MooncakeKvTransfer, Field(discriminator="kind")
+]
 
 
 class NoKvOffload(Record):
@@ -641,7 +724,9 @@ class MooncakeKvOffload(Record):
     segment_bytes: PositiveInt
 
 
-KvOffload = Annotated[NoKvOffload | TieredKvOffload | MooncakeKvOffload, Field(discriminator="kind")]
+KvOffload = Annotated[
+    NoKvOffload | TieredKvOffload | MooncakeKvOffload, Field(discriminator="kind")
+]
 
 
 class Inference(Record):
@@ -688,7 +773,9 @@ class Inference(Record):
     @model_validator(mode="after")
     def replicas_have_a_router(self) -> "Inference":
         if self.num_replicas > 1 and self.router.kind == "none" and not self.prefill_replicas:
-            raise ValueError(f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'")
+            raise ValueError(
+                f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to 'vllm_router'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -726,11 +813,18 @@ class Inference(Record):
 
 def _cache_block_bytes(model: Model, inference: Inference) -> int:
     """One block of cache on one device."""
-    if (mla := model.mla) is None:  # keys and values of the device's heads, else a latent, its turning part and the indexer's key
+    if (
+        (mla := model.mla) is None
+    ):  # keys and values of the device's heads, else a latent, its turning part and the indexer's key
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:
         numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
-    return inference.kv_block_tokens * model.num_layers * numbers * {"float32": 4, "bfloat16": 2}[inference.dtype]
+    return (
+        inference.kv_block_tokens
+        * model.num_layers
+        * numbers
+        * {"float32": 4, "bfloat16": 2}[inference.dtype]
+    )
 
 
 def _longest_cache_blocks(inference: Inference) -> int:
@@ -761,7 +855,9 @@ def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -
     if not routed_experts or (moe := model.moe) is None:
         return cache, 0
     number = 1 if moe.num_experts <= 256 else 2
-    return cache, 2 * on_disk_bytes(inference.kv_block_tokens * model.num_layers * moe.num_experts_per_token * number)
+    return cache, 2 * on_disk_bytes(
+        inference.kv_block_tokens * model.num_layers * moe.num_experts_per_token * number
+    )
 
 
 def _cut_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
@@ -772,7 +868,14 @@ def _cut_widths(model: Model, inference: Inference) -> list[tuple[str, int, str,
         widths.append(("model.intermediate_size", model.intermediate_size, *tensor))
     if moe is not None and not inference.expert_parallel:
         devices = inference.devices_per_replica
-        widths.append(("model.moe.expert_intermediate_size", moe.expert_intermediate_size, "data_parallel·tensor_parallel", devices))
+        widths.append(
+            (
+                "model.moe.expert_intermediate_size",
+                moe.expert_intermediate_size,
+                "data_parallel·tensor_parallel",
+                devices,
+            )
+        )
     if moe is not None and moe.num_shared_experts:
         shared = moe.num_shared_experts * moe.expert_intermediate_size
         widths.append(("model.moe.num_shared_experts·expert_intermediate_size", shared, *tensor))
@@ -836,7 +939,9 @@ class AdaptiveAdmission(Record):
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> "AdaptiveAdmission":
         if self.min_in_flight > self.max_in_flight:
-            raise ValueError(f"min_in_flight {self.min_in_flight} exceeds max_in_flight {self.max_in_flight}; set it to at most that")
+            raise ValueError(
+                f"min_in_flight {self.min_in_flight} exceeds max_in_flight {self.max_in_flight}; set it to at most that"
+            )
         return self
 
 
@@ -918,7 +1023,9 @@ class Tasks(Record):
         for part in ("train", "evaluation"):
             names = [task.name for task in getattr(self, part)]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"{part}: {twice} name more than one task each; give every task a name of its own")
+                raise ValueError(
+                    f"{part}: {twice} name more than one task each; give every task a name of its own"
+                )
         return self
 
 
@@ -984,7 +1091,10 @@ class Sft(Record):
     optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat
-    trained_roles: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], Field(min_length=1, strict=False)]
+    trained_roles: Annotated[
+        tuple[Literal["system", "user", "assistant", "tool"], ...],
+        Field(min_length=1, strict=False),
+    ]
     data: SftData
     validation: Validation | None
 
@@ -1040,7 +1150,9 @@ class Manifest(Record):
     @model_validator(mode="after")
     def name_is_free(self) -> "Manifest":
         if self.name in TARGETS:
-            raise ValueError(f"name: no run is called {self.name!r}, for the pipeline has a rule of that name; try {'my_' + self.name!r}")
+            raise ValueError(
+                f"name: no run is called {self.name!r}, for the pipeline has a rule of that name; try {'my_' + self.name!r}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -1052,8 +1164,16 @@ class Manifest(Record):
             if used > devices:
                 ranks = devices - used + mesh.world_size
                 replicas = (devices - mesh.world_size) // inference.devices_per_replica
-                fits = [f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}"] if ranks > 0 else []
-                fits += [f"inference.num_replicas to at most {replicas}"] if replicas > inference.prefill_replicas else []
+                fits = (
+                    [f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}"]
+                    if ranks > 0
+                    else []
+                )
+                fits += (
+                    [f"inference.num_replicas to at most {replicas}"]
+                    if replicas > inference.prefill_replicas
+                    else []
+                )
                 raise ValueError(
                     f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit {devices}; "
                     f"set {', or '.join([*fits, f'hardware.devices_per_node to {used}'])}"
@@ -1062,7 +1182,9 @@ class Manifest(Record):
             raise ValueError(
                 f"inference.max_model_len_tokens {self.inference.max_model_len_tokens} exceeds model.max_positions {model.max_positions}"
             )
-        if (turn := self.orchestrator.sampling.max_tokens_per_turn) >= (longest := self.inference.max_model_len_tokens):
+        if (turn := self.orchestrator.sampling.max_tokens_per_turn) >= (
+            longest := self.inference.max_model_len_tokens
+        ):
             raise ValueError(
                 f"orchestrator.sampling.max_tokens_per_turn {turn} leave no room for a prompt in inference.max_model_len_tokens {longest}; "
                 f"set it to less"
@@ -1092,7 +1214,9 @@ class Manifest(Record):
                 "inference.expert_parallel: the one device of an engine has all experts; set inference.expert_parallel to false, or "
                 "data_parallel or tensor_parallel to more"
             )
-        elif self.inference.expert_parallel and self.model.moe.num_experts % (devices := self.inference.devices_per_replica):
+        elif self.inference.expert_parallel and self.model.moe.num_experts % (
+            devices := self.inference.devices_per_replica
+        ):
             fits = [n for n in range(1, devices + 1) if self.model.moe.num_experts % n == 0]
             raise ValueError(
                 f"inference.expert_parallel: {devices} devices of a replica do not divide {self.model.moe.num_experts} experts; "
@@ -1110,10 +1234,18 @@ class Manifest(Record):
             )
         for field, width, by, devices in _cut_widths(self.model, inference):
             if width % devices:
-                fits = [n for n in range(1, devices + 1) if width % n == 0 and (by != "tensor_parallel" or n in heads)]
+                fits = [
+                    n
+                    for n in range(1, devices + 1)
+                    if width % n == 0 and (by != "tensor_parallel" or n in heads)
+                ]
                 raise ValueError(
                     f"inference.{by} {devices}: {field} {width} does not divide among as many devices; choose {by} from {fits}"
-                    + (", or set inference.expert_parallel to true" if by != "tensor_parallel" else "")
+                    + (
+                        ", or set inference.expert_parallel to true"
+                        if by != "tensor_parallel"
+                        else ""
+                    )
                 )
         if inference.kv_block_tokens % (least := KV_BLOCK_TOKENS[accelerator]):
             raise ValueError(
@@ -1131,13 +1263,18 @@ class Manifest(Record):
                 f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that"
             )
         offload = inference.kv_offload
-        if offload.kind == "tiers" and offload.host_bytes < (needed := _longest_host_bytes(self.model, inference)):
+        if offload.kind == "tiers" and offload.host_bytes < (
+            needed := _longest_host_bytes(self.model, inference)
+        ):
             raise ValueError(
                 f"inference.kv_offload.host_bytes {offload.host_bytes} cannot hold one rollout of inference.max_model_len_tokens "
                 f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or inference.kv_offload.kind to 'none'"
             )
         if offload.kind == "mooncake":
-            devices, longest = inference.devices_per_replica, _longest_host_bytes(self.model, inference)
+            devices, longest = (
+                inference.devices_per_replica,
+                _longest_host_bytes(self.model, inference),
+            )
             if offload.segment_bytes < (needed := max(SEGMENT_BYTES * devices, longest)):
                 raise ValueError(
                     f"inference.kv_offload.segment_bytes {offload.segment_bytes}: Mooncake takes at least {SEGMENT_BYTES} of each of an "
@@ -1145,13 +1282,17 @@ class Manifest(Record):
                     f"{longest}; set it to at least {needed}, or inference.kv_offload.kind to 'none'"
                 )
         if offload.kind == "tiers" and offload.disk_bytes:
-            needed = _longest_cache_blocks(inference) * sum(disk_block_bytes(self.model, inference, self.transport.routed_experts))
+            needed = _longest_cache_blocks(inference) * sum(
+                disk_block_bytes(self.model, inference, self.transport.routed_experts)
+            )
             if offload.disk_bytes < needed:
                 raise ValueError(
                     f"inference.kv_offload.disk_bytes {offload.disk_bytes} cannot hold one rollout of inference.max_model_len_tokens "
                     f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that, or to 0 for no files"
                 )
-        if inference.quantization == "fp8" and (accelerator == "cpu" or inference.dtype != "bfloat16"):
+        if inference.quantization == "fp8" and (
+            accelerator == "cpu" or inference.dtype != "bfloat16"
+        ):
             raise ValueError(
                 f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM makes FP8 weights from bfloat16, and "
                 f"multiplies them on GPUs alone; set inference.quantization to 'none'"
@@ -1190,15 +1331,26 @@ class Manifest(Record):
             return self
         widths = [("model.hidden_size", model.hidden_size, 1)]
         if model.family != "hugging_face":
-            field, size = ("head_dim", model.head_dim) if model.mla is None else ("mla.value_head_dim", model.mla.value_head_dim)
-            widths.append((f"model.num_heads·{field}", model.num_heads * size, inference.tensor_parallel))
-        widths += [(field, width, devices) for field, width, by, devices in _cut_widths(model, inference) if by == "tensor_parallel"]
+            field, size = (
+                ("head_dim", model.head_dim)
+                if model.mla is None
+                else ("mla.value_head_dim", model.mla.value_head_dim)
+            )
+            widths.append(
+                (f"model.num_heads·{field}", model.num_heads * size, inference.tensor_parallel)
+            )
+        widths += [
+            (field, width, devices)
+            for field, width, by, devices in _cut_widths(model, inference)
+            if by == "tensor_parallel"
+        ]
         for field, width, devices in widths:
             if width % (FP8_BLOCK * devices):
                 over = f" over inference.tensor_parallel {devices}" if devices > 1 else ""
                 raise ValueError(
                     f"inference.quantization 'fp8' with {field} {width}{over}: a layer in FP8 takes inputs of a multiple of {FP8_BLOCK} on "
-                    f"each device; set inference.quantization to 'none'" + (", or inference.tensor_parallel to less" if over else "")
+                    f"each device; set inference.quantization to 'none'"
+                    + (", or inference.tensor_parallel to less" if over else "")
                 )
         return self
 
@@ -1210,7 +1362,10 @@ class Manifest(Record):
             "inference.kv_transfer.kind": self.inference.kv_transfer.kind,
             "inference.kv_offload.kind": self.inference.kv_offload.kind,
         }
-        nixl, mooncake = ([field for field, kind in kinds.items() if kind == library] for library in ("nixl", "mooncake"))
+        nixl, mooncake = (
+            [field for field, kind in kinds.items() if kind == library]
+            for library in ("nixl", "mooncake")
+        )
         if nixl and mooncake:
             raise ValueError(
                 f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each brings its own rdma-core; "
@@ -1221,12 +1376,17 @@ class Manifest(Record):
     @model_validator(mode="after")
     def adapters_are_there(self) -> "Manifest":
         if self.transport.weights == "adapters" and self.trainer.lora is None:
-            raise ValueError("transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'")
+            raise ValueError(
+                "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'"
+            )
         return self
 
     @model_validator(mode="after")
     def there_is_state_to_offload(self) -> "Manifest":
-        used = [self.trainer.optimizer, *([] if self.stages.sft is None else [self.stages.sft.optimizer])]
+        used = [
+            self.trainer.optimizer,
+            *([] if self.stages.sft is None else [self.stages.sft.optimizer]),
+        ]
         if self.trainer.memory.optimizer_offload and not any(_has_state(one) for one in used):
             raise ValueError(
                 f"trainer.memory.optimizer_offload: {' and '.join(sorted({one.kind for one in used}))} as written here keep no state; "
@@ -1246,10 +1406,16 @@ class Manifest(Record):
                 f"and no engine spans nodes; choose from {fits}"
             )
         groups = self.group_devices
-        left = num_nodes * per_node - sum(devices for name, devices in groups.items() if name != "trainer")
+        left = num_nodes * per_node - sum(
+            devices for name, devices in groups.items() if name != "trainer"
+        )
         for name, devices in groups.items():
             if devices % per_node:
-                whole = left if name == "trainer" and left > 0 else devices // per_node * per_node or per_node
+                whole = (
+                    left
+                    if name == "trainer" and left > 0
+                    else devices // per_node * per_node or per_node
+                )
                 raise ValueError(
                     f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill no whole number of nodes; try {whole}"
                 )

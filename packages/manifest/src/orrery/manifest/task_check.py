@@ -29,11 +29,17 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
         paths = [Path(folder) / f"{number}.json" for number in range(len(manifests))]
         for path, (_, manifest) in zip(paths, manifests, strict=True):
             path.write_bytes(canonical_json(manifest))
-        done = subprocess.run([sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)],
+            capture_output=True,
+            text=True,
+        )
     if done.returncode == 0:
         return
     last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
     if not last.startswith("error: "):
-        raise OrreryError(f"the check of tasks broke ({last}); type `orrery check RUN` for each run to find which")
+        raise OrreryError(
+            f"the check of tasks broke ({last}); type `orrery check RUN` for each run to find which"
+        )
     num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
     raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")

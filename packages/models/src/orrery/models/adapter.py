@@ -13,8 +13,12 @@ class Adapter(nn.Module):
     def __init__(self, weight: Tensor, lora: Lora, dtype: torch.dtype) -> None:
         super().__init__()
         *stack, num_outputs, num_inputs = weight.shape
-        self.a = nn.Parameter(torch.empty(*stack, lora.rank, num_inputs, dtype=dtype, device=weight.device))
-        self.b = nn.Parameter(torch.empty(*stack, num_outputs, lora.rank, dtype=dtype, device=weight.device))
+        self.a = nn.Parameter(
+            torch.empty(*stack, lora.rank, num_inputs, dtype=dtype, device=weight.device)
+        )
+        self.b = nn.Parameter(
+            torch.empty(*stack, num_outputs, lora.rank, dtype=dtype, device=weight.device)
+        )
         self.scale = lora.alpha / lora.rank
 
     def forward(self, x: Tensor) -> Tensor:

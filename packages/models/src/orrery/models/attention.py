@@ -15,13 +15,20 @@ from orrery.models.norm import RmsNorm
 
 
 def rotary_angles(
-    positions_T: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype, scaling: Llama3RopeScaling | None = None
+    positions_T: Tensor,
+    rotary_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: Llama3RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R), both halves of R alike (the GPT-NeoX layout).
 
     Angles are made in float32 whatever `dtype` the result has: bfloat16 cannot tell late positions apart.
     """
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device).float() / rotary_dim
+    exponent = (
+        torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device).float()
+        / rotary_dim
+    )
     frequency = 1.0 / theta**exponent
     if scaling is not None:
         frequency = slowed(frequency, scaling)
@@ -33,7 +40,10 @@ def rotary_angles(
 def slowed(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     """Frequencies that turn less than `low` times in the original context are divided by `factor`, those above `high` stay; others mix."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
-    kept = ((turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)).clamp(0.0, 1.0)
+    kept = (
+        (turns - scaling.low_frequency_factor)
+        / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+    ).clamp(0.0, 1.0)
     return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
@@ -41,7 +51,9 @@ def rotate(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """Turn the first R dimensions of each head; the others stay."""
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim < x_THK.shape[-1]:
-        return torch.cat((rotate(x_THK[..., :rotary_dim], cos_T1R, sin_T1R), x_THK[..., rotary_dim:]), dim=-1)
+        return torch.cat(
+            (rotate(x_THK[..., :rotary_dim], cos_T1R, sin_T1R), x_THK[..., rotary_dim:]), dim=-1
+        )
     first, second = x_THK.chunk(2, dim=-1)
     return x_THK * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
 

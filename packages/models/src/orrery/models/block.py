@@ -30,7 +30,11 @@ class Block(nn.Module):
             self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents, replayed_TK: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        angles: Sequence[Tensor],
+        documents: Documents,
+        replayed_TK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`replayed_TK` replays an engine's choices, for blocks with a mixture; with it, also how many differ from own choice (i64 [])."""
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)

@@ -31,9 +31,16 @@ class LmHead(nn.Module):
         self.weight = nn.Parameter(Tensor(vocab_size, hidden_size))
 
     def forward(
-        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
+        self,
+        hidden_TD: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        chunk_tokens: ChunkTokens,
+        keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return token_logprob(hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
+        return token_logprob(
+            hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits
+        )
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD.float(), self.weight.float())
@@ -47,7 +54,9 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
-    num_routes_differ: Tensor | None = None  # i64 []: choices replayed in the newest forward pass that are not the routers' own
+    num_routes_differ: Tensor | None = (
+        None  # i64 []: choices replayed in the newest forward pass that are not the routers' own
+    )
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -83,7 +92,12 @@ class CausalLm(nn.Module):
         return None
 
     def log_probs(
-        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
+        self,
+        hidden_TD: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        chunk_tokens: ChunkTokens,
+        keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of `target_T[t]` after row t of `forward`'s hidden states, and the entropy there: float32 [T] each; differentiable.
 
@@ -91,14 +105,25 @@ class CausalLm(nn.Module):
         sit on module calls.
         """
         if self.lm_head is None:
-            return token_logprob(hidden_TD, self.lm_head_weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
+            return token_logprob(
+                hidden_TD,
+                self.lm_head_weight,
+                target_T,
+                temperature_T,
+                chunk_tokens,
+                keep_logits=keep_logits,
+            )
         return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens, keep_logits)
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         """All logits [T, V] in float32: for tests and small inspections, never for training."""
         hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
-        return F.linear(hidden_TD.float(), self.lm_head_weight.float()) if self.lm_head is None else self.lm_head.logits(hidden_TD)
+        return (
+            F.linear(hidden_TD.float(), self.lm_head_weight.float())
+            if self.lm_head is None
+            else self.lm_head.logits(hidden_TD)
+        )
 
 
 class Decoder(CausalLm):
@@ -109,7 +134,9 @@ class Decoder(CausalLm):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(block(config, index) for index in range(config.num_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
+        self.lm_head = (
+            None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
+        )
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -127,7 +154,9 @@ class Decoder(CausalLm):
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
         rotary_dim = int(config.head_dim * config.rotary_fraction)
-        angles = rotary_angles(positions_T, rotary_dim, config.rope_theta, hidden_TD.dtype, config.rope_scaling)
+        angles = rotary_angles(
+            positions_T, rotary_dim, config.rope_theta, hidden_TD.dtype, config.rope_scaling
+        )
         if documents is None:
             assert cu_seqlens is not None, "cu_seqlens or documents"
             documents = Documents(cu_seqlens, max_seqlen)
@@ -137,7 +166,9 @@ class Decoder(CausalLm):
             if routed_experts_TLK is None or index < first:
                 hidden_TD = layer(hidden_TD, angles, documents)
             else:
-                hidden_TD, num_differing = layer(hidden_TD, angles, documents, routed_experts_TLK[:, index - first])
+                hidden_TD, num_differing = layer(
+                    hidden_TD, angles, documents, routed_experts_TLK[:, index - first]
+                )
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
         return self.norm(hidden_TD)

@@ -13,7 +13,13 @@ from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm
 from orrery.models.names import Names
 
-_NETWORKS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama", "glm4_moe": "Glm4Moe", "hugging_face": "HuggingFaceLm"}
+_NETWORKS = {
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "llama": "Llama",
+    "glm4_moe": "Glm4Moe",
+    "hugging_face": "HuggingFaceLm",
+}
 
 
 def _part(model: Model, stem: str) -> ModuleType:
@@ -23,10 +29,14 @@ def _part(model: Model, stem: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise OrreryError(f"model.family {model.family!r}: transformers is not installed here; choose one of our own families") from error
+        raise OrreryError(
+            f"model.family {model.family!r}: transformers is not installed here; choose one of our own families"
+        ) from error
 
 
-def build(model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> CausalLm:
+def build(
+    model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> CausalLm:
     """The manifest's network with unset parameters: NaN, or no storage at all on the device "meta".
 
     Call `orrery.models.weights.initialize` or `.load` next, on the module as it is or after sharding it.
@@ -34,7 +44,9 @@ def build(model: Model, dtype: torch.dtype = torch.float32, device: torch.device
     with torch.device("meta"):
         module = getattr(_part(model, "model"), _NETWORKS[model.family])(model)
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)  # and not `module.to`: buffers keep the dtype that they were made with
+        parameter.data = parameter.data.to(
+            dtype
+        )  # and not `module.to`: buffers keep the dtype that they were made with
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
         module.compute_buffers()
@@ -76,4 +88,8 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
 def expert_modules(module: CausalLm) -> list[nn.Module]:
     """The modules all of whose parameters have the expert as dimension 0: FSDP units of their own under expert parallel."""
     patterns = _part(module.config, "sharding").EXPERT_MODULES
-    return [one for name, one in module.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [
+        one
+        for name, one in module.named_modules()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]

@@ -49,7 +49,9 @@ def active_parameters(model: Model) -> Work:
         num_sparse_layers = model.num_layers - num_dense_layers
         expert = 3 * model.hidden_size * moe.expert_intermediate_size
         experts = num_sparse_layers * moe.num_experts_per_token * expert
-        projections += num_sparse_layers * (moe.num_experts * model.hidden_size + moe.num_shared_experts * expert)
+        projections += num_sparse_layers * (
+            moe.num_experts * model.hidden_size + moe.num_shared_experts * expert
+        )
     projections += num_dense_layers * 3 * model.hidden_size * model.intermediate_size
     return Work(projections, experts, 0, model.vocab_size * model.hidden_size)
 
@@ -59,13 +61,20 @@ def true_work(model: Model, lengths: Sequence[int], frozen: bool = False) -> Wor
     each, tokens = (4 if frozen else 6), sum(lengths)
     active = active_parameters(model)
     return Work(
-        active.projections * each * tokens, active.experts * each * tokens, 3 * _core(model, lengths), active.lm_head * each * tokens
+        active.projections * each * tokens,
+        active.experts * each * tokens,
+        3 * _core(model, lengths),
+        active.lm_head * each * tokens,
     )
 
 
 def executed_work(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Work:
     """The same with what `trainer` computes again; weights beside adapters are frozen."""
-    true, active, tokens = true_work(model, lengths, trainer.lora is not None), active_parameters(model), sum(lengths)
+    true, active, tokens = (
+        true_work(model, lengths, trainer.lora is not None),
+        active_parameters(model),
+        sum(lengths),
+    )
     memory = trainer.memory
     again: set[str] = set()
     if memory.activation_checkpointing.kind != "none":
@@ -82,4 +91,11 @@ def executed_work(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Wor
 
 def _core(model: Model, lengths: Sequence[int]) -> float:
     """One forward pass of causal attention: two products over half of the square of each document."""
-    return 4 * model.num_layers * model.num_heads * model.head_dim * sum(length * length for length in lengths) / 2
+    return (
+        4
+        * model.num_layers
+        * model.num_heads
+        * model.head_dim
+        * sum(length * length for length in lengths)
+        / 2
+    )

@@ -14,7 +14,15 @@ from torch import Tensor
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_names
 from orrery.models.lora import adapters, merged
-from orrery.models.placement import Box, full_tensor, intersection, local_box, local_tensor, relative, slices
+from orrery.models.placement import (
+    Box,
+    full_tensor,
+    intersection,
+    local_box,
+    local_tensor,
+    relative,
+    slices,
+)
 
 # What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -58,14 +66,18 @@ def hf_tensors(module: CausalLm) -> list[HfTensor]:
     for name, tensor in _state(module).items():
         plain = plain_name(name)
         layer = plain.split(".")[1] if plain.startswith("layers.") else ""
-        hf_name = patterns[plain.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else plain]
+        hf_name = patterns[
+            plain.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else plain
+        ]
         parts = (hf_name,) if isinstance(hf_name, str) else hf_name
         for index, part in enumerate(parts):
             tensors += _taken_apart(part.replace("{layer}", layer), name, tensor, index, len(parts))
     return tensors
 
 
-def _taken_apart(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -> list[HfTensor]:
+def _taken_apart(
+    hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int
+) -> list[HfTensor]:
     stacked, shape = "{expert}" in hf_name, tuple(tensor.shape)
     sides = [(0, size) for size in shape]
     if num_parts > 1:
@@ -74,13 +86,26 @@ def _taken_apart(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: 
     sizes = tuple(stop - start for start, stop in sides)
     if not stacked:
         return [HfTensor(hf_name, name, tuple(sides), sizes, tensor.dtype)]
-    return [HfTensor(hf_name.replace("{expert}", str(e)), name, ((e, e + 1), *sides[1:]), sizes[1:], tensor.dtype) for e in range(shape[0])]
+    return [
+        HfTensor(
+            hf_name.replace("{expert}", str(e)),
+            name,
+            ((e, e + 1), *sides[1:]),
+            sizes[1:],
+            tensor.dtype,
+        )
+        for e in range(shape[0])
+    ]
 
 
 def _state(module: CausalLm) -> dict[str, Tensor]:
     """What a checkpoint holds: parameters but adapters, then the buffers that are not computed."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
-    state: dict[str, Tensor] = {name: parameter for name, parameter in module.named_parameters() if parameter not in adapting}
+    state: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter not in adapting
+    }
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
@@ -112,7 +137,10 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
     So it is an adapter whose alpha is its rank. A parameter that a checkpoint holds in parts gives each part its rows of B and all of A.
     One adapter is gathered at a time. Those of stacked experts are not for this.
     """
-    named = {name: list(group) for name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)}
+    named = {
+        name: list(group)
+        for name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
+    }
     for parameter_name, adapter in adapters(module):
         a, b = full_tensor(adapter.a.detach()), full_tensor(adapter.b.detach()) * adapter.scale
         for hf in named[parameter_name]:
@@ -122,7 +150,9 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 @torch.no_grad()
-def named_hf_slices(module: CausalLm, instead: Mapping[str, Tensor] | None = None) -> Iterator[tuple[HfTensor, Box, Tensor]]:
+def named_hf_slices(
+    module: CausalLm, instead: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """(checkpoint tensor, box of it, this rank's data in that box), for all that this rank holds; no collective, no copy.
 
     The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes. `instead`, by name of our parameter:

@@ -63,7 +63,11 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
         prefix = f"{name}." if name else ""
         if isinstance(owner, AdaptedLinear):
             yield f"{prefix}weight", owner.lora
-        elif isinstance(owner, Experts) and owner.gate_up_lora is not None and owner.down_lora is not None:
+        elif (
+            isinstance(owner, Experts)
+            and owner.gate_up_lora is not None
+            and owner.down_lora is not None
+        ):
             yield f"{prefix}gate_up_proj", owner.gate_up_lora
             yield f"{prefix}down_proj", owner.down_lora
 
@@ -95,7 +99,11 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
-    device = torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
+    device = (
+        torch.device(weight.device_mesh.device_type)
+        if isinstance(weight, DTensor)
+        else weight.device
+    )
     a = _beside(weight, adapter.a, weight.dim() - 2, (*stack, rank, columns)).to(device).float()
     b = _beside(weight, adapter.b, weight.dim() - 1, (*stack, rows, rank)).to(device).float()
     return (local.to(device).float() + adapter.scale * (b @ a)).to(weight.dtype).to(local.device)
@@ -107,7 +115,13 @@ def _beside(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     Every rank goes the same way: what decides are placements, not what this rank holds.
     """
     factor = factor.detach()
-    is_cut_alike = isinstance(factor, DTensor) and isinstance(weight, DTensor) and factor.placements == weight.placements
-    if is_cut_alike and all(getattr(placement, "dim", None) != rank_dim for placement in factor.placements):
+    is_cut_alike = (
+        isinstance(factor, DTensor)
+        and isinstance(weight, DTensor)
+        and factor.placements == weight.placements
+    )
+    if is_cut_alike and all(
+        getattr(placement, "dim", None) != rank_dim for placement in factor.placements
+    ):
         return local_tensor(factor)
     return full_tensor(factor)[slices(box)]

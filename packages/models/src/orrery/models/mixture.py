@@ -40,25 +40,44 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(Tensor(num_experts, hidden_size))
-        self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None)
-        self.num_experts_per_token, self.normalize_top_k, self.scale = num_experts_per_token, normalize_top_k, scale
+        self.register_buffer(
+            "expert_bias",
+            torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None,
+        )
+        self.num_experts_per_token, self.normalize_top_k, self.scale = (
+            num_experts_per_token,
+            normalize_top_k,
+            scale,
+        )
 
-    def forward(self, x_TD: Tensor, replayed_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, x_TD: Tensor, replayed_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """float32 scores [T, K] and expert ids i64 [T, K].
 
         With `replayed_TK`, integers, own scores at those ids (router replay), so that gradients reach the router through them; where they
         are no ids of experts, own choice. Third is then how many of the replayed ids own choice does not have, i64 [], else None.
         """
         logit_TE = wide_linear(x_TD, self.weight)
-        probability_TE = logit_TE.softmax(dim=-1) if self.expert_bias is None else logit_TE.sigmoid()
-        choice_TE = probability_TE.detach() if self.expert_bias is None else probability_TE.detach() + self.expert_bias
+        probability_TE = (
+            logit_TE.softmax(dim=-1) if self.expert_bias is None else logit_TE.sigmoid()
+        )
+        choice_TE = (
+            probability_TE.detach()
+            if self.expert_bias is None
+            else probability_TE.detach() + self.expert_bias
+        )
         expert_TK = choice_TE.topk(self.num_experts_per_token, dim=-1).indices
         num_differing = None
         if replayed_TK is not None:
-            expert_TK, num_differing = _replay(replayed_TK.long(), expert_TK, probability_TE.shape[1])
+            expert_TK, num_differing = _replay(
+                replayed_TK.long(), expert_TK, probability_TE.shape[1]
+            )
         score_TK = probability_TE.gather(1, expert_TK)
         if self.normalize_top_k:
-            score_TK = score_TK / (score_TK.sum(dim=-1, keepdim=True) + (0.0 if self.expert_bias is None else 1e-20))
+            score_TK = score_TK / (
+                score_TK.sum(dim=-1, keepdim=True) + (0.0 if self.expert_bias is None else 1e-20)
+            )
         return score_TK if self.scale == 1.0 else score_TK * self.scale, expert_TK, num_differing
 
 
@@ -93,7 +112,9 @@ def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: 
 class LocalExchange(nn.Module):
     """Tokens to their experts and back where every expert is here."""
 
-    def forward(self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
+    ) -> Tensor:
         rows = plan(expert_TK, experts.down_proj.shape[0])
         out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E)
         return combine_rows(out_MD, rows)
@@ -105,15 +126,24 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, moe: MoE) -> None:
         super().__init__()
         self.gate = Router(
-            hidden_size, moe.num_experts, moe.num_experts_per_token, moe.normalize_top_k, kind=moe.score, scale=moe.routed_scale
+            hidden_size,
+            moe.num_experts,
+            moe.num_experts_per_token,
+            moe.normalize_top_k,
+            kind=moe.score,
+            scale=moe.routed_scale,
         )
         self.experts = Experts(moe.num_experts, hidden_size, moe.expert_intermediate_size)
         self.exchange: nn.Module = LocalExchange()
         shared = moe.num_shared_experts * moe.expert_intermediate_size
         self.shared_experts = FeedForward(hidden_size, shared) if shared else None
 
-    def forward(self, x_TD: Tensor, replayed_TK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_TD: Tensor, replayed_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The sum, and the router's count of replayed choices that differ from its own."""
         score_TK, expert_TK, num_differing = self.gate(x_TD, replayed_TK)
         out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
-        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD), num_differing
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(
+            x_TD
+        ), num_differing

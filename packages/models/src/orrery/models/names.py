@@ -29,11 +29,19 @@ DECODER_NAMES: Names = {
     ),
     "lm_head.weight": "lm_head.weight",
 }
-QK_NORM_NAMES = same("layers.{layer}.self_attn.q_norm.weight", "layers.{layer}.self_attn.k_norm.weight")
-ATTENTION_BIAS_NAMES = same(
-    "layers.{layer}.self_attn.q_proj.bias", "layers.{layer}.self_attn.k_proj.bias", "layers.{layer}.self_attn.v_proj.bias"
+QK_NORM_NAMES = same(
+    "layers.{layer}.self_attn.q_norm.weight", "layers.{layer}.self_attn.k_norm.weight"
 )
-FEED_FORWARD_NAMES = same("layers.{layer}.mlp.gate_proj.weight", "layers.{layer}.mlp.up_proj.weight", "layers.{layer}.mlp.down_proj.weight")
+ATTENTION_BIAS_NAMES = same(
+    "layers.{layer}.self_attn.q_proj.bias",
+    "layers.{layer}.self_attn.k_proj.bias",
+    "layers.{layer}.self_attn.v_proj.bias",
+)
+FEED_FORWARD_NAMES = same(
+    "layers.{layer}.mlp.gate_proj.weight",
+    "layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.mlp.down_proj.weight",
+)
 # Our experts are stacked, gate and up in one; HF's files hold one tensor an expert and projection: vLLM and transformers read those.
 EXPERT_NAMES: Names = {
     "layers.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate.weight",

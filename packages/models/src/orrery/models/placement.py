@@ -27,7 +27,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
     mesh, local = parameter.device_mesh, parameter.to_local()
     if local.device.type != mesh.device_type:
         parameter = DTensor.from_local(
-            local.to(mesh.device_type), mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            local.to(mesh.device_type),
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
     return parameter.full_tensor()
 
@@ -41,13 +46,20 @@ def local_box(parameter: Tensor) -> Box:
     if coordinate is None:
         return tuple((0, 0) for _ in parameter.shape)
     axes = [
-        (getattr(placement, "split_factor", 1) > 1, placement.dim, mesh.size(axis), coordinate[axis])
+        (
+            getattr(placement, "split_factor", 1) > 1,
+            placement.dim,
+            mesh.size(axis),
+            coordinate[axis],
+        )
         for axis, placement in enumerate(parameter.placements)
         if isinstance(placement, Shard) or hasattr(placement, "split_factor")
     ]
     box = box_of(parameter.shape, axes)
     if tuple(stop - start for start, stop in box) != tuple(parameter.to_local().shape):
-        raise NotImplementedError(f"placements {parameter.placements} of a tensor {list(parameter.shape)} are not understood here")
+        raise NotImplementedError(
+            f"placements {parameter.placements} of a tensor {list(parameter.shape)} are not understood here"
+        )
     return box
 
 
@@ -73,7 +85,9 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def relative(box: Box, origin: Box) -> Box:
     """`box`, counted from the first corner of `origin`."""
-    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
+    return tuple(
+        (start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True)
+    )
 
 
 def slices(box: Box) -> tuple[slice, ...]:

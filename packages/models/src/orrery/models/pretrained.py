@@ -73,16 +73,25 @@ def check_config(model: Model, directory: Path) -> None:
             f"model.family {_json(model.family)}: {file} says model_type {_json(found)}, which is not its {_json(model_type)}; "
             "choose the family of that type, or 'hugging_face'"
         )
-    ours, theirs = _settings(wanted, "the manifest's model"), _settings({**content, "model_type": model_type}, str(file))
+    ours, theirs = (
+        _settings(wanted, "the manifest's model"),
+        _settings({**content, "model_type": model_type}, str(file)),
+    )
     for key in wanted if model.family != "hugging_face" else {**wanted, **content}:
-        if key in COMPARED_APART or NOT_COMPUTED_WITH.fullmatch(key) or not (hasattr(ours, key) and hasattr(theirs, key)):
+        if (
+            key in COMPARED_APART
+            or NOT_COMPUTED_WITH.fullmatch(key)
+            or not (hasattr(ours, key) and hasattr(theirs, key))
+        ):
             continue
         if (said := getattr(ours, key)) != (found := getattr(theirs, key)):
             raise _differ(model, _field(model, key), said, file, key, found)
     _check_rotation(model, _rotation(ours), _rotation(theirs), file)
     most = getattr(theirs, "max_position_embeddings", None)
     if most is not None and model.max_positions > most:
-        raise OrreryError(f"model.max_positions {model.max_positions}: {file} says max_position_embeddings {most}; write {most}, or less")
+        raise OrreryError(
+            f"model.max_positions {model.max_positions}: {file} says max_position_embeddings {most}; write {most}, or less"
+        )
 
 
 def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], file: Path) -> None:
@@ -93,24 +102,39 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
     for key, field in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "rotary_fraction")):
         if ours.get(key) != theirs.get(key):
             raise _differ(model, field, ours.get(key), file, key, theirs.get(key))
-    scaling = {key: value for key, value in theirs.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {
+        key: value
+        for key, value in theirs.items()
+        if key not in ("rope_theta", "partial_rotary_factor")
+    }
     if not scaling:
         told = "write model.rope_scaling: null"
-    elif model.family == "llama" and scaling.keys() == {"rope_type", *LLAMA3} and scaling["rope_type"] == "llama3":
+    elif (
+        model.family == "llama"
+        and scaling.keys() == {"rope_type", *LLAMA3}
+        and scaling["rope_type"] == "llama3"
+    ):
         told = f"write model.rope_scaling: {_json({'kind': 'llama3', **{LLAMA3[key]: scaling[key] for key in LLAMA3}})}"
     else:
         told = f"family {_json(model.family)} does not compute that: choose 'hugging_face', with hf_config the content of that file"
     said = model.rope_scaling and model.rope_scaling.model_dump()
-    raise OrreryError(f"model.rope_scaling {_json(said)}: {file} says rope_scaling {_json(scaling or None)}; {told}")
+    raise OrreryError(
+        f"model.rope_scaling {_json(said)}: {file} says rope_scaling {_json(scaling or None)}; {told}"
+    )
 
 
 def _rotation(settings: Any) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor`, and of a rotation that is scaled how; {} of a network without one."""
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if not rope or any(isinstance(one, dict) for one in rope.values()):  # or one rotation for each type of layers
+    if not rope or any(
+        isinstance(one, dict) for one in rope.values()
+    ):  # or one rotation for each type of layers
         return rope
     rope.pop("type", None)  # the older name of rope_type, which stands beside it
-    plain = {"rope_theta": rope.pop("rope_theta", None), "partial_rotary_factor": rope.pop("partial_rotary_factor", 1.0)}
+    plain = {
+        "rope_theta": rope.pop("rope_theta", None),
+        "partial_rotary_factor": rope.pop("partial_rotary_factor", 1.0),
+    }
     return plain if rope.get("rope_type", "default") == "default" else {**plain, **rope}
 
 
@@ -118,18 +142,24 @@ def _field(model: Model, key: str) -> str | None:
     return f"hf_config.{key}" if model.family == "hugging_face" else FIELDS.get(key)
 
 
-def _differ(model: Model, field: str | None, said: Any, file: Path, key: str, found: Any) -> OrreryError:
+def _differ(
+    model: Model, field: str | None, said: Any, file: Path, key: str, found: Any
+) -> OrreryError:
     if field is None:
         return OrreryError(
             f"model.family {_json(model.family)}: {file} says {key} {_json(found)}, and this family computes with {_json(said)} only; "
             "choose 'hugging_face', with hf_config the content of that file"
         )
-    return OrreryError(f"model.{field} {_json(said)}: {file} says {key} {_json(found)}; write model.{field}: {_json(found)}")
+    return OrreryError(
+        f"model.{field} {_json(said)}: {file} says {key} {_json(found)}; write model.{field}: {_json(found)}"
+    )
 
 
 def _content(file: Path) -> dict[str, Any]:
     if not file.exists():
-        raise OrreryError(f"model.init.path: {file.parent} holds no {file.name}; name a Hugging Face directory")
+        raise OrreryError(
+            f"model.init.path: {file.parent} holds no {file.name}; name a Hugging Face directory"
+        )
     return read_object(file, "copy the directory again")
 
 
@@ -137,11 +167,19 @@ def _settings(content: dict[str, Any], whose: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise OrreryError("model.init.kind 'pretrained': transformers is not installed here, which knows the config; install it") from error
+        raise OrreryError(
+            "model.init.kind 'pretrained': transformers is not installed here, which knows the config; install it"
+        ) from error
     try:
-        settings = AutoConfig.for_model(**copy.deepcopy(content))  # which writes into the dicts that it is given
-        if getattr(settings, "head_dim", None) is None and getattr(settings, "num_attention_heads", None):
-            settings.head_dim = settings.hidden_size // settings.num_attention_heads  # not every class fills it in
+        settings = AutoConfig.for_model(
+            **copy.deepcopy(content)
+        )  # which writes into the dicts that it is given
+        if getattr(settings, "head_dim", None) is None and getattr(
+            settings, "num_attention_heads", None
+        ):
+            settings.head_dim = (
+                settings.hidden_size // settings.num_attention_heads
+            )  # not every class fills it in
         return settings
     except Exception as error:  # of many kinds
         raise OrreryError(

@@ -23,7 +23,13 @@ from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, ignored_hf_names
-from orrery.models.hf_tensors import HfTensor, hf_tensors, named_hf_slices, named_hf_tensors, plain_name
+from orrery.models.hf_tensors import (
+    HfTensor,
+    hf_tensors,
+    named_hf_slices,
+    named_hf_tensors,
+    plain_name,
+)
 from orrery.models.placement import is_sharded, local_tensor, slices
 from orrery.models.pretrained import check_config
 
@@ -61,12 +67,18 @@ def initialize(module: CausalLm, model: Model) -> None:
 
 def _drawn(module: CausalLm, hf: HfTensor, init: RandomInit) -> Tensor:
     """The whole tensor in float32 on the CPU."""
-    own = module.drawn(hf.parameter_name, _seed(init, hf.name if hf.expert is None else plain_name(hf.parameter_name)), init.std)
+    own = module.drawn(
+        hf.parameter_name,
+        _seed(init, hf.name if hf.expert is None else plain_name(hf.parameter_name)),
+        init.std,
+    )
     if own is not None:
         return own if hf.expert is None else hf.of(own)
     if len(hf.shape) == 1:
         return torch.full(hf.shape, 0.0 if hf.name.endswith("bias") else 1.0)
-    return torch.empty(hf.shape).normal_(std=init.std, generator=torch.Generator().manual_seed(_seed(init, hf.name)))
+    return torch.empty(hf.shape).normal_(
+        std=init.std, generator=torch.Generator().manual_seed(_seed(init, hf.name))
+    )
 
 
 def _seed(init: RandomInit, name: str) -> int:
@@ -78,7 +90,9 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
     """For benchmarks only: local shards drawn where they are, in a moment. Other weights on every device, world size and layout."""
     _give_storage(module)
     device = local_tensor(next(module.parameters())).device
-    generator = torch.Generator(device).manual_seed(seed + (dist.get_rank() if is_sharded(module) else 0))
+    generator = torch.Generator(device).manual_seed(
+        seed + (dist.get_rank() if is_sharded(module) else 0)
+    )
     # Stacks of experts at once: tensor by tensor, as files have them, a model of many experts takes minutes of a benchmark's time.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
@@ -88,7 +102,9 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
             local.normal_(std=std, generator=generator)
 
 
-def write_initial(model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> int:
+def write_initial(
+    model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
+) -> int:
     """Write what `initialize` and `save` of a network in `dtype` would, byte for byte; returns its number of parameters."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
@@ -96,10 +112,15 @@ def write_initial(model: Model, directory: Path | str, dtype: torch.dtype, max_f
     hf_folder.begin(directory)
     # Each tensor has its own generator, which draws on one core; reading is as fast as the disk.
     cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
-    with _initial(module, model) as tensor, ThreadPoolExecutor(min(cores, MOST_DRAWN_AT_ONCE)) as pool:
+    with (
+        _initial(module, model) as tensor,
+        ThreadPoolExecutor(min(cores, MOST_DRAWN_AT_ONCE)) as pool,
+    ):
         for file, group in files.items():
             values = pool.map(lambda hf: tensor(hf).to(hf.dtype), group)
-            hf_folder.write_file(directory / file, {hf.name: value for hf, value in zip(group, values, strict=True)})
+            hf_folder.write_file(
+                directory / file, {hf.name: value for hf, value in zip(group, values, strict=True)}
+            )
     hf_folder.finish(directory, files, _config(model, module))
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -129,7 +150,11 @@ def _give_storage(module: CausalLm) -> None:
     parameters = list(module.parameters())
     if any(parameter.is_meta for parameter in parameters):
         mesh = getattr(parameters[0], "device_mesh", None)
-        device = "cpu" if mesh is None or mesh.device_type == "cpu" else torch.device(mesh.device_type, torch.cuda.current_device())
+        device = (
+            "cpu"
+            if mesh is None or mesh.device_type == "cpu"
+            else torch.device(mesh.device_type, torch.cuda.current_device())
+        )
         module.to_empty(device=device)
         module.compute_buffers()
 
@@ -138,7 +163,9 @@ def _give_storage(module: CausalLm) -> None:
 
 
 @torch.no_grad()
-def load(module: CausalLm, directory: Path | str, each: Callable[[], object] = lambda: None) -> None:
+def load(
+    module: CausalLm, directory: Path | str, each: Callable[[], object] = lambda: None
+) -> None:
     """Fill the module with a Hugging Face folder's weights, in the module's dtype; nothing is changed if anything does not fit.
 
     `each` is called after every tensor.
@@ -149,7 +176,9 @@ def load(module: CausalLm, directory: Path | str, each: Callable[[], object] = l
         _fill(module, found, each)
 
 
-def _fill(module: CausalLm, found: dict[str, Any], each: Callable[[], object] = lambda: None) -> None:
+def _fill(
+    module: CausalLm, found: dict[str, Any], each: Callable[[], object] = lambda: None
+) -> None:
     _give_storage(module)
     for hf, box, local in named_hf_slices(module):
         local.copy_(hf_folder.read(found, hf, box))
@@ -157,13 +186,17 @@ def _fill(module: CausalLm, found: dict[str, Any], each: Callable[[], object] = 
 
 
 def _opened(module: CausalLm, directory: Path) -> Any:
-    return hf_folder.opened(directory, hf_tensors(module), ignored_hf_names(module.config), module.config.tie_embeddings)
+    return hf_folder.opened(
+        directory, hf_tensors(module), ignored_hf_names(module.config), module.config.tie_embeddings
+    )
 
 
 # Save ---------------------------------------------------------------------------------------------------------------
 
 
-def save(module: CausalLm, model: Model, directory: Path | str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def save(
+    module: CausalLm, model: Model, directory: Path | str, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Write `config.json` and safetensors, one file up to `max_file_bytes` or several with an index; other files in the folder stay.
 
     A collective on a sharded module: files are dealt to the ranks in rounds, a file each, and written at the same time. The folder must
@@ -188,7 +221,9 @@ def save(module: CausalLm, model: Model, directory: Path | str, max_file_bytes: 
                 mine[name] = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
         if index % num_ranks == rank:
             mine_file = file
-        if mine and (index % num_ranks == num_ranks - 1 or index == len(files) - 1):  # the end of a round
+        if mine and (
+            index % num_ranks == num_ranks - 1 or index == len(files) - 1
+        ):  # the end of a round
             hf_folder.write_file(directory / mine_file, mine)
             mine = {}
     if sharded:
@@ -200,4 +235,7 @@ def save(module: CausalLm, model: Model, directory: Path | str, max_file_bytes: 
 
 
 def _config(model: Model, module: CausalLm) -> dict[str, Any]:
-    return {**hf_config(model), "dtype": str(next(module.parameters()).dtype).removeprefix("torch.")}
+    return {
+        **hf_config(model),
+        "dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
+    }

@@ -19,5 +19,7 @@ def scaled(seconds: float) -> float:
     except ValueError:
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
-        raise OrreryError(f"{SCALE}: {text!r} is not a positive number; set [roles] deadline_scale in the site file to one, such as 1.0")
+        raise OrreryError(
+            f"{SCALE}: {text!r} is not a positive number; set [roles] deadline_scale in the site file to one, such as 1.0"
+        )
     return seconds * scale

@@ -31,7 +31,13 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-FAILED, DONE, STARTING, TERMINATED, WOUND_DOWN = "failed", "done", "starting", "terminated", "wound down"
+FAILED, DONE, STARTING, TERMINATED, WOUND_DOWN = (
+    "failed",
+    "done",
+    "starting",
+    "terminated",
+    "wound down",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class Wait:
     what: str
     since_s: float
     deadline_s: float | None
-    behind_s: float | None = None  # it comes to all of the role at once: who waits for this long while collectives hold all others is stuck
+    behind_s: float | None = (
+        None  # it comes to all of the role at once: who waits for this long while collectives hold all others is stuck
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,11 @@ class Health:
     @property
     def wait(self) -> Wait | None:
         """The open wait that runs out first."""
-        return min(self.waits, key=lambda wait: (wait.deadline_s is None, wait.deadline_s or wait.since_s), default=None)
+        return min(
+            self.waits,
+            key=lambda wait: (wait.deadline_s is None, wait.deadline_s or wait.since_s),
+            default=None,
+        )
 
     def sentence(self, now_s: float | None = None) -> str:
         """`waiting 12 s for batch 4 from orchestrator` or `training (step 3) for 2 s`."""
@@ -139,10 +151,20 @@ class HealthFile:
         self._turns: Turns | None = None
         self._write()
 
-    def doing(self, what: str, step: int | None = None, deadline_s: float | None = None, still_s: float | None = None) -> None:
+    def doing(
+        self,
+        what: str,
+        step: int | None = None,
+        deadline_s: float | None = None,
+        still_s: float | None = None,
+    ) -> None:
         """Say what starts now. To take longer than `deadline_s`, or to show no progress for `still_s`, is a stall."""
         with self._lock:
-            self._doing, self._since_s, self._step = what, time.time(), self._step if step is None else step
+            self._doing, self._since_s, self._step = (
+                what,
+                time.time(),
+                self._step if step is None else step,
+            )
             self._was = None
             self._deadline_s = None if deadline_s is None else self._since_s + deadline_s
             self._still_s = still_s
@@ -152,7 +174,9 @@ class HealthFile:
     def beat(self, begun: int, completed: int, marks: int) -> None:
         """A pulse: what this process has done so far."""
         with self._lock:
-            self._pulse = Pulse(self._pulse.beats + 1 if self._pulse else 1, begun, completed, marks)
+            self._pulse = Pulse(
+                self._pulse.beats + 1 if self._pulse else 1, begun, completed, marks
+            )
             self._write(changed=False)
 
     def turns(self, within_s: float | None) -> None:
@@ -163,7 +187,9 @@ class HealthFile:
             self._write(changed=False)
 
     @contextmanager
-    def waiting(self, what: str, deadline_s: float | None = None, behind_s: float | None = None) -> Iterator[None]:
+    def waiting(
+        self, what: str, deadline_s: float | None = None, behind_s: float | None = None
+    ) -> Iterator[None]:
         """Around every wait for another process; name the thing and the role it comes from.
 
         `behind_s`, where it comes to all processes of this role at once: for how long one may still wait while the others go on.
@@ -172,7 +198,9 @@ class HealthFile:
         with self._lock:
             self._tickets += 1
             ticket, now_s = self._tickets, time.time()
-            self._waits[ticket] = Wait(what, now_s, None if deadline_s is None else now_s + deadline_s, behind_s)
+            self._waits[ticket] = Wait(
+                what, now_s, None if deadline_s is None else now_s + deadline_s, behind_s
+            )
             self._write()
         try:
             yield
@@ -218,8 +246,13 @@ class HealthFile:
             turns=self._turns,
         )  # fmt: skip
         # A thread's own temporary name is not needed: the lock orders writers, and a process owns its file.
-        temporary, content = self.path.with_name(f".{self.path.name}.tmp"), json.dumps(as_row(health))
-        with suppress(OSError):  # cleared for a newer attempt, say: what a process says of itself must not end it, nor hide why it ends
+        temporary, content = (
+            self.path.with_name(f".{self.path.name}.tmp"),
+            json.dumps(as_row(health)),
+        )
+        with suppress(
+            OSError
+        ):  # cleared for a newer attempt, say: what a process says of itself must not end it, nor hide why it ends
             try:
                 temporary.write_text(content)
                 temporary.replace(self.path)
@@ -266,11 +299,32 @@ def as_row(health: Health) -> dict[str, Any]:
 
 def from_row(row: dict[str, Any]) -> Health:
     waits = tuple(Wait(*wait) for wait in row["waits"])
-    pulse, turns = Pulse(**row["pulse"]) if row["pulse"] else None, Turns(**row["turns"]) if row["turns"] else None
-    same = ("role", "index", "time_s", "pid", "attempt", "doing", "step", "error", "was", "still_s", "clock_s", "boot")
+    pulse, turns = (
+        Pulse(**row["pulse"]) if row["pulse"] else None,
+        Turns(**row["turns"]) if row["turns"] else None,
+    )
+    same = (
+        "role",
+        "index",
+        "time_s",
+        "pid",
+        "attempt",
+        "doing",
+        "step",
+        "error",
+        "was",
+        "still_s",
+        "clock_s",
+        "boot",
+    )
     values = {key: row[key] for key in same}
     return Health(
-        since_s=row["doing_since_s"], deadline_s=None if waits else row["deadline_s"], waits=waits, pulse=pulse, turns=turns, **values
+        since_s=row["doing_since_s"],
+        deadline_s=None if waits else row["deadline_s"],
+        waits=waits,
+        pulse=pulse,
+        turns=turns,
+        **values,
     )
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # tells a role which parent it should have, so that a parent lost before our first look is noticed
 START = "ORRERY_START"  # in the environment of all processes of an attempt and their children; no secret
-WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # at import: `Lifeline` removes one
+WAS_LAUNCHED = (
+    LAUNCHER_PID in os.environ or START in os.environ
+)  # at import: `Lifeline` removes one
 POLL_S = 0.5
 CALLBACKS_S = 3.0
 
@@ -72,7 +74,9 @@ class Lifeline:
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
         self.is_launched = LAUNCHER_PID in os.environ  # else a person or a test started it
-        self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()  # popped: what we start has us as its parent
+        self._parent = (
+            int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
+        )  # popped: what we start has us as its parent
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
 
@@ -90,7 +94,9 @@ class Lifeline:
         while os.getppid() == self._parent:
             if self._stop.wait(self._poll_s):
                 return
-        runner = threading.Thread(target=self._run_callbacks, name="lifeline-callbacks", daemon=True)
+        runner = threading.Thread(
+            target=self._run_callbacks, name="lifeline-callbacks", daemon=True
+        )
         runner.start()
         runner.join(CALLBACKS_S)
         kill_own_group()

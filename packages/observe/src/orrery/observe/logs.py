@@ -18,14 +18,20 @@ def log_level() -> str | None:
     """
     level = os.environ.get(LOG_LEVEL, "").lower()
     if level and level not in LEVELS:
-        raise OrreryError(f"{LOG_LEVEL}: there is no level {level!r}; choose from {', '.join(LEVELS)}")
+        raise OrreryError(
+            f"{LOG_LEVEL}: there is no level {level!r}; choose from {', '.join(LEVELS)}"
+        )
     return level or None
 
 
 def log_to_stderr() -> None:
     """Log to stderr from `info` on, until `set_level`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter(
+            "%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        )
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -46,8 +46,12 @@ class MetricsFile:
         finally:
             self.add_span(name, start_s, time.time(), step, **attrs)
 
-    def add_span(self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any) -> None:
-        self._spans.append({"name": name, "start_s": start_s, "end_s": end_s, **self._stamp, "step": step, **attrs})
+    def add_span(
+        self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any
+    ) -> None:
+        self._spans.append(
+            {"name": name, "start_s": start_s, "end_s": end_s, **self._stamp, "step": step, **attrs}
+        )
 
     def close(self) -> None:
         self._rows.close()
@@ -128,7 +132,9 @@ def parse_row(line: bytes) -> Row | None:
         row = parse_json(line)
     except ValueError:
         return None
-    is_row = isinstance(row, dict) and all(isinstance(row[key], kind) for key, kind in STAMPS.items() if key in row)
+    is_row = isinstance(row, dict) and all(
+        isinstance(row[key], kind) for key, kind in STAMPS.items() if key in row
+    )
     return row if is_row else None
 
 
@@ -159,15 +165,23 @@ class Attempts:
     def counts(self, row: Row) -> bool:
         """Whether no newer attempt made the row's step again. Only once all rows are added."""
         step, attempt = row.get("step"), row.get("attempt", 0)
-        return step is None or not any(newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items())
+        return step is None or not any(
+            newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
+        )
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
     """What counts: within a series, an attempt replaces older ones from its first step on."""
-    all_rows, attempts = [row for row in all_rows if "time_s" in row or "start_s" in row], Attempts()
+    all_rows, attempts = (
+        [row for row in all_rows if "time_s" in row or "start_s" in row],
+        Attempts(),
+    )
     for row in all_rows:
         attempts.add(row)
-    return sorted(filter(attempts.counts, all_rows), key=lambda row: row["time_s"] if "time_s" in row else row["start_s"])
+    return sorted(
+        filter(attempts.counts, all_rows),
+        key=lambda row: row["time_s"] if "time_s" in row else row["start_s"],
+    )
 
 
 def _series(row: Row) -> tuple:

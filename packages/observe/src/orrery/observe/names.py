@@ -9,7 +9,9 @@ def listed(names: Iterable[str]) -> str:
     for name in names:
         role, _, index = name.rpartition(".")
         by_role.setdefault(role, []).append(int(index))
-    return ", ".join(f"{role}.{run}" for role, indices in by_role.items() for run in _runs(sorted(indices)))
+    return ", ".join(
+        f"{role}.{run}" for role, indices in by_role.items() for run in _runs(sorted(indices))
+    )
 
 
 def _runs(indices: list[int]) -> list[str]:

@@ -21,7 +21,9 @@ INTERFACE = "ORRERY_INTERFACE"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RDMA_DEVICES = Path("/sys/class/infiniband")
-PORTS = range(20_000, 32_768)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
+PORTS = range(
+    20_000, 32_768
+)  # below the kernel's ephemeral range, so that no outgoing connection takes a port before its owner binds it
 
 
 def interface() -> str:
@@ -34,9 +36,16 @@ def address() -> str:
     name = interface()
     if name == LOOPBACK_INTERFACE:
         return LOOPBACK
-    found = {each: [one.address for one in addresses if one.family == socket.AF_INET] for each, addresses in psutil.net_if_addrs().items()}
+    found = {
+        each: [one.address for one in addresses if one.family == socket.AF_INET]
+        for each, addresses in psutil.net_if_addrs().items()
+    }
     if not found.get(name):
-        usable = ", ".join(f"{each} ({', '.join(addresses)})" for each, addresses in sorted(found.items()) if addresses)
+        usable = ", ".join(
+            f"{each} ({', '.join(addresses)})"
+            for each, addresses in sorted(found.items())
+            if addresses
+        )
         raise OrreryError(
             f"{INTERFACE}: {name} is not an interface with an IPv4 address on {socket.gethostname()}; "
             f"it has {usable or 'none'}; set [network] interface in the site file to one that every node has"
@@ -47,7 +56,9 @@ def address() -> str:
 def name_interface() -> None:
     """Tell gloo and NCCL, which choose an interface by the host's name or by themselves; what is set already stays."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": this one, not all whose names begin so
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", f"={interface()}"
+    )  # "=": this one, not all whose names begin so
 
 
 def name_ucx_devices() -> None:

@@ -19,7 +19,9 @@ class Pace:
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s
 
     def due(self, now_s: float) -> bool:
-        if now_s < self._next_s - 0.5 * self._shortest_s:  # a look that comes a little early, by a timer's jitter, is not left out
+        if (
+            now_s < self._next_s - 0.5 * self._shortest_s
+        ):  # a look that comes a little early, by a timer's jitter, is not left out
             return False
         # From when it was due, not from now: so half a period early once is not so every time, for who asks more often.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)

@@ -51,15 +51,33 @@ class Terminated(SystemExit):
 class RoleProcess:
     """This process as the run knows it."""
 
-    def __init__(self, role: str, run_dir: Path, stage: str, index: int, attempt: int, port: int, incarnation: int = 0):
+    def __init__(
+        self,
+        role: str,
+        run_dir: Path,
+        stage: str,
+        index: int,
+        attempt: int,
+        port: int,
+        incarnation: int = 0,
+    ):
         """`incarnation` counts how often the launcher has started this process again within the attempt."""
-        self.role, self.run_dir, self.stage, self.index, self.attempt, self.port = role, run_dir, stage, index, attempt, port
+        self.role, self.run_dir, self.stage, self.index, self.attempt, self.port = (
+            role,
+            run_dir,
+            stage,
+            index,
+            attempt,
+            port,
+        )
         self.incarnation = incarnation
         self.log = logging.getLogger(self.name)
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.lifeline = Lifeline()
-        if self.lifeline.is_launched:  # a report that a person draws must leave a live run its weights
+        if (
+            self.lifeline.is_launched
+        ):  # a report that a person draws must leave a live run its weights
             self.on_orphaned(lambda: shared_memory.remove(shared_memory.prefix(run_dir)))
 
     @property
@@ -84,15 +102,30 @@ class RoleProcess:
 
 def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
     """The launcher's command line as a `RoleProcess`, with nothing started yet."""
-    parser = argparse.ArgumentParser(prog=role, description=f"The {role} role; `orrery run` starts it.")
+    parser = argparse.ArgumentParser(
+        prog=role, description=f"The {role} role; `orrery run` starts it."
+    )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--stage", required=True)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--attempt", type=int, default=1)
     parser.add_argument("--incarnation", type=int, default=0)
-    parser.add_argument("--port", type=int, default=0, help="a free port that is this process's own; 0: it takes one itself")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="a free port that is this process's own; 0: it takes one itself",
+    )
     args = parser.parse_args(argv)
-    return RoleProcess(role, args.run_dir.resolve(), args.stage, args.index, args.attempt, args.port, args.incarnation)
+    return RoleProcess(
+        role,
+        args.run_dir.resolve(),
+        args.stage,
+        args.index,
+        args.attempt,
+        args.port,
+        args.incarnation,
+    )
 
 
 @contextmanager
@@ -131,7 +164,9 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleP
         raise SystemExit(1) from None
     except BaseException as error:
         traceback.print_exc()
-        me.health.failed(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+        me.health.failed(
+            explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        )
         raise SystemExit(1) from None
     else:
         me.health.done()
@@ -145,7 +180,9 @@ def _allow_open_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
-        with suppress(ValueError, OSError):  # where the kernel allows less by now, what there is must do
+        with suppress(
+            ValueError, OSError
+        ):  # where the kernel allows less by now, what there is must do
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 

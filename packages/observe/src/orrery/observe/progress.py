@@ -45,7 +45,9 @@ class Progress:
         if event == "usage":
             self.usage.update(used_by_process(row))  # every process writes its own row
         elif event == "batch":
-            self._take(row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest")
+            self._take(
+                row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest"
+            )
             if row.get("num_sampled"):
                 self.values["without signal"] = row["num_without_signal"] / row["num_sampled"]
             self._take(row, generated_tokens_per_s="generated tokens/s", num_in_flight="in flight")
@@ -62,21 +64,38 @@ class Progress:
             self._take(row, version="version")
         elif role == "trainer" and process.endswith(".0") and row.get("step") is not None:
             self.step = max(self.step, row["step"])
-            self._take(row, loss="loss", tokens_per_s="trainer tokens/s", mismatch_kl="mismatch KL", entropy="entropy")
+            self._take(
+                row,
+                loss="loss",
+                tokens_per_s="trainer tokens/s",
+                mismatch_kl="mismatch KL",
+                entropy="entropy",
+            )
 
     def _take(self, row: Row, **names: str) -> None:
-        self.values.update({name: row[key] for key, name in names.items() if isinstance(row.get(key), int | float)})
+        self.values.update(
+            {name: row[key] for key, name in names.items() if isinstance(row.get(key), int | float)}
+        )
 
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
     """One line for a log: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 from orchestrator`."""
-    parts = [f"{progress.stage} {_steps(progress)}", *(f"{name} {value}" for name, value in _numbers(progress))]
-    talking = [f"{name} {_activity(one, now_s)}" for name, one in health.items() if one.role != "router"]
+    parts = [
+        f"{progress.stage} {_steps(progress)}",
+        *(f"{name} {value}" for name, value in _numbers(progress)),
+    ]
+    talking = [
+        f"{name} {_activity(one, now_s)}" for name, one in health.items() if one.role != "router"
+    ]
     return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
 
 
 def panel(
-    progress: Progress, health: Mapping[str, Health], states: Mapping[str, str], now_s: float, instead: Sequence[str] = ()
+    progress: Progress,
+    health: Mapping[str, Health],
+    states: Mapping[str, str],
+    now_s: float,
+    instead: Sequence[str] = (),
 ) -> RenderableType:
     """Return the live view.
 
@@ -85,14 +104,21 @@ def panel(
     stages = Text()
     for stage in progress.stages:
         done, here = stage in progress.finished, stage == progress.stage
-        stages.append(f"{'✓' if done else '▶' if here else '·'} {stage}   ", style="green" if done else "bold cyan" if here else "dim")
+        stages.append(
+            f"{'✓' if done else '▶' if here else '·'} {stage}   ",
+            style="green" if done else "bold cyan" if here else "dim",
+        )
     numbers = Table.grid(padding=(0, 3))
     cells = [f"{name} [bold]{escape(value)}[/bold]" for name, value in _numbers(progress)]
     for start in range(0, len(cells), 4):
         numbers.add_row(*cells[start : start + 4])
     roles = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "state", "does", "cpu", "memory"):
-        roles.add_column(column, justify="right" if column in ("cpu", "memory") else "left", no_wrap=column != "does")
+        roles.add_column(
+            column,
+            justify="right" if column in ("cpu", "memory") else "left",
+            no_wrap=column != "does",
+        )
     for name, state in states.items():
         one, used = health.get(name), progress.usage.get(name, {}) if state == "running" else {}
         roles.add_row(
@@ -110,13 +136,22 @@ def panel(
     )
     title = f"{progress.run} · attempt {progress.attempt} · {_clock(now_s - progress.started_s)}"
     below = Text("\n".join(instead)) if instead else roles
-    return Panel(Group(stages, head, numbers, Text(), below), title=title, title_align="left", border_style="cyan")
+    return Panel(
+        Group(stages, head, numbers, Text(), below),
+        title=title,
+        title_align="left",
+        border_style="cyan",
+    )
 
 
 def _numbers(progress: Progress) -> list[tuple[str, str]]:
     """What is drawn: names and values, of several tasks their held-out rewards in one."""
     rewards = {task: _short(reward) for task, reward in progress.held_out.items()}
-    held_out = ", ".join(rewards.values() if len(rewards) == 1 else (f"{task} {reward}" for task, reward in rewards.items()))
+    held_out = ", ".join(
+        rewards.values()
+        if len(rewards) == 1
+        else (f"{task} {reward}" for task, reward in rewards.items())
+    )
     numbers = [(name, _short(value)) for name, value in progress.values.items()]
     return [*numbers, ("held-out reward", held_out)] if held_out else numbers
 
@@ -132,7 +167,13 @@ def _activity(health: Health, now_s: float) -> str:
 
 
 def _steps(progress: Progress) -> str:
-    return f"{progress.step}/{progress.num_steps}" if progress.num_steps else "…" if not progress.step else str(progress.step)
+    return (
+        f"{progress.step}/{progress.num_steps}"
+        if progress.num_steps
+        else "…"
+        if not progress.step
+        else str(progress.step)
+    )
 
 
 def _short(value: Any) -> str:

@@ -35,4 +35,6 @@ def commit(folder: Path, *paths: str) -> str:
 
 
 def _git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+    ).stdout.strip()

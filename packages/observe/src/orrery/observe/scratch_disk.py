@@ -19,7 +19,9 @@ from orrery.observe.shared_memory import place
 def prefix(run_dir: Path) -> str:
     """What the names of all scratch folders of this run begin with. Raises FileNotFoundError for a run without a manifest."""
     manifest = (run_dir / "manifest.json").stat()
-    which = hashlib.sha256(f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}".encode()).hexdigest()[:12]
+    which = hashlib.sha256(
+        f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}".encode()
+    ).hexdigest()[:12]
     return f"orrery-kv-{run_dir.name}-{which}-"
 
 

@@ -42,8 +42,13 @@ class Sight:
         self._looked_s = clock_s
         for name, one in said.items():
             if name not in self._seen or one.clock_s != self._seen[name].said.clock_s:
-                self._behind_s[one.boot] = min(clock_s - one.clock_s, self._behind_s.get(one.boot, math.inf))
-        self._seen = {name: _Seen(one, _stamped(one, self._seen.get(name), self.now_s)) for name, one in said.items()}
+                self._behind_s[one.boot] = min(
+                    clock_s - one.clock_s, self._behind_s.get(one.boot, math.inf)
+                )
+        self._seen = {
+            name: _Seen(one, _stamped(one, self._seen.get(name), self.now_s))
+            for name, one in said.items()
+        }
         return {name: seen.stamped for name, seen in self._seen.items()}
 
     def changed_s(self, name: str) -> float:
@@ -53,13 +58,23 @@ class Sight:
 
 
 def _stamped(said: Health, before: _Seen | None, now_s: float) -> Health:
-    known = before if before is not None and (before.said.pid, before.said.attempt) == (said.pid, said.attempt) else None
+    known = (
+        before
+        if before is not None and (before.said.pid, before.said.attempt) == (said.pid, said.attempt)
+        else None
+    )
     deed = (said.doing, said.since_s, said.deadline_s)
-    is_same = known is not None and deed == (known.said.doing, known.said.since_s, known.said.deadline_s)
+    is_same = known is not None and deed == (
+        known.said.doing,
+        known.said.since_s,
+        known.said.deadline_s,
+    )
     since_s = known.stamped.since_s if known and is_same else now_s
     turns, old = said.turns, known.stamped.turns if known else None
     if turns is not None:
-        turns = old if old is not None and old.count == turns.count else replace(turns, time_s=now_s)
+        turns = (
+            old if old is not None and old.count == turns.count else replace(turns, time_s=now_s)
+        )
     waits = dict(zip(known.said.waits, known.stamped.waits, strict=True)) if known else {}
     return replace(
         said,

@@ -51,25 +51,42 @@ class Stillness:
         self._seen = {name: _see(health, known.get(name), now_s) for name, health in living.items()}
         self._looked_s = now_s
         roles = dict.fromkeys(health.role for health in living.values())
-        return next((stall for role in roles if (stall := self._of_role(role, now_s)) is not None), None)
+        return next(
+            (stall for role in roles if (stall := self._of_role(role, now_s)) is not None), None
+        )
 
     def _of_role(self, role: str, now_s: float) -> Stall | None:
         ranks = {name: seen for name, seen in self._seen.items() if seen.health.role == role}
         silent = [name for name, seen in ranks.items() if self._is_silent(seen, now_s)]
-        stopped = {name: seen.health for name, seen in ranks.items() if name not in silent and self._has_stopped(seen, now_s)}
+        stopped = {
+            name: seen.health
+            for name, seen in ranks.items()
+            if name not in silent and self._has_stopped(seen, now_s)
+        }
         held = [name for name, health in stopped.items() if _in_collective(health)]
         last_s = max((seen.moved_s for seen in ranks.values()), default=now_s)
-        late = {name: seen.health for name, seen in ranks.items() if held and name not in silent and _is_late(seen.health, now_s - last_s)}
+        late = {
+            name: seen.health
+            for name, seen in ranks.items()
+            if held and name not in silent and _is_late(seen.health, now_s - last_s)
+        }
         somebody_is_held_up = stopped or any(ranks[name].health.still_s for name in silent)
         if not somebody_is_held_up or len(silent) + len(stopped) + len(late) < len(ranks):
             gone = [name for name in silent if now_s - ranks[name].heard_s > self._hang_s]
             return Stall(tuple(gone), self._sentence(gone, [], now_s, last_s)) if gone else None
-        blamed = silent or [name for name in stopped if name not in held] or _fewest({**stopped, **late})
-        return Stall(tuple(blamed), self._sentence(blamed, [name for name in held if name not in blamed], now_s, last_s))
+        blamed = (
+            silent or [name for name in stopped if name not in held] or _fewest({**stopped, **late})
+        )
+        return Stall(
+            tuple(blamed),
+            self._sentence(blamed, [name for name in held if name not in blamed], now_s, last_s),
+        )
 
     def _is_silent(self, seen: _Seen, now_s: float) -> bool:
         health = seen.health
-        return bool(health.pulse and (health.waits or health.still_s)) and now_s - seen.heard_s > (health.still_s or self._still_s)
+        return bool(health.pulse and (health.waits or health.still_s)) and now_s - seen.heard_s > (
+            health.still_s or self._still_s
+        )
 
     def _has_stopped(self, seen: _Seen, now_s: float) -> bool:
         health = seen.health
@@ -81,7 +98,9 @@ class Stillness:
         """`last_s`: when anybody of the role has moved last, so what is late was there."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
-        for_s = now_s - max(one.heard_s if silent else last_s if one.health.waits else one.moved_s for one in seen)
+        for_s = now_s - max(
+            one.heard_s if silent else last_s if one.health.waits else one.moved_s for one in seen
+        )
         deeds = " or ".join(dict.fromkeys(one.health.last for one in seen))
         text = f"stall: {listed(blamed)} {'gave no sign of life' if silent else 'made no progress'} for {for_s:.0f} s while {deeds}"
         if held:
@@ -95,11 +114,17 @@ def _see(health: Health, before: _Seen | None, now_s: float) -> _Seen:
     if before is None or before.health.pid != health.pid:
         return _Seen(health, now_s, now_s)
     moved = _without_beats(health) != _without_beats(before.health)
-    return _Seen(health, now_s if moved else before.moved_s, before.heard_s if health == before.health else now_s)
+    return _Seen(
+        health,
+        now_s if moved else before.moved_s,
+        before.heard_s if health == before.health else now_s,
+    )
 
 
 def _without_beats(health: Health) -> Health:
-    return replace(health, turns=None, pulse=replace(health.pulse, beats=0) if health.pulse else None)
+    return replace(
+        health, turns=None, pulse=replace(health.pulse, beats=0) if health.pulse else None
+    )
 
 
 def _in_collective(health: Health) -> bool:
@@ -108,10 +133,16 @@ def _in_collective(health: Health) -> bool:
 
 def _is_late(health: Health, quiet_s: float) -> bool:
     """Whether it still waits for what the others have, who have not moved for `quiet_s`."""
-    return bool(health.waits) and all(wait.behind_s is not None and quiet_s > wait.behind_s for wait in health.waits)
+    return bool(health.waits) and all(
+        wait.behind_s is not None and quiet_s > wait.behind_s for wait in health.waits
+    )
 
 
 def _fewest(held: Mapping[str, Health]) -> list[str]:
     """Those that have begun the fewest collectives: the others are in one that they have not come to."""
     fewest = min(health.pulse.begun if health.pulse else 0 for health in held.values())
-    return [name for name, health in held.items() if (health.pulse.begun if health.pulse else 0) == fewest]
+    return [
+        name
+        for name, health in held.items()
+        if (health.pulse.begun if health.pulse else 0) == fewest
+    ]

@@ -21,7 +21,9 @@ class MetricsTail:
             self._offsets = {path: path.stat().st_size for path in self._paths()}
 
     def _paths(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("*.jsonl") if not path.name.endswith(".spans.jsonl"))
+        return sorted(
+            path for path in self._folder.glob("*.jsonl") if not path.name.endswith(".spans.jsonl")
+        )
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
         """Raises OSError, after the rows of all other files, where one cannot be read now; its rows come at the next look that can."""

@@ -17,7 +17,12 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from orrery.observe.metrics import Row
 
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version")
-SUBJECTS = ("task", "policy", "engine", "process")  # what a row is about: a name or an index, never a measurement
+SUBJECTS = (
+    "task",
+    "policy",
+    "engine",
+    "process",
+)  # what a row is about: a name or an index, never a measurement
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
@@ -35,7 +40,11 @@ def named(process: str, row: Row) -> tuple[int | None, dict[str, float]]:
     step = row.get("version") if step is None else step
     subjects = [str(row[key]) for key in SUBJECTS if row.get(key) is not None]
     prefix = "/".join([row.get("event") or process.split(".")[0], *subjects])
-    return step, dict(scalars({key: value for key, value in row.items() if key not in (*STAMPS, *SUBJECTS)}, prefix))
+    return step, dict(
+        scalars(
+            {key: value for key, value in row.items() if key not in (*STAMPS, *SUBJECTS)}, prefix
+        )
+    )
 
 
 class TensorBoardSink:
@@ -54,7 +63,9 @@ class TensorBoardSink:
         key = (str(row.get("stage")), process)
         if key not in self._writers:
             self._writers[key] = EventFileWriter(str(self._folder / key[0] / key[1]), flush_secs=10)
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
         step = int(row["time_s"] - self._first_s) if step is None else int(step)
         self._writers[key].add_event(Event(wall_time=row["time_s"], step=step, summary=summary))
 

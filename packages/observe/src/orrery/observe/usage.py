@@ -67,7 +67,10 @@ class Sampler:
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
         self._cpu_s, self._time_s = {pid: each.cpu_s for pid, each in found.items()}, now_s
-        return {"cpu_percent": round(max(percent, 0.0), 1), "rss_bytes": sum(each.rss_bytes for each in found.values())}
+        return {
+            "cpu_percent": round(max(percent, 0.0), 1),
+            "rss_bytes": sum(each.rss_bytes for each in found.values()),
+        }
 
 
 class UsageRows:
@@ -94,5 +97,8 @@ class UsageRows:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
             except OSError as error:  # a network file system's moment, or a full disk, which ends the role at a row of its own
                 if not has_failed:
-                    log.warning("use of processor and memory cannot be written (%s); tried again", explain(error))
+                    log.warning(
+                        "use of processor and memory cannot be written (%s); tried again",
+                        explain(error),
+                    )
                 has_failed = True

@@ -34,23 +34,45 @@ class Stall:
     sentence: str
 
 
-def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S, deadlock_s: float = DEADLOCK_S) -> Stall | None:
+def look(
+    processes: Mapping[str, Health],
+    now_s: float,
+    grace_s: float = GRACE_S,
+    deadlock_s: float = DEADLOCK_S,
+) -> Stall | None:
     """The stall that a run is in at `now_s`, if any. `processes` are those that run, and those that are done: they wait for nobody."""
     living = {name: health for name, health in processes.items() if health.doing not in ENDED}
-    silent = {name: for_s for name, health in living.items() if (for_s := hung_s(health, now_s)) is not None}
+    silent = {
+        name: for_s
+        for name, health in living.items()
+        if (for_s := hung_s(health, now_s)) is not None
+    }
     if silent:
         worst = max(silent, key=lambda name: (silent[name], name))
-        return Stall((worst,), f"stall: the event loop of {worst} has not turned for {silent[worst]:.0f} s, while {living[worst].last}")
-    overdue = {name: late for name, health in living.items() if (late := _deadline(health)) is not None and now_s > late + grace_s}
+        return Stall(
+            (worst,),
+            f"stall: the event loop of {worst} has not turned for {silent[worst]:.0f} s, while {living[worst].last}",
+        )
+    overdue = {
+        name: late
+        for name, health in living.items()
+        if (late := _deadline(health)) is not None and now_s > late + grace_s
+    }
     if overdue:
         worst = min(overdue, key=lambda name: (overdue[name], name))
         chain = _chain(worst, living)
-        return Stall(chain[-1:], "stall: " + "; ".join(_clause(living[name], now_s) for name in chain))
+        return Stall(
+            chain[-1:], "stall: " + "; ".join(_clause(living[name], now_s) for name in chain)
+        )
     circle = sorted(name for name in deadlocked(living) if now_s - living[name].time_s > deadlock_s)
     if circle and set(circle) == deadlocked(living):
         clauses = "; ".join(_clause(living[name], now_s) for name in circle)
-        return Stall(tuple(circle), f"stall: {' and '.join(circle)} wait for one another: {clauses}")
-    quiet = {name: health for name, health in processes.items() if now_s - health.time_s > deadlock_s}
+        return Stall(
+            tuple(circle), f"stall: {' and '.join(circle)} wait for one another: {clauses}"
+        )
+    quiet = {
+        name: health for name, health in processes.items() if now_s - health.time_s > deadlock_s
+    }
     done = {name: health for name, health in processes.items() if health.doing == DONE}
     left = {
         name: gone
@@ -60,14 +82,21 @@ def look(processes: Mapping[str, Health], now_s: float, grace_s: float = GRACE_S
     if left:
         clauses = "; ".join(_clause(living[name], now_s) for name in left)
         ended = sorted(set().union(*left.values()))
-        return Stall(tuple(left), f"stall: {clauses}; {listed(ended)} {'are' if len(ended) > 1 else 'is'} done, so nothing more comes")
+        return Stall(
+            tuple(left),
+            f"stall: {clauses}; {listed(ended)} {'are' if len(ended) > 1 else 'is'} done, so nothing more comes",
+        )
     return None
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
     """Return for how long the event loop has not turned; None if that is within its limit."""
     turns = health.turns
-    return now_s - turns.time_s if turns is not None and now_s - turns.time_s > turns.within_s else None
+    return (
+        now_s - turns.time_s
+        if turns is not None and now_s - turns.time_s > turns.within_s
+        else None
+    )
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
@@ -79,7 +108,11 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
     """The largest set in which everyone waits, and every wait of theirs names members of the set only."""
     stuck = {name for name, health in living.items() if health.waits}
     while True:
-        freed = {name for name in stuck if any(not names or not names <= stuck for names in awaited(living[name], living))}
+        freed = {
+            name
+            for name in stuck
+            if any(not names or not names <= stuck for names in awaited(living[name], living))
+        }
         if not freed:
             return stuck
         stuck -= freed
@@ -87,7 +120,9 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 
 def _left_by(health: Health, living: Mapping[str, Health], done: Mapping[str, Health]) -> set[str]:
     """Who is done and was waited for, where every open wait is for such and for nobody that lives."""
-    gone = [set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits]
+    gone = [
+        set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
+    ]
     return set().union(*gone) if all(gone) else set()
 
 
@@ -106,7 +141,11 @@ def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
-        names = sorted(_named(wait.what, living), key=lambda name: (living[name].time_s, name)) if wait else []
+        names = (
+            sorted(_named(wait.what, living), key=lambda name: (living[name].time_s, name))
+            if wait
+            else []
+        )
         following = next((name for name in names if name not in chain), None)
         if following is None:
             return tuple(chain)
@@ -115,7 +154,11 @@ def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
 
 def _clause(health: Health, now_s: float) -> str:
     deadline = _deadline(health)
-    late = f" ({now_s - deadline:.0f} s past its deadline)" if deadline is not None and now_s > deadline else ""
+    late = (
+        f" ({now_s - deadline:.0f} s past its deadline)"
+        if deadline is not None and now_s > deadline
+        else ""
+    )
     if health.wait is not None:
         return f"{health.name} is {health.sentence(now_s)} while {health.doing}{late}"
     return f"{health.name} has been at {health.sentence(now_s)}{late}"

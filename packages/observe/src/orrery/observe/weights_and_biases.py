@@ -25,7 +25,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError:
-            raise OrreryError("WANDB_PROJECT is set, but wandb is not installed; type `uv pip install wandb`, or unset it") from None
+            raise OrreryError(
+                "WANDB_PROJECT is set, but wandb is not installed; type `uv pip install wandb`, or unset it"
+            ) from None
         name, _, run_id = run_dir.name.rpartition("-")
         self._run = wandb.init(
             project=os.environ["WANDB_PROJECT"],

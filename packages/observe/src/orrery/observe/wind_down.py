@@ -33,6 +33,8 @@ def is_asked(run_dir: Path, stage: str) -> bool:
         return False
     file = path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # a listing: a network file system may remember for long that a name was not there
+        return file.name in os.listdir(
+            file.parent
+        )  # a listing: a network file system may remember for long that a name was not there
     except FileNotFoundError:
         return False

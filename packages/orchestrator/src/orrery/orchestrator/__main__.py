@@ -47,7 +47,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def main() -> None:
     with role_process("orchestrator") as me:
         if me.stage not in STAGES:
-            raise OrreryError(f"orchestrator: --stage {me.stage!r} is not one of mine; choose from {', '.join(STAGES)}")
+            raise OrreryError(
+                f"orchestrator: --stage {me.stage!r} is not one of mine; choose from {', '.join(STAGES)}"
+            )
         with asyncio.Runner(loop_factory=event_loop) as runner:
             runner.run(run(me))
 

@@ -43,7 +43,9 @@ class Need:
     def __post_init__(self) -> None:
         self.limit = self.bounds.min_in_flight
 
-    def observe(self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool) -> None:
+    def observe(
+        self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool
+    ) -> None:
         """Follow the engines that serve, by index; rollouts in flight now, ended since the last look, and whether permits ran out since.
 
         Prefill engines are not among `loads`: their caches hold a prompt for a moment.
@@ -62,7 +64,10 @@ class Need:
             if measured >= self.share:
                 self.share = measured
             elif was_full and not preempted and waiting <= num_ended:
-                self.share = max(LEAST, measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight))
+                self.share = max(
+                    LEAST,
+                    measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight),
+                )
             if preempted and in_flight <= self.limit:
                 fits = min(self.limit, in_flight, len(loads) / self.share)
                 self.share = len(loads) / max(0.5, fits - min(preempted, max(1.0, BACKOFF * fits)))
@@ -83,7 +88,9 @@ class Need:
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
         """Preemptions since the last look; none at the first. An engine that started anew counts from 0 again."""
         before = self._preemptions
-        self._preemptions = before | {index: load.preemptions_total for index, load in loads.items()}
+        self._preemptions = before | {
+            index: load.preemptions_total for index, load in loads.items()
+        }
         return sum(
             now.preemptions_total - (was if (was := before[index]) <= now.preemptions_total else 0)
             for index, now in loads.items()
@@ -95,7 +102,11 @@ class Admission:
     """A counter of permits, under the manifest's limit or one that follows the engines."""
 
     def __init__(self, settings: FixedAdmission | AdaptiveAdmission, max_model_len_tokens: int):
-        self.need = Need(settings, max_model_len_tokens) if isinstance(settings, AdaptiveAdmission) else None
+        self.need = (
+            Need(settings, max_model_len_tokens)
+            if isinstance(settings, AdaptiveAdmission)
+            else None
+        )
         self.limit = self.need.limit if self.need else settings.max_in_flight
         self.taken = 0
         self._num_ended, self._was_full = 0, False  # since the last look

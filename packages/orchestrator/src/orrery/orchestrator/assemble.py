@@ -56,20 +56,27 @@ async def _endpoints(me: Any, role: str, count: int) -> list[rendezvous.Endpoint
     request, is_left = WindDownRequest(me), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # the loop's end waits for its threads: SIGTERM would wait for the servers
+        if (
+            is_left.is_set()
+        ):  # the loop's end waits for its threads: SIGTERM would wait for the servers
             raise asyncio.CancelledError
         if request.look():
             raise WoundDown(newest.step if (newest := checkpoints.latest(me.run_dir)) else 0)
 
     try:
-        return await asyncio.to_thread(rendezvous.await_endpoints, me, role, count, scaled(SERVERS_START_S), end_early)
+        return await asyncio.to_thread(
+            rendezvous.await_endpoints, me, role, count, scaled(SERVERS_START_S), end_early
+        )
     finally:
         is_left.set()
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:
     """The tasks by purpose, in the manifest's order."""
-    return {"train": [make(use) for use in manifest.tasks.train], "evaluation": [make(use) for use in manifest.tasks.evaluation]}
+    return {
+        "train": [make(use) for use in manifest.tasks.train],
+        "evaluation": [make(use) for use in manifest.tasks.evaluation],
+    }
 
 
 def policy_dir(me: Any, *stages: str) -> Any:
@@ -85,7 +92,13 @@ def renderer(me: Any, *stages: str) -> Renderer:
 
 def sender(me: Any) -> RolloutSender:
     """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
-    wire = make_sender(me.manifest.transport.rollouts, me.run_dir, me.host, me.port, me.manifest.trainer.mesh.world_size)
+    wire = make_sender(
+        me.manifest.transport.rollouts,
+        me.run_dir,
+        me.host,
+        me.port,
+        me.manifest.trainer.mesh.world_size,
+    )
     rendezvous.publish(me, wire.url)
     return wire
 
@@ -94,25 +107,45 @@ def state(me: Any) -> State:
     """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
     # Safe here: every file of a new checkpoint comes after our next cut.
     checkpoints.discard_incomplete(me.run_dir)
-    if removed := checkpoints.discard_all(me.run_dir, "sft"):  # that stage is done, and all that is wanted of it is `weights/sft`
-        me.log.info("checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed)))
+    if removed := checkpoints.discard_all(
+        me.run_dir, "sft"
+    ):  # that stage is done, and all that is wanted of it is `weights/sft`
+        me.log.info(
+            "checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed))
+        )
     newest = checkpoints.latest(me.run_dir)
     if newest is None:
         return State(me.manifest)
     step = newest.step
-    resumed = State(me.manifest, snapshot.read(checkpoints.checkpoint_dir(me.run_dir, *newest), step))
-    me.log.info("resuming after step %d: %d rollouts queued, %d groups to redo", step, resumed.sink.num_queued, len(resumed.source.again))
+    resumed = State(
+        me.manifest, snapshot.read(checkpoints.checkpoint_dir(me.run_dir, *newest), step)
+    )
+    me.log.info(
+        "resuming after step %d: %d rollouts queued, %d groups to redo",
+        step,
+        resumed.sink.num_queued,
+        len(resumed.source.again),
+    )
     return resumed
 
 
 async def reading(me: Any, read: Callable[[], T]) -> T:
     """Return `read()`, run in a thread: it may take minutes, and the event loop must turn."""
-    with me.health.waiting("tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)):
+    with me.health.waiting(
+        "tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)
+    ):
         return await Beside("assemble")(read)
 
 
 async def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
     """The RL stage."""
-    begin, played, chat = await reading(me, lambda: (state(me), tasks(me.manifest), renderer(me, "sft", "init")))
-    watch = make_watch(me.manifest.transport.weights, me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes)
+    begin, played, chat = await reading(
+        me, lambda: (state(me), tasks(me.manifest), renderer(me, "sft", "init"))
+    )
+    watch = make_watch(
+        me.manifest.transport.weights,
+        me.run_dir,
+        me.attempt,
+        stage(me.manifest, me.stage).num_nodes,
+    )
     return Loop(me, begin, played, chat, engines, watch, wire)

@@ -64,7 +64,9 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
         "num_tokens": int(lengths.sum()),
         "num_trained_tokens": num_trained,
     }
-    return Batch(step, [shares[mesh.data_rank(rank)] for rank in range(mesh.world_size)], totals, info)
+    return Batch(
+        step, [shares[mesh.data_rank(rank)] for rank in range(mesh.world_size)], totals, info
+    )
 
 
 def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
@@ -74,7 +76,11 @@ def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
     behind = cut.step - 1 - np.concatenate(versions)
     task_of = np.array([task for task, _, _ in tally.rewards], dtype=np.int64)
     rewards = np.array([reward for _, reward, _ in tally.rewards], dtype=np.float64)
-    by_task = {f"reward/{task.name}": float(rewards[task_of == i].mean()) for i, task in enumerate(tasks) if (task_of == i).any()}
+    by_task = {
+        f"reward/{task.name}": float(rewards[task_of == i].mean())
+        for i, task in enumerate(tasks)
+        if (task_of == i).any()
+    }
     trained_rewards = [sample.rollout.reward for sample in samples]
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {

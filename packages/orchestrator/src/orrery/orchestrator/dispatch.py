@@ -22,8 +22,12 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
-    again: list[int] = field(default_factory=list)  # members that started, and are to start once more
-    in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)  # request name -> (request, started_s)
+    again: list[int] = field(
+        default_factory=list
+    )  # members that started, and are to start once more
+    in_flight: dict[str, tuple[Request, float]] = field(
+        default_factory=dict
+    )  # request name -> (request, started_s)
 
     @property
     def num_waiting(self) -> int:
@@ -50,7 +54,9 @@ class Dispatch:
 
     def open_train_groups(self) -> list[GroupRequest]:
         """Train groups that have a member left in here, by number."""
-        groups = [group.request for group in self._groups.values() if group.request.purpose == "train"]
+        groups = [
+            group.request for group in self._groups.values() if group.request.purpose == "train"
+        ]
         return sorted(groups, key=lambda group: group.group_id)
 
     def offer(self, group: GroupRequest) -> None:
@@ -117,10 +123,16 @@ class Dispatch:
         if self._unserved_since is not None:
             for group in self._groups.values():
                 for name, (request, started_s) in group.in_flight.items():
-                    group.in_flight[name] = request, started_s + now_s - max(started_s, self._unserved_since)
+                    group.in_flight[name] = (
+                        request,
+                        started_s + now_s - max(started_s, self._unserved_since),
+                    )
             self._unserved_since = None
         return [
-            request for group in self._groups.values() for request, started_s in group.in_flight.values() if now_s - started_s > timeout_s
+            request
+            for group in self._groups.values()
+            for request, started_s in group.in_flight.values()
+            if now_s - started_s > timeout_s
         ]
 
     def drop_stale(self, oldest_version: int) -> list[GroupDropped]:
@@ -128,13 +140,19 @@ class Dispatch:
         stale = [
             group
             for group in self._groups.values()
-            if group.request.purpose == "train" and group.version is not None and group.version < oldest_version
+            if group.request.purpose == "train"
+            and group.version is not None
+            and group.version < oldest_version
         ]
         return [self._drop(group, "stale_in_flight") for group in stale]
 
     def drop_train(self, reason: str) -> list[GroupDropped]:
         """Give up every train group."""
-        return [self._drop(group, reason) for group in list(self._groups.values()) if group.request.purpose == "train"]
+        return [
+            self._drop(group, reason)
+            for group in list(self._groups.values())
+            if group.request.purpose == "train"
+        ]
 
     def _drop(self, group: _OpenGroup, reason: str) -> GroupDropped:
         requests = tuple(request for request, _ in group.in_flight.values())

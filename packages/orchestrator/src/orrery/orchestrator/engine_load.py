@@ -11,7 +11,9 @@ from orrery.transport.engine import EngineMetrics
 ENGINE_POLL_S = 0.5
 
 
-async def look(me: Any, fleet: Any, admission: Admission, pace: Pace | None = None) -> dict[int, EngineMetrics]:
+async def look(
+    me: Any, fleet: Any, admission: Admission, pace: Pace | None = None
+) -> dict[int, EngineMetrics]:
     """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is.
 
     Rows are written where `pace` says that they are due; without one, always.
@@ -28,12 +30,27 @@ async def look(me: Any, fleet: Any, admission: Admission, pace: Pace | None = No
             preemptions=load.preemptions_total, external_hit_tokens=load.external_hit_tokens_total,
         )  # fmt: skip
     # The first ones only prefill: rollouts live in the caches of the others.
-    serving = {index: load for index, load in loads.items() if index >= me.manifest.inference.prefill_replicas}
+    serving = {
+        index: load
+        for index, load in loads.items()
+        if index >= me.manifest.inference.prefill_replicas
+    }
     before = admission.limit
     admission.observe(serving)
     if admission.need is not None:
         if due:
-            me.metrics.write(None, event="admission", limit=admission.limit, num_in_flight=admission.taken, share=admission.need.share)
+            me.metrics.write(
+                None,
+                event="admission",
+                limit=admission.limit,
+                num_in_flight=admission.taken,
+                share=admission.need.share,
+            )
         if admission.limit != before:
-            me.log.debug("rollouts in flight: %d of %d at most, before %d", admission.taken, admission.limit, before)
+            me.log.debug(
+                "rollouts in flight: %d of %d at most, before %d",
+                admission.taken,
+                admission.limit,
+                before,
+            )
     return loads

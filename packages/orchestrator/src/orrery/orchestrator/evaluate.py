@@ -39,7 +39,9 @@ TICK_S = 0.5
 async def run(me: Any) -> None:
     """The whole stage."""
     async with await assemble.fleet(me) as fleet:
-        publisher = make_publisher("files", me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2)
+        publisher = make_publisher(
+            "files", me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2
+        )
         try:
             results = await _both(me, fleet, publisher)
         finally:
@@ -50,8 +52,13 @@ async def run(me: Any) -> None:
 async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
     # RL may have ended early, with a checkpoint of its last step.
     after = max(checkpoints.steps(me.run_dir), default=me.manifest.stages.rl.num_steps)
-    policies = {"before": (0, assemble.policy_dir(me, "sft", "init")), "after": (after, assemble.policy_dir(me, "rl"))}
-    chat, tasks = await assemble.reading(me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest)))
+    policies = {
+        "before": (0, assemble.policy_dir(me, "sft", "init")),
+        "after": (after, assemble.policy_dir(me, "rl")),
+    }
+    chat, tasks = await assemble.reading(
+        me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest))
+    )
     evaluation = HeldOut(me, fleet, chat, tasks, last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
@@ -68,9 +75,15 @@ async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResu
         me.health.doing(f"evaluating the policy {policy} RL")
         results[policy] = await evaluation.run(version)
         for row in results[policy].rows:
-            me.metrics.write(version, event="evaluation", policy=policy, digest=published.digest, **row)
-            me.metrics.add_span("evaluation", row["start_s"], row["end_s"], version, task=row["task"])
-            me.log.info("%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row))
+            me.metrics.write(
+                version, event="evaluation", policy=policy, digest=published.digest, **row
+            )
+            me.metrics.add_span(
+                "evaluation", row["start_s"], row["end_s"], version, task=row["task"]
+            )
+            me.log.info(
+                "%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row)
+            )
     return results
 
 
@@ -86,11 +99,18 @@ def check_last(me: Any, version: int, folder: Path, digest: str) -> None:
         return
     file = checkpoints.checkpoint_dir(me.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
     try:
-        expected = {int(step): text for step, text in msgspec.json.decode(file.read_bytes(), type=dict[str, str]).items()}[version]
+        expected = {
+            int(step): text
+            for step, text in msgspec.json.decode(file.read_bytes(), type=dict[str, str]).items()
+        }[version]
     except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
-        raise RunFailed(f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(me)}") from error
+        raise RunFailed(
+            f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(me)}"
+        ) from error
     if digest != expected:
-        raise RunFailed(f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(me)}")
+        raise RunFailed(
+            f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(me)}"
+        )
 
 
 def _rl_again(me: Any) -> str:
@@ -105,9 +125,17 @@ class HeldOut:
         self.overdue = Overdue(me.manifest.orchestrator.rollout_timeout_s)
         self._timeouts_are_zero = me.manifest.orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
-            me.manifest.tasks.evaluation, max(last_step, 1), settings.num_problems, settings.rollouts_per_problem, last_step
+            me.manifest.tasks.evaluation,
+            max(last_step, 1),
+            settings.num_problems,
+            settings.rollouts_per_problem,
+            last_step,
         )
-        self.dispatch = Dispatch(Admission(me.manifest.orchestrator.admission, me.manifest.inference.max_model_len_tokens))
+        self.dispatch = Dispatch(
+            Admission(
+                me.manifest.orchestrator.admission, me.manifest.inference.max_model_len_tokens
+            )
+        )
         self.pulse = Pulse()
         self.stage = Stage(me.manifest, tasks, renderer, fleet, self._finished, self._failed)
         self.me, self.fleet = me, fleet
@@ -139,8 +167,12 @@ class HeldOut:
                 self.stage.check()
                 self.fleet.check()
                 now_s = time.monotonic()
-                expired = self.dispatch.expired(now_s, self.overdue.timeout_s, self.fleet.is_serving)
-                for request, reason, detail in self.overdue.reasons(expired, self.stage.is_generating, now_s):
+                expired = self.dispatch.expired(
+                    now_s, self.overdue.timeout_s, self.fleet.is_serving
+                )
+                for request, reason, detail in self.overdue.reasons(
+                    expired, self.stage.is_generating, now_s
+                ):
                     self._failed(request, reason, detail)
                     self.stage.cancel([request])
                 if self.fleet.is_serving:
@@ -194,7 +226,13 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
 def _write(me: Any, results: dict[str, EvaluationResult]) -> None:
     uses = me.manifest.tasks.evaluation
     lines = [
-        samples.line(rollout, policy=policy, version=result.version, task=uses[group.task_index].name, problem=group.problem_index)
+        samples.line(
+            rollout,
+            policy=policy,
+            version=result.version,
+            task=uses[group.task_index].name,
+            problem=group.problem_index,
+        )
         for policy, result in results.items()
         for group, rollout in result.rollouts
     ]

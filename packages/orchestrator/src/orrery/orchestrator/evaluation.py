@@ -48,7 +48,10 @@ class EvaluationResult:
         Failures therefore move no weight to another task.
         """
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
-        return float(sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True)) / sum(asked))
+        return float(
+            sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
+            / sum(asked)
+        )
 
 
 class Evaluations:
@@ -78,14 +81,26 @@ class Evaluations:
     def due(self, version: int) -> bool:
         if self._active or version == NO_VERSION or version <= self.last:
             return False
-        return self.last == NO_VERSION or version // self.interval_steps > self.last // self.interval_steps or version == self.last_step
+        return (
+            self.last == NO_VERSION
+            or version // self.interval_steps > self.last // self.interval_steps
+            or version == self.last_step
+        )
 
     def begin(self, version: int, now_s: float) -> list[GroupRequest]:
         """Pin `version`; the groups to dispatch."""
         groups = [
-            GroupRequest("evaluation", self.num_groups + number, task_index, problem_index, self.rollouts_per_problem)
+            GroupRequest(
+                "evaluation",
+                self.num_groups + number,
+                task_index,
+                problem_index,
+                self.rollouts_per_problem,
+            )
             for number, (problem_index, task_index) in enumerate(
-                (problem_index, task_index) for problem_index in range(self.num_problems) for task_index in range(len(self.tasks))
+                (problem_index, task_index)
+                for problem_index in range(self.num_problems)
+                for task_index in range(len(self.tasks))
             )
         ]
         self.num_groups += len(groups)
@@ -113,15 +128,27 @@ class Evaluations:
         if active.num_missing:
             return None
         self._active, self.last = None, active.version
-        rollouts = sorted(active.rollouts, key=lambda each: (each[0].group.group_id, each[0].member))
+        rollouts = sorted(
+            active.rollouts, key=lambda each: (each[0].group.group_id, each[0].member)
+        )
         rows = [self._row(active, index, now_s) for index in range(len(self.tasks))]
-        return EvaluationResult(active.version, rows, [(request.group, rollout) for request, rollout in rollouts])
+        return EvaluationResult(
+            active.version, rows, [(request.group, rollout) for request, rollout in rollouts]
+        )
 
     def _row(self, active: _Active, task_index: int, now_s: float) -> dict:
         name = self.tasks[task_index].name
-        rewards = [rollout.reward for request, rollout in active.rollouts if request.group.task_index == task_index]
+        rewards = [
+            rollout.reward
+            for request, rollout in active.rollouts
+            if request.group.task_index == task_index
+        ]
         rewards += [0.0] * active.zeros[task_index]
-        failures = {reason: num for (index, reason), num in sorted(active.failures.items()) if index == task_index}
+        failures = {
+            reason: num
+            for (index, reason), num in sorted(active.failures.items())
+            if index == task_index
+        }
         if not rewards:
             raise RunFailed(
                 f"evaluation at version {active.version}: every rollout of task {name!r} failed "

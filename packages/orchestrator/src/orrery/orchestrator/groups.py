@@ -51,7 +51,9 @@ class Groups:
             return None
         del self._gathered[request.key]
         # By member, not by arrival: the same rollouts make the same batch, whatever the order of events.
-        return CompleteGroup(request, group.version, dict(sorted(group.survivors.items())), group.num_zeros)
+        return CompleteGroup(
+            request, group.version, dict(sorted(group.survivors.items())), group.num_zeros
+        )
 
     def drop(self, dropped: GroupDropped) -> int:
         """Forget the group; the number of finished rollouts lost with it."""

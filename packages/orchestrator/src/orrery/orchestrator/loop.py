@@ -48,11 +48,15 @@ NUM_SAMPLES = 4  # decoded rollouts a batch
 class Loop:
     """One RL stage."""
 
-    def __init__(self, me: Any, state: State, tasks: dict, renderer: Any, fleet: Any, watch: Any, sender: Any):
+    def __init__(
+        self, me: Any, state: State, tasks: dict, renderer: Any, fleet: Any, watch: Any, sender: Any
+    ):
         self.me, self.state, self.fleet, self.sender = me, state, fleet, sender
         self.manifest = state.manifest
         self.pulse = Pulse()
-        self.stage = Stage(self.manifest, tasks, renderer, fleet, self._finished, self._failed, self._may_be_last)
+        self.stage = Stage(
+            self.manifest, tasks, renderer, fleet, self._finished, self._failed, self._may_be_last
+        )
         self.overdue = Overdue(self.manifest.orchestrator.rollout_timeout_s)
         self.updates = Updates(me, state, self.stage, fleet, watch)
         self.activity = Activity(me.metrics.add_span)
@@ -61,12 +65,15 @@ class Loop:
         self._said: str | None = None
         self._has_warned = False
         self._wind_down = WindDownRequest(me)
-        self._first_step = state.clock.next_batch - 1  # the checkpoint that this attempt resumes from, or 0
+        self._first_step = (
+            state.clock.next_batch - 1
+        )  # the checkpoint that this attempt resumes from, or 0
 
     async def run(self) -> None:
         """Until the last batch is trained and the policy that it makes is evaluated. Raises WoundDown where it is asked to."""
         activities = [
-            asyncio.create_task(each(), name=each.__name__) for each in (self.generate, self.train, self.follow, self.watch_engines)
+            asyncio.create_task(each(), name=each.__name__)
+            for each in (self.generate, self.train, self.follow, self.watch_engines)
         ]
         try:
             with ExitStack() as waits:
@@ -87,7 +94,9 @@ class Loop:
             self.stage.check()
             self.fleet.check()
             self._end_overdue(time.monotonic())
-            if not self._wind_down.is_made and self.fleet.is_serving:  # what is in flight may still end, and is kept if it does
+            if (
+                not self._wind_down.is_made and self.fleet.is_serving
+            ):  # what is in flight may still end, and is kept if it does
                 self.stage.play(self.state.start(time.monotonic()))
             self._observe_own_engine()
             self._say_what_we_wait_for()
@@ -99,7 +108,9 @@ class Loop:
                 await self._end_early()
             self.state.wanted = await self.sender.wanted()
             start_s = time.time()
-            batch = None if self.fleet.is_proving else self.state.cut()  # an unproven engine's tokens are not trained
+            batch = (
+                None if self.fleet.is_proving else self.state.cut()
+            )  # an unproven engine's tokens are not trained
             if batch is None:
                 await self.pulse.wait(POLL_S)
                 continue
@@ -109,7 +120,9 @@ class Loop:
             self.pulse.ring()  # a new batch number may let new groups start
             if kept is not None:
                 temperature = self.manifest.orchestrator.sampling.temperature
-                await asyncio.to_thread(snapshot.write, self.me.run_dir, batch.step, self.me.attempt, kept, temperature)
+                await asyncio.to_thread(
+                    snapshot.write, self.me.run_dir, batch.step, self.me.attempt, kept, temperature
+                )
             await self._send(batch, row)
         await self.stage.cancel(self.state.end_training())
 
@@ -145,7 +158,9 @@ class Loop:
 
     def _end_overdue(self, now_s: float) -> None:
         expired = self.state.expired(now_s, self.fleet.is_serving)
-        for request, reason, detail in self.overdue.reasons(expired, self.stage.is_generating, now_s):
+        for request, reason, detail in self.overdue.reasons(
+            expired, self.stage.is_generating, now_s
+        ):
             # Drop the request before the engine ends it: a result that still comes is void.
             self._failed(request, reason, detail)
             self.stage.cancel([request])
@@ -159,9 +174,19 @@ class Loop:
         if result and result.version == self.state.clock.num_batches:
             self._evaluation = result  # its rollouts are sent to be compared; others' are not kept
         for row in result.rows if result else ():
-            self.me.metrics.write(result.version, event="evaluation", digest=self.state.digests[result.version], **row)
-            self.me.metrics.add_span("evaluation", row["start_s"], row["end_s"], result.version, task=row["task"])
-            self.me.log.info("evaluation of version %d: %s %.3f (%s)", result.version, row["task"], row["reward_mean"], counted(row))
+            self.me.metrics.write(
+                result.version, event="evaluation", digest=self.state.digests[result.version], **row
+            )
+            self.me.metrics.add_span(
+                "evaluation", row["start_s"], row["end_s"], result.version, task=row["task"]
+            )
+            self.me.log.info(
+                "evaluation of version %d: %s %.3f (%s)",
+                result.version,
+                row["task"],
+                row["reward_mean"],
+                counted(row),
+            )
         self.pulse.ring()
 
     # Sending ---------------------------------------------------------------------------------------------------------
@@ -172,7 +197,9 @@ class Loop:
         documents = [cut.document(sample, temperature) for sample in batch.samples]
         digests = cut.digests(batch.samples, state.digests)
         with self.me.metrics.span("pack", step):
-            packed = await asyncio.to_thread(cut.packed, step, documents, self.manifest, {"digests": digests})
+            packed = await asyncio.to_thread(
+                cut.packed, step, documents, self.manifest, {"digests": digests}
+            )
         # Before it is sent: a batch that a checkpoint counts as trained is never cut again, so a kill must find all of this on disk.
         self.me.metrics.write(
             step, **row, version=max(map(int, digests)), digests=digests, num_in_flight=state.dispatch.num_in_flight,
@@ -180,9 +207,17 @@ class Loop:
         )  # fmt: skip
         self._warn_of_little_signal(step, row)
         await asyncio.to_thread(self._keep, batch, documents, digests)
-        with self.me.metrics.span("send", step), self.me.health.waiting(f"the trainer to take batch {step}"):
+        with (
+            self.me.metrics.span("send", step),
+            self.me.health.waiting(f"the trainer to take batch {step}"),
+        ):
             await self.sender.send(packed)
-        self.me.log.info("batch %d sent: reward %.3f, staleness %.2f", step, row["reward_mean"], row["staleness_mean"])
+        self.me.log.info(
+            "batch %d sent: reward %.3f, staleness %.2f",
+            step,
+            row["reward_mean"],
+            row["staleness_mean"],
+        )
 
     def _warn_of_little_signal(self, step: int, row: dict) -> None:
         """Warn once if most rollouts carry no signal."""
@@ -206,13 +241,27 @@ class Loop:
     async def _write_now(self, step: int) -> None:
         """Write our half of the checkpoint of `step`, the last batch sent; 0 writes nothing."""
         if step:
-            kept, temperature = self.state.snapshot(), self.manifest.orchestrator.sampling.temperature
+            kept, temperature = (
+                self.state.snapshot(),
+                self.manifest.orchestrator.sampling.temperature,
+            )
             is_resumed = step == self._first_step
-            await asyncio.to_thread(snapshot.write_now, self.me.run_dir, step, self.me.attempt, kept, temperature, is_resumed)
+            await asyncio.to_thread(
+                snapshot.write_now,
+                self.me.run_dir,
+                step,
+                self.me.attempt,
+                kept,
+                temperature,
+                is_resumed,
+            )
 
     def _may_be_last(self, version: int) -> bool:
         """Return whether `version` may prove to be the stage's last once it is evaluated."""
-        return version == self.state.clock.num_batches or self.manifest.orchestrator.evaluation.stop_at is not None
+        return (
+            version == self.state.clock.num_batches
+            or self.manifest.orchestrator.evaluation.stop_at is not None
+        )
 
     async def _send_comparison(self) -> None:
         """What comes after the last batch: rollouts of the last version, to be scored and not trained."""
@@ -226,11 +275,19 @@ class Loop:
         step = evaluation.version + 1
         if self.state.stopped_early:
             await self._keep_early_end(evaluation)
-        compared = [Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version) for group, rollout in evaluation.rollouts]
+        compared = [
+            Sample(rollout, 0.0, group.group_id, 0, group.task_index, evaluation.version)
+            for group, rollout in evaluation.rollouts
+        ]
         documents = [cut.document(sample, temperature) for sample in compared]
         info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
-        with self.me.metrics.span("send", step), self.me.health.waiting("the trainer to compare log-probs"):
-            await self.sender.send(await asyncio.to_thread(cut.packed, step, documents, self.manifest, info))
+        with (
+            self.me.metrics.span("send", step),
+            self.me.health.waiting("the trainer to compare log-probs"),
+        ):
+            await self.sender.send(
+                await asyncio.to_thread(cut.packed, step, documents, self.manifest, info)
+            )
 
     async def _keep_early_end(self, evaluation: EvaluationResult) -> None:
         """Write our half of the last checkpoint, and a row that the stage ends early."""
@@ -274,9 +331,17 @@ class Loop:
         if self._wind_down.is_made:
             doing = "winding down"
         elif clock.version < 0:
-            doing, waits, deadline_s = "starting", "the first weights from trainer", scaled(FIRST_VERSION_S)
+            doing, waits, deadline_s = (
+                "starting",
+                "the first weights from trainer",
+                scaled(FIRST_VERSION_S),
+            )
         elif state.dispatch.num_in_flight:
-            doing = f"generating for batch {step}" if not clock.all_cut else f"evaluating version {clock.version}"
+            doing = (
+                f"generating for batch {step}"
+                if not clock.all_cut
+                else f"evaluating version {clock.version}"
+            )
         elif clock.all_cut:
             doing, waits = "ending", f"version {clock.num_batches} from trainer"
         elif state.sink.has_batch:

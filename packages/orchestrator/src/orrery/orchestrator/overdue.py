@@ -41,21 +41,36 @@ class Overdue:
         for case in self._cases.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)
-            moved = [load.generation_tokens_total != case.tokens[index] for index, load in loads.items()]
+            moved = [
+                load.generation_tokens_total != case.tokens[index] for index, load in loads.items()
+            ]
             idle = [load.running + load.waiting == 0 for load in loads.values()]
             case.proven |= any(moved) and all(map(or_, moved, idle))
 
-    def reasons(self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float) -> list[tuple[Request, str, str]]:
+    def reasons(
+        self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float
+    ) -> list[tuple[Request, str, str]]:
         """Return (request, reason, sentence) for each rollout with a known reason.
 
         `expired` holds all rollouts that are past their time now.
         """
         requests, found = list(expired), []
-        self._cases = {request.name: self._cases.get(request.name) or _Case(now_s) for request in requests}
+        self._cases = {
+            request.name: self._cases.get(request.name) or _Case(now_s) for request in requests
+        }
         for request in requests:
-            case, said = self._cases[request.name], f"took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s"
+            case, said = (
+                self._cases[request.name],
+                f"took more than orchestrator.rollout_timeout_s = {self.timeout_s:g} s",
+            )
             if not is_generating(request):
-                found.append((request, "no_answer", f"rollout {request.name} {said}, and its task or judge did not answer"))
+                found.append(
+                    (
+                        request,
+                        "no_answer",
+                        f"rollout {request.name} {said}, and its task or judge did not answer",
+                    )
+                )
             elif case.proven:
                 found.append((request, TIMEOUT, f"rollout {request.name} {said}"))
             elif now_s - case.since_s > scaled(PROOF_S):

@@ -41,7 +41,14 @@ class RolloutFailed(Exception):
 
 
 # Exceptions that pass through a task's code: our failures, a broken judge, an end from outside.
-NOT_THE_TASKS = (RolloutFailed, JudgeBroken, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Terminated)
+NOT_THE_TASKS = (
+    RolloutFailed,
+    JudgeBroken,
+    asyncio.CancelledError,
+    GeneratorExit,
+    KeyboardInterrupt,
+    Terminated,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,12 @@ class _Tokens:
     @staticmethod
     def _untrained(ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         n = len(ids)
-        return np.asarray(ids, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_POLICY, np.int32)
+        return (
+            np.asarray(ids, dtype=np.int32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.bool_),
+            np.full(n, NO_POLICY, np.int32),
+        )
 
     def append(self, ids: list[int]) -> None:
         self.chunks.append(self._untrained(ids))
@@ -99,7 +111,9 @@ class _Tokens:
 
     def append_sampled(self, generation: Any) -> None:
         n = len(generation.token_ids)
-        self.chunks.append((generation.token_ids, generation.logprobs, np.ones(n, np.bool_), generation.versions))
+        self.chunks.append(
+            (generation.token_ids, generation.logprobs, np.ones(n, np.bool_), generation.versions)
+        )
         self.length += n
         self.routes += generation.routes
         self.engines.add(generation.engine)
@@ -148,7 +162,10 @@ async def play(
             f"{name}-{turn}",
             tokens.column(0),
             session=name,
-            max_tokens=min(problem.exact_tokens or sampling.max_tokens_per_turn, max_model_len_tokens - tokens.length),
+            max_tokens=min(
+                problem.exact_tokens or sampling.max_tokens_per_turn,
+                max_model_len_tokens - tokens.length,
+            ),
             temperature=sampling.temperature,
             cache_salt=cache_salt,
             stop_token_ids=() if problem.exact_tokens else renderer.stop_token_ids,
@@ -158,7 +175,9 @@ async def play(
             **({} if routes is None else {"routes_from": tokens.routes_from}),
         )
         tokens.append_sampled(generation)
-        messages.append(_guard("task", lambda ids=generation.token_ids: renderer.parse(ids.tolist())))
+        messages.append(
+            _guard("task", lambda ids=generation.token_ids: renderer.parse(ids.tolist()))
+        )
         truncated = generation.finish_reason == "length" and problem.exact_tokens is None
         if truncated or turn + 1 == max_turns:
             break
@@ -173,11 +192,24 @@ async def play(
         tokens.append(turn_tokens)
     judgement = await _guard_async("judge", lambda: task.judge(problem, messages))
     reward, metrics = _guard(
-        "judge", lambda: (float(judgement.reward), {str(name): float(value) for name, value in judgement.metrics.items()})
+        "judge",
+        lambda: (
+            float(judgement.reward),
+            {str(name): float(value) for name, value in judgement.metrics.items()},
+        ),
     )
-    if not np.isfinite([reward, *metrics.values()]).all():  # JSON has no such numbers: checkpoints could not hold them
-        raise RolloutFailed("judge", f"problem {problem_index} was judged {reward} with {metrics}; rewards and metrics are finite numbers")
-    routed_experts = None if routes is None else _guard("engine", lambda: column(tokens.length, tokens.routes, routes))
+    if not np.isfinite(
+        [reward, *metrics.values()]
+    ).all():  # JSON has no such numbers: checkpoints could not hold them
+        raise RolloutFailed(
+            "judge",
+            f"problem {problem_index} was judged {reward} with {metrics}; rewards and metrics are finite numbers",
+        )
+    routed_experts = (
+        None
+        if routes is None
+        else _guard("engine", lambda: column(tokens.length, tokens.routes, routes))
+    )
     return Rollout(
         tokens.column(0), tokens.column(1), tokens.column(2), tokens.column(3), reward, truncated, messages, metrics, routed_experts,
         tokens.engines.pop() if len(tokens.engines) == 1 else UNKNOWN_ENGINE,
@@ -192,13 +224,17 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
-        raise RolloutFailed(ENGINE_GONE if isinstance(error, EngineGone) else "engine", str(error)) from error
+        raise RolloutFailed(
+            ENGINE_GONE if isinstance(error, EngineGone) else "engine", str(error)
+        ) from error
     if generation.finish_reason == "abort":
         raise RolloutFailed("aborted", f"request {request_id} was aborted in the engine")
     if len(generation.token_ids) == 0:
         raise RolloutFailed("empty", f"request {request_id} came back without a token")
     if (generation.versions < 0).any():
-        raise RolloutFailed("unversioned", f"request {request_id} came back with tokens of no published version")
+        raise RolloutFailed(
+            "unversioned", f"request {request_id} came back with tokens of no published version"
+        )
     return generation
 
 
@@ -213,7 +249,9 @@ def _guard(reason: str, call: Any) -> Any:
         return call()
     except NOT_THE_TASKS:
         raise
-    except BaseException as error:  # an exit of a task, or a panic of a library in Rust, is no end of the run
+    except (
+        BaseException
+    ) as error:  # an exit of a task, or a panic of a library in Rust, is no end of the run
         raise RolloutFailed(reason, f"{reason} raised {type(error).__name__}: {error}") from error
 
 

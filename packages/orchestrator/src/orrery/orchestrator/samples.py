@@ -20,7 +20,13 @@ TEXT_CHARACTERS = 4000  # of a message, and of its tool calls
 
 
 def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
-    return {**about, "reward": rollout.reward, "truncated": rollout.truncated, "metrics": rollout.metrics, "messages": rollout.messages}
+    return {
+        **about,
+        "reward": rollout.reward,
+        "truncated": rollout.truncated,
+        "metrics": rollout.metrics,
+        "messages": rollout.messages,
+    }
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -33,20 +39,30 @@ def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _short(message: Message) -> dict[str, Any]:
-    fields = {name: _cut(value) if isinstance(value, str) else value for name, value in msgspec.to_builtins(message).items()}
+    fields = {
+        name: _cut(value) if isinstance(value, str) else value
+        for name, value in msgspec.to_builtins(message).items()
+    }
     calls = msgspec.json.encode(message.tool_calls).decode()
     return fields | {"tool_calls": _cut(calls)} if len(calls) > TEXT_CHARACTERS else fields
 
 
 def _cut(text: str) -> str:
     half, left_out = TEXT_CHARACTERS // 2, len(text) - TEXT_CHARACTERS
-    return text if left_out <= 0 else f"{text[:half]}\n[… {left_out} characters left out …]\n{text[-half:]}"
+    return (
+        text
+        if left_out <= 0
+        else f"{text[:half]}\n[… {left_out} characters left out …]\n{text[-half:]}"
+    )
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Add `lines` with their messages `shortened`, behind a torn line too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = b"".join(msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n" for each in lines)
+    data = b"".join(
+        msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n"
+        for each in lines
+    )
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, 2)

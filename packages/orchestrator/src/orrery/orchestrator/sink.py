@@ -25,7 +25,9 @@ from orrery.orchestrator.algorithms import advantages
 from orrery.orchestrator.groups import CompleteGroup
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # this many batches' worth of rollouts in a row, and nothing to train on, is starvation
+BARREN_BATCHES = (
+    10  # this many batches' worth of rollouts in a row, and nothing to train on, is starvation
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class Sink:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)  # rollouts to sample for a batch
-        self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch  # generation is never further ahead
+        self.budget = math.ceil(
+            settings.max_sampled_ratio * settings.rollouts_per_batch
+        )  # rollouts to sample for a batch
+        self.most_spare = (
+            settings.max_batches_ahead + 2
+        ) * settings.rollouts_per_batch  # generation is never further ahead
         self.queue: deque[list[Sample]] = deque()  # finished groups, in order of completion
         self.spare: deque[list[Sample]] = deque()  # groups without signal
         self.num_sampled = 0  # samples so far, less the budget of each cut batch
@@ -78,7 +84,9 @@ class Sink:
         if not self.drop_zero:
             return lacking
         unspent = num_batches * self.budget - self.num_sampled
-        return min(lacking, max(unspent, self.rollouts_per_batch - self.num_queued - _size(self.spare)))
+        return min(
+            lacking, max(unspent, self.rollouts_per_batch - self.num_queued - _size(self.spare))
+        )
 
     def add(self, group: CompleteGroup) -> bool:
         """Keep or drop the group; return whether it carries signal."""
@@ -90,7 +98,14 @@ class Sink:
         gained = advantages(np.asarray(rewards, dtype=np.float32), self.algorithm)[: len(survivors)]
         request, has_signal = group.request, bool(gained.any())
         samples = [
-            Sample(rollout, float(advantage), request.group_id, member, request.task_index, group.version)
+            Sample(
+                rollout,
+                float(advantage),
+                request.group_id,
+                member,
+                request.task_index,
+                group.version,
+            )
             for (member, rollout), advantage in zip(survivors.items(), gained, strict=True)
         ]
         self.num_sampled += len(samples)
@@ -106,11 +121,19 @@ class Sink:
     def sweep(self, oldest_version: int) -> None:
         """Drop kept groups that hold a token older than `oldest_version`."""
         for groups in (self.queue, self.spare):
-            stale = [group for group in groups if min(sample.oldest_version for sample in group) < oldest_version]
+            stale = [
+                group
+                for group in groups
+                if min(sample.oldest_version for sample in group) < oldest_version
+            ]
             for group in stale:
                 self.count("stale_in_queue", len(group))
             if stale:
-                fresh = [group for group in groups if min(sample.oldest_version for sample in group) >= oldest_version]
+                fresh = [
+                    group
+                    for group in groups
+                    if min(sample.oldest_version for sample in group) >= oldest_version
+                ]
                 groups.clear()
                 groups.extend(fresh)
 
@@ -128,7 +151,9 @@ class Sink:
         """Rollouts that leave without training."""
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if reason != ENGINE_GONE:  # says nothing of what is trained on, and ends by itself: engines may be lost so often and no more
+            if (
+                reason != ENGINE_GONE
+            ):  # says nothing of what is trained on, and ends by itself: engines may be lost so often and no more
                 self._barren[reason] += num_rollouts
         if detail:
             self._words[reason] = detail

@@ -66,7 +66,9 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
     return _write(folder(run_dir, step, attempt), step, snapshot, temperature)
 
 
-def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool) -> Path:
+def write_now(
+    run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
+) -> Path:
     """Write the state between sending batch `step` and cutting batch `step + 1`; return its folder.
 
     `is_resumed`: this attempt resumed from `step` and has sent no batch.
@@ -90,13 +92,20 @@ def write_now(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temper
 
 def _later(checkpoint: Path) -> Path | None:
     """Return the newest attempt's later state in a checkpoint, or None."""
-    attempts = [path.parent.name.rpartition("_")[2] for path in checkpoint.glob(f"{checkpoints.LATER}.attempt_*/{checkpoints.MARKER}")]
+    attempts = [
+        path.parent.name.rpartition("_")[2]
+        for path in checkpoint.glob(f"{checkpoints.LATER}.attempt_*/{checkpoints.MARKER}")
+    ]
     newest = max((int(attempt) for attempt in attempts if attempt.isdecimal()), default=None)
     return None if newest is None else checkpoints.later_dir(checkpoint, newest)
 
 
 def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
-    samples = [(number, sample) for number, group in enumerate([*snapshot.queue, *snapshot.spare]) for sample in group]
+    samples = [
+        (number, sample)
+        for number, group in enumerate([*snapshot.queue, *snapshot.spare])
+        for sample in group
+    ]
     state = _State(
         FORMAT, step, snapshot.next_batch, snapshot.cursors, snapshot.in_flight, snapshot.evaluated, snapshot.num_evaluation_groups,
         snapshot.digests,
@@ -113,22 +122,34 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     shutil.rmtree(aside, ignore_errors=True)
     make_folder(aside)
     (aside / "state.json").write_bytes(msgspec.json.encode(state))
-    safetensors_columns.write(aside / "queue.safetensors", [document(sample, temperature) for _, sample in samples], sync=False)
+    safetensors_columns.write(
+        aside / "queue.safetensors",
+        [document(sample, temperature) for _, sample in samples],
+        sync=False,
+    )
     publish_folder(aside, target)
     return target
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
     """Return the newest state in `checkpoint` of `step`. Raises OrreryError if it is not whole."""
-    path, remedy = checkpoint / "orchestrator", f"remove {checkpoint} to go on from the checkpoint before it"
+    path, remedy = (
+        checkpoint / "orchestrator",
+        f"remove {checkpoint} to go on from the checkpoint before it",
+    )
     if (later := _later(checkpoint)) is not None:
-        path, remedy = later / "orchestrator", f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays"
+        path, remedy = (
+            later / "orchestrator",
+            f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays",
+        )
         checkpoints.verify(later, remedy)
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
         columns, _ = safetensors_columns.read(path / "queue.safetensors")
     except (OSError, msgspec.MsgspecError, OrreryError) as error:
-        raise OrreryError(f"{path}: not a snapshot of the orchestrator ({error}); {remedy}") from error
+        raise OrreryError(
+            f"{path}: not a snapshot of the orchestrator ({error}); {remedy}"
+        ) from error
     if state.format != FORMAT or state.step != step or columns.num_samples != len(state.queue):
         raise OrreryError(
             f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of {len(state.queue)} samples; "
@@ -149,10 +170,24 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
     # Copies, so that nothing is left of the mapping: a file that another node removes cannot be read on a network file system.
-    token_id, logprob, trained, version = (columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version"))
+    token_id, logprob, trained, version = (
+        columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version")
+    )
     routes = columns.token[COLUMN][tokens].copy() if COLUMN in columns.token else None
     group_id, task_index, dispatch_version, engine = (
-        int(columns.sample[name][index]) for name in ("group_id", "task_index", "dispatch_version", "engine")
+        int(columns.sample[name][index])
+        for name in ("group_id", "task_index", "dispatch_version", "engine")
     )
-    rollout = Rollout(token_id, logprob, trained, version, kept.reward, kept.truncated, kept.messages, kept.metrics, routes, engine)
+    rollout = Rollout(
+        token_id,
+        logprob,
+        trained,
+        version,
+        kept.reward,
+        kept.truncated,
+        kept.messages,
+        kept.metrics,
+        routes,
+        engine,
+    )
     return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

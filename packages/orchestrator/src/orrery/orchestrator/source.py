@@ -16,7 +16,13 @@ from orrery.orchestrator.requests import GroupRequest
 class Source:
     """Train groups, numbered from 0."""
 
-    def __init__(self, tasks: Sequence[TaskUse], group_size: int, cursors: Sequence[int] | None = None, again: Iterable[GroupRequest] = ()):
+    def __init__(
+        self,
+        tasks: Sequence[TaskUse],
+        group_size: int,
+        cursors: Sequence[int] | None = None,
+        again: Iterable[GroupRequest] = (),
+    ):
         self.shares = [task.weight / sum(each.weight for each in tasks) for task in tasks]
         self.group_size = group_size
         self.cursors = list(cursors) if cursors is not None else [0] * len(tasks)
@@ -26,7 +32,10 @@ class Source:
         if self.again:
             return self.again.pop()
         group_id = sum(self.cursors)
-        behind = [share * (group_id + 1) - cursor for share, cursor in zip(self.shares, self.cursors, strict=True)]
+        behind = [
+            share * (group_id + 1) - cursor
+            for share, cursor in zip(self.shares, self.cursors, strict=True)
+        ]
         task_index = max(range(len(behind)), key=lambda index: (behind[index], -index))
         problem_index = self.cursors[task_index]
         self.cursors[task_index] += 1

@@ -70,12 +70,16 @@ class Stage:
 
     def play(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._playing[request.name] = task = asyncio.create_task(self._play(request), name=request.name)
+            self._playing[request.name] = task = asyncio.create_task(
+                self._play(request), name=request.name
+            )
             task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
-        if self._playing.get(task.get_name()) is task:  # by then the same request may be played again
+        if (
+            self._playing.get(task.get_name()) is task
+        ):  # by then the same request may be played again
             del self._playing[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
@@ -83,7 +87,9 @@ class Stage:
 
         The returned awaitable ends when no cancelled rollout is left in an engine.
         """
-        return self._cancel([task for request in requests if (task := self._playing.get(request.name)) is not None])
+        return self._cancel(
+            [task for request in requests if (task := self._playing.get(request.name)) is not None]
+        )
 
     async def close(self) -> None:
         """End all."""
@@ -126,8 +132,12 @@ class Stage:
             cache_salt=str(request.version),
             name=request.name,
             timeout_s=request_s(self.manifest),
-            seed=evaluation_seed(self.manifest.seed, request) if group.purpose == "evaluation" else None,
-            routes=self._routes if group.purpose == "train" or self._is_compared(request.version) else None,
+            seed=evaluation_seed(self.manifest.seed, request)
+            if group.purpose == "evaluation"
+            else None,
+            routes=self._routes
+            if group.purpose == "train" or self._is_compared(request.version)
+            else None,
         )
 
 

@@ -72,7 +72,9 @@ class State:
         self.rollouts_per_batch = settings.rollouts_per_batch
         num_batches = snapshot.num_batches if snapshot else manifest.stages.rl.num_steps
         self.clock = Clock(settings.max_off_policy_steps, num_batches)
-        self.dispatch = Dispatch(Admission(settings.admission, manifest.inference.max_model_len_tokens))
+        self.dispatch = Dispatch(
+            Admission(settings.admission, manifest.inference.max_model_len_tokens)
+        )
         self.groups = Groups()
         self.sink = Sink(settings)
         self.wanted = 0  # the newest batch that the trainer has asked for
@@ -93,7 +95,9 @@ class State:
             again=snapshot.in_flight if snapshot else (),
         )  # fmt: skip
         self._timeouts_are_zero = settings.on_timeout == "zero"
-        self._open_train_rollouts = 0  # members of groups that are not whole yet, whatever has become of each
+        self._open_train_rollouts = (
+            0  # members of groups that are not whole yet, whatever has become of each
+        )
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1  # it was cut, so it had been asked for, or nearly
@@ -110,7 +114,10 @@ class State:
         if self.tally.since_s is None:
             self.tally.since_s = now_s
         self.sink.sweep(self.clock.oldest_useful)
-        num_batches = min(self.clock.batches_open_to(self.clock.version), self.newest_to_cut + 1 - self.clock.next_batch + 1)
+        num_batches = min(
+            self.clock.batches_open_to(self.clock.version),
+            self.newest_to_cut + 1 - self.clock.next_batch + 1,
+        )
         room = self.sink.room(num_batches) - self._open_train_rollouts
         spare = self.dispatch.admission.free - self.dispatch.num_waiting
         while room > 0 and spare > 0:
@@ -125,7 +132,9 @@ class State:
 
         `Overdue` finds the reason. The caller then fails each of them.
         """
-        return self.dispatch.expired(now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating)
+        return self.dispatch.expired(
+            now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating
+        )
 
     def drain(self) -> list[Request]:
         """Give up work in flight that no batch to come may hold; the requests to cancel."""
@@ -182,14 +191,20 @@ class State:
     @property
     def done(self) -> bool:
         """The last batch is trained, and the policy it made is evaluated."""
-        return self.clock.all_cut and self.clock.version >= self.clock.num_batches and self.evaluations.last >= self.clock.num_batches
+        return (
+            self.clock.all_cut
+            and self.clock.version >= self.clock.num_batches
+            and self.evaluations.last >= self.clock.num_batches
+        )
 
     # What happened ---------------------------------------------------------------------------------------------------
 
     def updated(self, version: int) -> None:
         """All engines hold `version`."""
         if self.evaluations.pinned is not None:
-            raise AssertionError(f"version {version} went in while evaluation had {self.evaluations.pinned} pinned")
+            raise AssertionError(
+                f"version {version} went in while evaluation had {self.evaluations.pinned} pinned"
+            )
         self.clock.version = version
 
     def finished(self, request: Request, rollout: Rollout, now_s: float) -> EvaluationResult | None:
@@ -199,7 +214,9 @@ class State:
         self.tally.generated_tokens += int(rollout.trained.sum())
         return self._leave(Finished(request, rollout), now_s)
 
-    def failed(self, request: Request, reason: str, detail: str, now_s: float) -> EvaluationResult | None:
+    def failed(
+        self, request: Request, reason: str, detail: str, now_s: float
+    ) -> EvaluationResult | None:
         """A rollout has come to nothing; the same result as `finished`. One of an evaluation that its engine took along starts again."""
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
             self.dispatch.again(request.name)
@@ -208,7 +225,9 @@ class State:
             return None
         if request.group.purpose == "train":
             self.sink.count(reason, 1, detail)
-        return self._leave(Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero), now_s)
+        return self._leave(
+            Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero), now_s
+        )
 
     def _leave(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
         if outcome.request.group.purpose == "evaluation":
@@ -217,7 +236,10 @@ class State:
         if group is not None:
             self._open_train_rollouts -= group.request.size
             has_signal, task_index = self.sink.add(group), group.request.task_index
-            rewards = [*(rollout.reward for rollout in group.survivors.values()), *[0.0] * group.num_zeros]
+            rewards = [
+                *(rollout.reward for rollout in group.survivors.values()),
+                *[0.0] * group.num_zeros,
+            ]
             self.tally.rewards.extend((task_index, reward, has_signal) for reward in rewards)
         self.sink.check_not_starved()
         return None
@@ -225,7 +247,10 @@ class State:
     def _give_up(self, dropped: Sequence) -> list[Request]:
         for group in dropped:
             self._open_train_rollouts -= group.group.size
-            self.sink.count(group.reason, self.groups.drop(group) + len(group.in_flight) + group.num_undispatched)
+            self.sink.count(
+                group.reason,
+                self.groups.drop(group) + len(group.in_flight) + group.num_undispatched,
+            )
         return [request for group in dropped for request in group.in_flight]
 
     # Checkpoints -----------------------------------------------------------------------------------------------------

@@ -33,12 +33,16 @@ class Updates:
         state, version = self.state, published.version
         state.updating = True
         was_known = version in state.digests  # by tokens of before a resume
-        state.digests[version] = published.digest  # before the update: its first tokens may be back before the call is
+        state.digests[version] = (
+            published.digest
+        )  # before the update: its first tokens may be back before the call is
         start_s = time.time()
         await self.stage.cancel(state.drain())
         drained_s = time.time()
         manifest = self.me.manifest
-        return_s = RETURN_S if manifest.inference.max_restarts else 0.0  # an update without engines is over when one has come back
+        return_s = (
+            RETURN_S if manifest.inference.max_restarts else 0.0
+        )  # an update without engines is over when one has come back
         with self.me.health.waiting(
             f"engines to take version {version} (inference)",
             deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
@@ -52,13 +56,19 @@ class Updates:
         state.updated(version)
         state.updating = False
         num_in_flight = state.dispatch.num_in_flight
-        self.me.metrics.add_span("update", start_s, time.time(), version, num_in_flight=num_in_flight)
+        self.me.metrics.add_span(
+            "update", start_s, time.time(), version, num_in_flight=num_in_flight
+        )
         self.me.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=drained_s - start_s,
             pause_s=report.paused_s, update_s=report.update_s, attest_s=report.attest_s, num_in_flight=num_in_flight,
             attested=report.attested, canary_s=report.canary_s, canary_difference=report.canary_difference,
         )  # fmt: skip
         self.me.log.info(
-            "version %d (%s) in all engines: %d in flight, paused %.0f ms", version, published.digest, num_in_flight, 1000 * report.paused_s
+            "version %d (%s) in all engines: %d in flight, paused %.0f ms",
+            version,
+            published.digest,
+            num_in_flight,
+            1000 * report.paused_s,
         )
         return True

@@ -38,7 +38,9 @@ def kinds() -> dict[str, str]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
             claims = f"{found[point.name]} and {point.value}"
-            raise OrreryError(f"task kind {point.name!r} is claimed by {claims}; uninstall one or rename its entry point")
+            raise OrreryError(
+                f"task kind {point.name!r} is claimed by {claims}; uninstall one or rename its entry point"
+            )
     return found
 
 
@@ -47,12 +49,16 @@ def make(task_use: TaskUse) -> Task:
     where = f"task {task_use.name!r}"
     known = kinds()
     if task_use.kind not in known:
-        raise OrreryError(f"{where}: kind: there is no {task_use.kind!r}; {did_you_mean(task_use.kind, known)}")
+        raise OrreryError(
+            f"{where}: kind: there is no {task_use.kind!r}; {did_you_mean(task_use.kind, known)}"
+        )
     module, _, attribute = known[task_use.kind].partition(":")
     try:
         kind = getattr(import_module(module), attribute)
     except ImportError as error:
-        raise OrreryError(f"{where}: kind {task_use.kind!r} cannot be imported from {module}: {error}; install its package") from error
+        raise OrreryError(
+            f"{where}: kind {task_use.kind!r} cannot be imported from {module}: {error}; install its package"
+        ) from error
     try:
         return kind(kind.Args.model_validate(task_use.args), task_use.seed)
     except pydantic.ValidationError as error:
@@ -63,7 +69,9 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])  # a misspelt arg is also missing
+    error = next(
+        (error for error in errors if error["type"] == "extra_forbidden"), errors[0]
+    )  # a misspelt arg is also missing
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
         case "extra_forbidden":

@@ -27,7 +27,9 @@ TOOL = Tool(
     "Value of an integer expression of +, -, * and parentheses.",
     {
         "type": "object",
-        "properties": {"input": {"type": "string", "description": "the expression, such as 12*(3+4)"}},
+        "properties": {
+            "input": {"type": "string", "description": "the expression, such as 12*(3+4)"}
+        },
         "required": ["input"],
     },
 )
@@ -70,27 +72,47 @@ class Calculator:
         self.args, self.seed = args, seed
 
     def _expression(self, rng: random.Random) -> str:
-        operands = [str(rng.randint(0, self.args.max_operand)) for _ in range(self.args.num_operations + 1)]
-        return operands[0] + "".join(rng.choice(self.args.operators) + operand for operand in operands[1:])
+        operands = [
+            str(rng.randint(0, self.args.max_operand)) for _ in range(self.args.num_operations + 1)
+        ]
+        return operands[0] + "".join(
+            rng.choice(self.args.operators) + operand for operand in operands[1:]
+        )
 
     def problem(self, index: int) -> Problem:
         expression = draw(self.args.split, "calculator", self.seed, index, self._expression)
         tools = (TOOL,) if self.args.call_syntax == "chat_format" else ()
-        return Problem(index, (Message("user", expression),), answer=str(evaluate(expression)), tools=tools)
+        return Problem(
+            index, (Message("user", expression),), answer=str(evaluate(expression)), tools=tools
+        )
 
     def _calls(self, message: Message) -> Sequence[ToolCall]:
         if self.args.call_syntax == "chat_format" or message.role != "assistant":
             return message.tool_calls
-        return [ToolCall(TOOL.name, {"input": expression}) for expression in text_calls(message.content)]
+        return [
+            ToolCall(TOOL.name, {"input": expression}) for expression in text_calls(message.content)
+        ]
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | None:
         calls = self._calls(messages[-1])
-        return [Message("tool", result(call), name=call.name) for call in calls[:MAX_CALLS_PER_TURN]] if calls else None
+        return (
+            [Message("tool", result(call), name=call.name) for call in calls[:MAX_CALLS_PER_TURN]]
+            if calls
+            else None
+        )
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         said = messages[len(problem.messages) :]
-        called = any(not result(call).startswith("error") for message in said for call in self._calls(message))
-        right = said[-1].role == "assistant" and not self._calls(said[-1]) and said[-1].content.strip() == problem.answer
+        called = any(
+            not result(call).startswith("error")
+            for message in said
+            for call in self._calls(message)
+        )
+        right = (
+            said[-1].role == "assistant"
+            and not self._calls(said[-1])
+            and said[-1].content.strip() == problem.answer
+        )
         reward = self.args.call_reward * called + (1.0 - self.args.call_reward) * right
         return Judgement(reward, {"called": float(called), "exact": float(right)})
 
@@ -100,7 +122,12 @@ class Calculator:
         call = Message("assistant", "", (ToolCall(TOOL.name, {"input": expression}),))
         if self.args.call_syntax == "text":
             call = Message("assistant", f"{TOOL.name}({expression})")
-        return [*problem.messages, call, Message("tool", problem.answer, name=TOOL.name), Message("assistant", problem.answer)]
+        return [
+            *problem.messages,
+            call,
+            Message("tool", problem.answer, name=TOOL.name),
+            Message("assistant", problem.answer),
+        ]
 
 
 def text_calls(text: str) -> list[str]:

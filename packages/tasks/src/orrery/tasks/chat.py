@@ -40,10 +40,21 @@ from orrery.tasks.task import Message, Role, Tool, ToolCall
 
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
-SPECIALS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_CALL)  # ids 0 … 7, then the alphabet
+SPECIALS = (
+    PAD,
+    END,
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    CALL,
+    END_CALL,
+)  # ids 0 … 7, then the alphabet
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # what Llama's templates write where there is no clock; others call the clock without a test
+TODAY = datetime.datetime(
+    2024, 7, 26
+)  # what Llama's templates write where there is no clock; others call the clock without a test
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}
@@ -60,7 +71,13 @@ CHARACTER_TEMPLATE = """\
 """
 
 # What is copied of a pretrained tokenizer, as far as it is there; generation_config.json names the tokens that end a turn.
-FILES = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 def vocab_size(alphabet: str) -> int:
@@ -77,7 +94,9 @@ def write_tokenizer(model: Model, folder: Path) -> None:
         return
     source = Path(model.tokenizer.path)
     if not (source / "tokenizer.json").is_file():
-        raise OrreryError(f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; name the folder of the pretrained model")
+        raise OrreryError(
+            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; name the folder of the pretrained model"
+        )
     files = [source / name for name in FILES if (source / name).is_file()]
     if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
         raise OrreryError(
@@ -91,16 +110,24 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
     if len(set(alphabet)) != len(alphabet):
         twice = sorted(c for c in set(alphabet) if alphabet.count(c) > 1)
-        raise OrreryError(f"model.tokenizer.alphabet: {''.join(twice)!r} stands in it twice; each character is one token")
+        raise OrreryError(
+            f"model.tokenizer.alphabet: {''.join(twice)!r} stands in it twice; each character is one token"
+        )
     # More is padding, as in many a published model: rows that no token has.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
-        raise OrreryError(f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}")
+        raise OrreryError(
+            f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
+        )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))  # an unknown character is refused in `Renderer.encode`
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel(vocab, unk_token=PAD)
+    )  # an unknown character is refused in `Renderer.encode`
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -112,7 +139,9 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
         "chat_template": CHARACTER_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID, "pad_token_id": PAD_ID}, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": END_ID, "pad_token_id": PAD_ID}, indent=2) + "\n"
+    )
 
 
 # Any format -----------------------------------------------------------------------------------------------------------
@@ -144,12 +173,20 @@ class Renderer:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception on a missing or broken file
-            raise OrreryError(f"tokenizer: cannot read {folder}: {error}; it needs tokenizer.json and tokenizer_config.json") from error
+            raise OrreryError(
+                f"tokenizer: cannot read {folder}: {error}; it needs tokenizer.json and tokenizer_config.json"
+            ) from error
         source = _template_source(config, folder)
         self._template = _environment().from_string(source)
-        self._globals = {name: _content(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
+        self._globals = {
+            name: _content(config[name])
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if config.get(name)
+        }
         self._unknown_id = self._token_id(config.get("unk_token"))
-        self._syntax = CALL if CALL in source else "<tool_call>" if "<tool_call>" in source else None
+        self._syntax = (
+            CALL if CALL in source else "<tool_call>" if "<tool_call>" in source else None
+        )
         self._vocab_size = vocab_size
         self.stop_token_ids = self._stop_token_ids(folder)
         self._end = self._end_of_turn()
@@ -159,7 +196,9 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of the whole chat, and of what opens the assistant's turn."""
-        return self.encode(self._render([_hugging_face(m) for m in messages], tools, add_generation_prompt=True))
+        return self.encode(
+            self._render([_hugging_face(m) for m in messages], tools, add_generation_prompt=True)
+        )
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Tokens to append after the assistant's sampled ones: `messages`, and what opens its next turn.
@@ -177,11 +216,18 @@ class Renderer:
         opened = self._render([ASK], add_generation_prompt=True)
         whole = self._render([ASK, _hugging_face(message)])
         if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
-            raise OrreryError("tokenizer: the chat template does not continue its own generation prompt, so turns cannot be told apart")
+            raise OrreryError(
+                "tokenizer: the chat template does not continue its own generation prompt, so turns cannot be told apart"
+            )
         said = whole[len(opened) :]
         return said[: said.rindex(self._end) + len(self._end)]
 
-    def example(self, messages: Sequence[Message], tools: Sequence[Tool] = (), trained_roles: Sequence[Role] = ("assistant",)) -> Example:
+    def example(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        trained_roles: Sequence[Role] = ("assistant",),
+    ) -> Example:
         """A finished chat as (token ids i32 [T], trained bool [T]); trained are the messages whose role is in `trained_roles`:
 
         - the assistant's: all that it would sample, its calls and the end-of-turn token too;
@@ -195,9 +241,16 @@ class Renderer:
         nothing to train; and where the template does not write a message of a trained role as a text of its own.
         """
         parts = self._parts(messages, tools, trained_roles)
-        return self._joined(parts, self.tokenizer.encode_batch([part.text for part in parts], add_special_tokens=False))
+        return self._joined(
+            parts,
+            self.tokenizer.encode_batch([part.text for part in parts], add_special_tokens=False),
+        )
 
-    def examples(self, chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]], trained_roles: Sequence[Role]) -> list[Example]:
+    def examples(
+        self,
+        chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]],
+        trained_roles: Sequence[Role],
+    ) -> list[Example]:
         """`example` of each (where it stands, messages, tools), at once: with all cores, and other threads of Python go on meanwhile.
 
         An OrreryError begins with where the chat stands.
@@ -206,7 +259,11 @@ class Renderer:
         for where, messages, tools in chats:
             with _naming(where):
                 parts.append(self._parts(messages, tools, trained_roles))
-        encodings = iter(self.tokenizer.encode_batch([part.text for one in parts for part in one], add_special_tokens=False))
+        encodings = iter(
+            self.tokenizer.encode_batch(
+                [part.text for one in parts for part in one], add_special_tokens=False
+            )
+        )
         made = []
         for (where, _, _), one in zip(chats, parts, strict=True):
             with _naming(where):
@@ -237,7 +294,9 @@ class Renderer:
         ids = encoding.ids
         if self._known is not None and self._unknown_id in ids:
             strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
-            raise OrreryError(f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet")
+            raise OrreryError(
+                f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet"
+            )
         if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
             raise OrreryError(
                 f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {self.tokenizer.id_to_token(most)!r} the token {most}, "
@@ -247,7 +306,9 @@ class Renderer:
 
     # Examples: a chat as texts that are tokenised each by itself, as RL does, and what of them is trained
 
-    def _parts(self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]) -> list[_Part]:
+    def _parts(
+        self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
+    ) -> list[_Part]:
         """What is heard before the first turn, the turn, what is heard after it, …"""
         roles = [message.role for message in messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant"]
@@ -256,11 +317,27 @@ class Renderer:
             raise OrreryError(
                 f"chat of roles {roles}: an example ends with an {' or '.join(last)} message and does not begin with an assistant's"
             )
-        parts = [self._heard(messages[: turns[0] if turns else None], 0, bool(turns), tools, trained_roles)]
+        parts = [
+            self._heard(
+                messages[: turns[0] if turns else None], 0, bool(turns), tools, trained_roles
+            )
+        ]
         for turn, following in zip(turns, [*turns[1:], None][: len(turns)], strict=True):
-            parts.append(_Part(self._said(messages[turn]), [EVERYTHING] if "assistant" in trained_roles else []))
+            parts.append(
+                _Part(
+                    self._said(messages[turn]), [EVERYTHING] if "assistant" in trained_roles else []
+                )
+            )
             if turn + 1 < len(messages):
-                parts.append(self._heard(messages[turn + 1 : following], turn + 1, following is not None, (), trained_roles))
+                parts.append(
+                    self._heard(
+                        messages[turn + 1 : following],
+                        turn + 1,
+                        following is not None,
+                        (),
+                        trained_roles,
+                    )
+                )
         if not any(part.trained for part in parts):
             raise OrreryError(
                 f"chat of roles {roles}: nothing of it is trained with trained_roles {list(trained_roles)}; leave the chat out"
@@ -285,7 +362,12 @@ class Renderer:
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
-        self, messages: Sequence[Message], first: int, is_answered: bool, tools: Sequence[Tool], trained_roles: Sequence[Role]
+        self,
+        messages: Sequence[Message],
+        first: int,
+        is_answered: bool,
+        tools: Sequence[Tool],
+        trained_roles: Sequence[Role],
     ) -> _Part:
         """Messages between two turns of the assistant; `first` is the number of the first. `is_answered`: the assistant speaks next.
 
@@ -297,19 +379,32 @@ class Renderer:
         begin = self._begin(whole) if before else 0
         trained = []
         if any(message.role in trained_roles for message in messages):
-            found = [self._content_in(whole, chat, len(before) + i, first + i, tools, is_answered) for i in range(len(messages))]
+            found = [
+                self._content_in(whole, chat, len(before) + i, first + i, tools, is_answered)
+                for i in range(len(messages))
+            ]
             following = [start for start, _ in found[1:]] + [len(whole)]
             for message, (start, end), until in zip(messages, found, following, strict=True):
                 if message.role in trained_roles:
                     at = whole.find(self._end, end, until)
-                    trained.append((start - begin, (end if at < 0 else at + len(self._end)) - begin))
+                    trained.append(
+                        (start - begin, (end if at < 0 else at + len(self._end)) - begin)
+                    )
         return _Part(whole[begin:], trained)
 
     def _content_in(
-        self, whole: str, chat: list[dict[str, Any]], at: int, number: int, tools: Sequence[Tool], is_answered: bool
+        self,
+        whole: str,
+        chat: list[dict[str, Any]],
+        at: int,
+        number: int,
+        tools: Sequence[Tool],
+        is_answered: bool,
     ) -> tuple[int, int]:
         """Where the content of message `at` of `chat`, number `number` of the example, stands in `whole`."""
-        marked = self._render([*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]], tools, is_answered)
+        marked = self._render(
+            [*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]], tools, is_answered
+        )
         before, _, after = marked.partition(CONTENT)
         is_alone = marked.count(CONTENT) == 1 and len(before) + len(after) <= len(whole)
         if not is_alone or not whole.startswith(before) or not whole.endswith(after):
@@ -322,16 +417,29 @@ class Renderer:
 
     # Finding out what the folder's format is
 
-    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] = (), add_generation_prompt: bool = False) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = False,
+    ) -> str:
         functions = [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools]
         if functions and self._syntax is None:
-            raise OrreryError("tokenizer: its chat template has no tool calls that we can parse; use a task without tools or another model")
+            raise OrreryError(
+                "tokenizer: its chat template has no tool calls that we can parse; use a task without tools or another model"
+            )
         try:
             return self._template.render(
-                messages=messages, tools=functions or None, documents=None, add_generation_prompt=add_generation_prompt, **self._globals
+                messages=messages,
+                tools=functions or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._globals,
             )
         except jinja2.TemplateError as error:
-            raise OrreryError(f"tokenizer: its chat template refuses the roles {[m['role'] for m in messages]}: {error}") from error
+            raise OrreryError(
+                f"tokenizer: its chat template refuses the roles {[m['role'] for m in messages]}: {error}"
+            ) from error
 
     def _after_turn(self, messages: list[dict[str, Any]]) -> str:
         whole = self._render([*BEHIND, *messages], add_generation_prompt=True)
@@ -344,9 +452,15 @@ class Renderer:
     def _end_of_turn(self) -> str:
         whole = self._render(BEHIND)
         if PLACEHOLDER not in whole:
-            raise OrreryError("tokenizer: its chat template drops what the assistant said; use another model")
+            raise OrreryError(
+                "tokenizer: its chat template drops what the assistant said; use another model"
+            )
         after = whole.rpartition(PLACEHOLDER)[2]
-        ends = [(after.index(token), token) for i in self.stop_token_ids if (token := self.tokenizer.id_to_token(i)) in after]
+        ends = [
+            (after.index(token), token)
+            for i in self.stop_token_ids
+            if (token := self.tokenizer.id_to_token(i)) in after
+        ]
         if not ends:
             raise OrreryError(
                 f"tokenizer: no stop token follows the assistant's turn in its chat template but {after!r}; set eos_token to its end"
@@ -376,7 +490,9 @@ def _take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
     """The text without its calls, and these; a malformed one stays text. In time linear in the text, whatever a policy wrote."""
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0
-    while (begin := text.find(opens, after)) >= 0 and (end := text.find(closes, begin + len(opens))) >= 0:
+    while (begin := text.find(opens, after)) >= 0 and (
+        end := text.find(closes, begin + len(opens))
+    ) >= 0:
         call = _parse_call(text[begin + len(opens) : end], characters)
         before, after = after, end + len(closes)
         kept.append(text[before : after if call is None else begin])
@@ -394,17 +510,26 @@ def _parse_call(text: str, characters: bool) -> ToolCall | None:
             call = json.loads(text)
             name, arguments = call["name"], call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode((name, arguments))  # JSON can spell what UTF-8 cannot: half a surrogate pair, which no file could hold
+        msgspec.json.encode(
+            (name, arguments)
+        )  # JSON can spell what UTF-8 cannot: half a surrogate pair, which no file could hold
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return ToolCall(name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+    return (
+        ToolCall(name, arguments)
+        if isinstance(name, str) and name and isinstance(arguments, dict)
+        else None
+    )
 
 
 def _hugging_face(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        entry["tool_calls"] = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls]
+        entry["tool_calls"] = [
+            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
     if message.name is not None:
         entry["name"] = message.name
     return entry
@@ -429,7 +554,9 @@ def _template_source(config: dict[str, Any], folder: Path) -> str:
     if isinstance(template, list):  # named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
-        raise OrreryError(f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add chat_template.jinja")
+        raise OrreryError(
+            f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add chat_template.jinja"
+        )
     return template
 
 
@@ -449,8 +576,20 @@ def _environment() -> jinja2.Environment:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]

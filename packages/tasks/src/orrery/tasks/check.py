@@ -42,7 +42,9 @@ def check(manifest: Manifest) -> list[str]:
     for path, use in task_uses(manifest):
         try:
             with _limited(use):
-                longest = _longest_prompt_tokens(use, renderer, sft.trained_roles if path.startswith("stages.sft") else ())
+                longest = _longest_prompt_tokens(
+                    use, renderer, sft.trained_roles if path.startswith("stages.sft") else ()
+                )
         except OrreryError as error:
             raise OrreryError(f"{path}: {error}") from error
         except Exception as error:  # a task is plug-in code, and may raise anything
@@ -50,20 +52,31 @@ def check(manifest: Manifest) -> list[str]:
                 f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); correct {path}.args"
             ) from error
         if renderer is None:
-            lines.append(f"{path}: {use.kind} {use.name!r}, prompts not counted: the tokenizer is not here")
+            lines.append(
+                f"{path}: {use.kind} {use.name!r}, prompts not counted: the tokenizer is not here"
+            )
             continue
-        context, turn = manifest.inference.max_model_len_tokens, manifest.orchestrator.sampling.max_tokens_per_turn
+        context, turn = (
+            manifest.inference.max_model_len_tokens,
+            manifest.orchestrator.sampling.max_tokens_per_turn,
+        )
         if longest + turn > context:
             raise OrreryError(
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit inference.max_model_len_tokens {context}; "
                 f"give it at least {longest + turn}"
             )
         lines.append(f"{path}: {use.kind} {use.name!r}, prompts up to {longest} tokens")
-    trained = [(path, use) for path, use in task_uses(manifest) if path.startswith(("tasks.train", "stages.sft.data"))]
+    trained = [
+        (path, use)
+        for path, use in task_uses(manifest)
+        if path.startswith(("tasks.train", "stages.sft.data"))
+    ]
     for i, use in enumerate(manifest.tasks.evaluation):
         for path, other in trained:
             if _problems(use) == _problems(other):
-                raise OrreryError(f"tasks.evaluation[{i}]: these are the problems of {path}; give it another seed or split")
+                raise OrreryError(
+                    f"tasks.evaluation[{i}]: these are the problems of {path}; give it another seed or split"
+                )
     return lines
 
 
@@ -76,7 +89,10 @@ def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
 
 def _renderer(model: Model) -> Renderer | None:
     """Return the renderer, or None if a pretrained tokenizer is not on this machine."""
-    if model.tokenizer.kind == "pretrained" and not (Path(model.tokenizer.path) / "tokenizer.json").is_file():
+    if (
+        model.tokenizer.kind == "pretrained"
+        and not (Path(model.tokenizer.path) / "tokenizer.json").is_file()
+    ):
         return None
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(model, Path(folder))
@@ -113,7 +129,9 @@ def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 
 
-def _longest_prompt_tokens(use: TaskUse, renderer: Renderer | None, trained_roles: Sequence[Role]) -> int:
+def _longest_prompt_tokens(
+    use: TaskUse, renderer: Renderer | None, trained_roles: Sequence[Role]
+) -> int:
     """Return the longest prompt's number of tokens; 0 without a renderer.
 
     `trained_roles` are those of the demonstrations, if the task has some.

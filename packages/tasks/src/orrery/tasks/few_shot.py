@@ -16,7 +16,9 @@ from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import Judgement, Message, Problem
 
 NAME = "few_shot"  # the inner task's name
-EXAMPLES_SEED = 30_000  # beyond the seeds of every stream of problems (jsonnet/lib/run.libsonnet, `seeds`)
+EXAMPLES_SEED = (
+    30_000  # beyond the seeds of every stream of problems (jsonnet/lib/run.libsonnet, `seeds`)
+)
 
 
 class FewShot:
@@ -30,7 +32,14 @@ class FewShot:
         from orrery.tasks import make  # which imports the kinds
 
         def task(seed: int, **changes: Any) -> Any:
-            use = TaskUse(name=NAME, kind=args.kind, args={**args.args, **changes}, weight=1.0, seed=seed, max_turns=1)
+            use = TaskUse(
+                name=NAME,
+                kind=args.kind,
+                args={**args.args, **changes},
+                weight=1.0,
+                seed=seed,
+                max_turns=1,
+            )
             try:
                 return make(use)
             except OrreryError as error:  # prefix the inner task's fields
@@ -41,18 +50,31 @@ class FewShot:
         self.task = task(seed)
         examples = task(EXAMPLES_SEED, **({"split": "train"} if "split" in args.args else {}))
         if not hasattr(examples, "demonstration"):
-            raise OrreryError(f"kind: {args.kind!r} has no demonstrations to show; use the task itself")
+            raise OrreryError(
+                f"kind: {args.kind!r} has no demonstrations to show; use the task itself"
+            )
         first = [] if args.system is None else [Message("system", args.system)]
-        self.before = (*first, *(message for index in range(args.num_examples) for message in examples.demonstration(index)))
+        self.before = (
+            *first,
+            *(
+                message
+                for index in range(args.num_examples)
+                for message in examples.demonstration(index)
+            ),
+        )
 
     def problem(self, index: int) -> Problem:
         problem = self.task.problem(index)
         return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | Awaitable[list[Message] | None] | None:
+    def reply(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> list[Message] | Awaitable[list[Message] | None] | None:
         return self.task.reply(problem, messages)
 
-    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement | Awaitable[Judgement]:
+    def judge(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> Judgement | Awaitable[Judgement]:
         return self.task.judge(problem, messages)
 
     def demonstration(self, index: int) -> list[Message]:

@@ -28,7 +28,9 @@ class Lengths:
         @model_validator(mode="after")
         def median_is_reached(self) -> "Lengths.Args":
             if self.median_tokens > self.max_tokens:
-                raise ValueError(f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; lower it to at most that")
+                raise ValueError(
+                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; lower it to at most that"
+                )
             return self
 
     def __init__(self, args: Args, seed: int) -> None:
@@ -37,7 +39,10 @@ class Lengths:
     def problem(self, index: int) -> Problem:
         rng = random.Random(f"lengths/{self.seed}/{index}")
         drawn = round(self.args.median_tokens * math.exp(rng.gauss(0.0, self.args.sigma)))
-        words = " ".join("".join(rng.choice("abcdefghijkl") for _ in range(4)) for _ in range(self.args.prompt_words))
+        words = " ".join(
+            "".join(rng.choice("abcdefghijkl") for _ in range(4))
+            for _ in range(self.args.prompt_words)
+        )
         num_tokens = min(max(drawn, 1), self.args.max_tokens)
         return Problem(index, (Message("user", words),), answer=None, exact_tokens=num_tokens)
 
@@ -45,5 +50,7 @@ class Lengths:
         return None
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
-        digest = hashlib.blake2b(messages[-1].content.encode(errors="replace"), digest_size=2).digest()
+        digest = hashlib.blake2b(
+            messages[-1].content.encode(errors="replace"), digest_size=2
+        ).digest()
         return Judgement(int.from_bytes(digest, "big") / 65535, {})

@@ -10,4 +10,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"choose from {', '.join(known[:12])}{' …' if len(known) > 12 else ''}" if known else "there are none"
+    return (
+        f"choose from {', '.join(known[:12])}{' …' if len(known) > 12 else ''}"
+        if known
+        else "there are none"
+    )

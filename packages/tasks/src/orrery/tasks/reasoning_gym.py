@@ -29,7 +29,9 @@ from orrery.tasks.scorers import Scorers
 from orrery.tasks.split import Split, split_of
 from orrery.tasks.task import Judgement, Message, Problem
 
-MAX_DRAWS = 1000  # a question can take half a second to make; seven of eight are of the training side
+MAX_DRAWS = (
+    1000  # a question can take half a second to make; seven of eight are of the training side
+)
 KEPT_DRAWS = 8192  # more than have rollouts in flight, so that a judge, which runs in the event loop, does not draw again
 SCORERS = Scorers()
 
@@ -40,16 +42,22 @@ class Family:
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.name, self.config = name, config
         if name not in DATASETS:
-            raise OrreryError(f"family: reasoning-gym has no {name!r}; {did_you_mean(name, DATASETS)}")
+            raise OrreryError(
+                f"family: reasoning-gym has no {name!r}; {did_you_mean(name, DATASETS)}"
+            )
         known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
         for option in config:
             if option not in known:
-                raise OrreryError(f"config: family {name} has no option {option!r}; {did_you_mean(option, known)}")
+                raise OrreryError(
+                    f"config: family {name} has no option {option!r}; {did_you_mean(option, known)}"
+                )
         try:
             self._first, second = self._create(0), self._create(1)
             self._reseeds = self._reseeded(1)[0] == second[0]
         except (AssertionError, TypeError, ValueError) as error:
-            raise OrreryError(f"config: family {name} refuses {config}: {error or type(error).__name__}") from error
+            raise OrreryError(
+                f"config: family {name} refuses {config}: {error or type(error).__name__}"
+            ) from error
 
     def dataset(self, seed: int) -> Any:
         return self._reseeded(seed) if self._reseeds else self._create(seed)
@@ -78,7 +86,9 @@ class ReasoningGym:
     def _draw(self, index: int) -> tuple[int, dict[str, Any]]:
         """The library's seed of problem `index`, and the problem."""
         for draw in range(MAX_DRAWS):
-            digest = hashlib.blake2b(f"reasoning_gym/{self.seed}/{index}/{draw}".encode(), digest_size=4).digest()
+            digest = hashlib.blake2b(
+                f"reasoning_gym/{self.seed}/{index}/{draw}".encode(), digest_size=4
+            ).digest()
             seed = int.from_bytes(digest, "big") >> 1
             item = self._family.dataset(seed)[0]
             if split_of(item["question"]) == self.args.split:
@@ -97,13 +107,19 @@ class ReasoningGym:
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         seed, item = self._drawn(problem.index)
-        score = await SCORERS.score(self.args.family, self.args.config, seed, item["question"], messages[-1].content)
+        score = await SCORERS.score(
+            self.args.family, self.args.config, seed, item["question"], messages[-1].content
+        )
         if score is None:
             return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
-        return Judgement(min(max(score, 0.0), 1.0), {"exact": float(score >= 1.0), "unscorable": 0.0})
+        return Judgement(
+            min(max(score, 0.0), 1.0), {"exact": float(score >= 1.0), "unscorable": 0.0}
+        )
 
     def demonstration(self, index: int) -> list[Message]:
         problem = self.problem(index)
         if not isinstance(problem.answer, str):
-            raise OrreryError(f"task reasoning_gym: family {self.args.family} has no reference answers, so it cannot give demonstrations")
+            raise OrreryError(
+                f"task reasoning_gym: family {self.args.family} has no reference answers, so it cannot give demonstrations"
+            )
         return [*problem.messages, Message("assistant", problem.answer)]

@@ -27,16 +27,23 @@ class ReverseText:
         @model_validator(mode="after")
         def lengths_rise(self) -> "ReverseText.Args":
             if self.max_length < self.min_length:
-                raise ValueError(f"max_length {self.max_length} is below min_length {self.min_length}")
+                raise ValueError(
+                    f"max_length {self.max_length} is below min_length {self.min_length}"
+                )
             if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set(" \t\n"):
-                raise ValueError(f"alphabet {self.alphabet!r} must hold each character once, and no blank")
+                raise ValueError(
+                    f"alphabet {self.alphabet!r} must hold each character once, and no blank"
+                )
             return self
 
     def __init__(self, args: Args, seed: int) -> None:
         self.args, self.seed = args, seed
 
     def _string(self, rng: random.Random) -> str:
-        return "".join(rng.choice(self.args.alphabet) for _ in range(rng.randint(self.args.min_length, self.args.max_length)))
+        return "".join(
+            rng.choice(self.args.alphabet)
+            for _ in range(rng.randint(self.args.min_length, self.args.max_length))
+        )
 
     def problem(self, index: int) -> Problem:
         text = draw(self.args.split, "reverse_text", self.seed, index, self._string)
@@ -47,7 +54,9 @@ class ReverseText:
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         said, answer = messages[-1].content.strip(), problem.answer
-        placed = sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer))
+        placed = sum(a == b for a, b in zip(said, answer, strict=False)) / max(
+            len(said), len(answer)
+        )
         lcs_ratio = 2 * longest_common_subsequence(said, answer) / (len(said) + len(answer))
         return Judgement(placed, {"exact": float(said == answer), "lcs_ratio": lcs_ratio})
 

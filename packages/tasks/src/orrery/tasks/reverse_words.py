@@ -34,7 +34,9 @@ class ReverseWords:
         @model_validator(mode="after")
         def numbers_rise(self) -> "ReverseWords.Args":
             if not self.min_words <= self.max_words <= len(WORDS):
-                raise ValueError(f"min_words {self.min_words} and max_words {self.max_words} do not rise, up to {len(WORDS)} at most")
+                raise ValueError(
+                    f"min_words {self.min_words} and max_words {self.max_words} do not rise, up to {len(WORDS)} at most"
+                )
             return self
 
     def __init__(self, args: Args, seed: int) -> None:
@@ -45,14 +47,20 @@ class ReverseWords:
 
     def problem(self, index: int) -> Problem:
         text = draw(self.args.split, "reverse_words", self.seed, index, self._text)
-        return Problem(index, (Message("user", self.args.instruction + text),), answer=" ".join(reversed(text.split())))
+        return Problem(
+            index,
+            (Message("user", self.args.instruction + text),),
+            answer=" ".join(reversed(text.split())),
+        )
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
         return None
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         said, answer = messages[-1].content.split(), problem.answer.split()
-        placed = sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer))
+        placed = sum(a == b for a, b in zip(said, answer, strict=False)) / max(
+            len(said), len(answer)
+        )
         return Judgement(placed, {"exact": float(said == answer)})
 
     def demonstration(self, index: int) -> list[Message]:

@@ -46,7 +46,9 @@ class Scorers:
         self._idle: list[_Scorer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def score(self, family: str, config: dict[str, Any], seed: int, question: str, text: str) -> float | None:
+    async def score(
+        self, family: str, config: dict[str, Any], seed: int, question: str, text: str
+    ) -> float | None:
         """The library's score of `text` as an answer to its problem of `seed`: finite; None where it cannot be scored.
 
         Raises OrreryError where no process can be started to score it, or none makes this `question`.
@@ -59,16 +61,29 @@ class Scorers:
             try:
                 await self._try_canaries(scorer)
                 score = await self._ask(scorer, family, config, seed, question, text)
-            except (OSError, EOFError, ValueError, TypeError) as error:  # hangs (TimeoutError), has ended, or replies with no score
+            except (
+                OSError,
+                EOFError,
+                ValueError,
+                TypeError,
+            ) as error:  # hangs (TimeoutError), has ended, or replies with no score
                 scorer.end()
-                how = "stood still" if isinstance(error, TimeoutError) else "ended, or said what is no score,"
-                raise OrreryError(f"the process that scores answers {how} while it scored one; the next answer gets a new one") from error
+                how = (
+                    "stood still"
+                    if isinstance(error, TimeoutError)
+                    else "ended, or said what is no score,"
+                )
+                raise OrreryError(
+                    f"the process that scores answers {how} while it scored one; the next answer gets a new one"
+                ) from error
             except BaseException:  # nobody waits any more: what it is about to say would be taken for the next answer's score
                 scorer.end()
                 raise
             self._idle.append(scorer)
         if isinstance(score, str):  # OTHER_PROBLEM
-            raise OrreryError(f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}")
+            raise OrreryError(
+                f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}"
+            )
         return score
 
     async def _ask(self, scorer: "_Scorer", *request: Any) -> float | str | None:
@@ -103,9 +118,15 @@ class Scorers:
                 await scorer.ready()
         except (OSError, EOFError) as error:
             scorer.end()
-            why = "it was too slow" if isinstance(error, TimeoutError) else "what it said of it stands above in this log"
+            why = (
+                "it was too slow"
+                if isinstance(error, TimeoutError)
+                else "what it said of it stands above in this log"
+            )
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # nobody waits any more; the next answer's wait goes on where this one's was
+        except (
+            BaseException
+        ):  # nobody waits any more; the next answer's wait goes on where this one's was
             self._idle.append(scorer)
             raise
         return scorer
@@ -129,7 +150,9 @@ class _Scorer:
         self._number, self._is_ready, self.num_until_canary = 0, False, 0
         with theirs:
             command = [sys.executable, "-P", "-m", "orrery.tasks.scoring"]
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment())
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment()
+            )
 
     async def ready(self) -> None:
         if not self._is_ready:
@@ -141,7 +164,9 @@ class _Scorer:
         line = json.dumps([self._number, *request]).encode() + b"\n"
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
         number, score = json.loads(await self._line())
-        if number != self._number or not (score in (None, OTHER_PROBLEM) or (isinstance(score, float) and math.isfinite(score))):
+        if number != self._number or not (
+            score in (None, OTHER_PROBLEM) or (isinstance(score, float) and math.isfinite(score))
+        ):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
         return score
 
@@ -158,7 +183,9 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        threading.Thread(target=self.process.wait, daemon=True).start()  # the kernel may take half a second to free what it held
+        threading.Thread(
+            target=self.process.wait, daemon=True
+        ).start()  # the kernel may take half a second to free what it held
         self._wire.close()
 
 

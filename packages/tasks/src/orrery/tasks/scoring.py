@@ -39,7 +39,11 @@ KEPT_PROBLEMS = 64  # cached, because answers to one problem come together
 
 def main() -> None:
     die_with_parent()
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm sends them to the whole group; an answer would seem to end us
+    for one in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGUSR1,
+    ):  # Slurm sends them to the whole group; an answer would seem to end us
         signal.signal(one, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -51,7 +55,11 @@ def main() -> None:
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
-    for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+    for what, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
         _limit(what, most)
     adopt_orphans()  # orphans of a fork become our children, and are killed with it
     drop_privileges()
@@ -74,7 +82,9 @@ def _warm_up() -> None:
         str(expand(parse_expr(text)))
 
 
-def _score(name: str, config: dict[str, Any], seed: int, question: str, text: str, limit_s: float) -> float | str | None:
+def _score(
+    name: str, config: dict[str, Any], seed: int, question: str, text: str, limit_s: float
+) -> float | str | None:
     dataset, item = _problem(name, json.dumps(config), seed)
     if item["question"] != question:
         return OTHER_PROBLEM
@@ -108,7 +118,9 @@ def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, write
 
     try:
         score = float(dataset.score_answer(extract_answer(text) or text, item))
-    except BaseException:  # the boundary to scorers that run free text: it may raise anything, and exit
+    except (
+        BaseException
+    ):  # the boundary to scorers that run free text: it may raise anything, and exit
         return
     os.write(3, repr(score).encode())
 

@@ -21,11 +21,15 @@ def split_of(text: str) -> Split:
     return "held_out" if hashlib.blake2b(text.encode()).digest()[0] < 32 else "train"
 
 
-def draw(split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]) -> str:
+def draw(
+    split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
+) -> str:
     """The first text of `sample` that stands in `split`; a pure function of (split, kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)
         if split_of(text) == split:
             return text
-    raise OrreryError(f"task {kind}: no {split} text in {MAX_DRAWS} draws; the args allow too few texts: widen the lengths or the alphabet")
+    raise OrreryError(
+        f"task {kind}: no {split} text in {MAX_DRAWS} draws; the args allow too few texts: widen the lengths or the alphabet"
+    )

@@ -80,8 +80,12 @@ class Task(Protocol):
     def problem(self, index: int) -> Problem:
         """Problem number `index` (from 0, without end)."""
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | Awaitable[list[Message] | None] | None:
+    def reply(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> list[Message] | Awaitable[list[Message] | None] | None:
         """What the environment says after the assistant's last message of `messages` (the whole chat); None: the episode is over."""
 
-    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement | Awaitable[Judgement]:
+    def judge(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> Judgement | Awaitable[Judgement]:
         """The verdict on a finished chat."""

@@ -22,7 +22,9 @@ def main() -> None:
             case "rl":
                 run_rl(me)
             case _:
-                raise OrreryError(f"--stage: the trainer has no stage {me.stage!r}; choose from init, sft, rl")
+                raise OrreryError(
+                    f"--stage: the trainer has no stage {me.stage!r}; choose from init, sft, rl"
+                )
 
 
 def run_sft(me: RoleProcess) -> None:
@@ -40,7 +42,9 @@ def run_sft(me: RoleProcess) -> None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
     start = me.run_dir / "weights" / "init"
     with assemble_world(me) as world, explained(me) as where:
-        learner = where.learner = assemble_learner(me, world, start, spec.optimizer, spec.max_grad_norm)
+        learner = where.learner = assemble_learner(
+            me, world, start, spec.optimizer, spec.max_grad_norm
+        )
         resume(me, learner, "sft")
         me.health.doing("reading chats")
         examples = load_examples(me.manifest, start, share=(world.rank, world.size))

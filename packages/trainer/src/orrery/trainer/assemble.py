@@ -19,7 +19,14 @@ from orrery.trainer.base import base_sha256
 from orrery.trainer.learner import Learner
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel import build_network, build_policy, fsdp
-from orrery.trainer.parallel.world import COLLECTIVE_DEADLINE_S, World, device_for, dissolve, form, meet
+from orrery.trainer.parallel.world import (
+    COLLECTIVE_DEADLINE_S,
+    World,
+    device_for,
+    dissolve,
+    form,
+    meet,
+)
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Adapters, Direct, Publisher
 from orrery.trainer.pulse import moved, parts_s, pulse, still_s
@@ -39,7 +46,9 @@ class Rig:
     learner: Learner
     publisher: Publisher
     receiver: RolloutReceiver
-    start_weights: Path  # the folder that the stage started from; its tokenizer files go along with the policy
+    start_weights: (
+        Path  # the folder that the stage started from; its tokenizer files go along with the policy
+    )
     batch_deadline_s: float
     batch_behind_s: float  # for which one rank may still wait for a batch that the others have
     publish_still_s: float  # for which publishing, but for the first time, may show no progress
@@ -68,7 +77,9 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
         dissolve(world)
 
 
-def assemble_learner(me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float) -> Learner:
+def assemble_learner(
+    me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
+) -> Learner:
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
     me.health.doing("loading weights", still_s=parts_s(world.size))
     policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
@@ -97,7 +108,9 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     if world.is_first:
         _check_room(me)
     start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
-    learner = assemble_learner(me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm)
+    learner = assemble_learner(
+        me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm
+    )
     num_nodes = stage(manifest, me.stage).num_nodes
     publisher = _publisher(me, learner.policy, world, num_nodes)
     learner.before_step = publisher.settle
@@ -110,7 +123,16 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
     try:
         deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
         publish_still_s = _publish_still_s(manifest, world, num_nodes)
-        yield Rig(world, learner, publisher, receiver, start, deadline_s, _batch_behind_s(manifest, world), publish_still_s)
+        yield Rig(
+            world,
+            learner,
+            publisher,
+            receiver,
+            start,
+            deadline_s,
+            _batch_behind_s(manifest, world),
+            publish_still_s,
+        )
     finally:
         receiver.close()
         publisher.close()
@@ -118,7 +140,9 @@ def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
     """A batch is sent to all ranks at once; files may be seen on one node later than on another, whose network may be gone for a while."""
-    is_here = world.size <= manifest.hardware.devices_per_node and manifest.transport.rollouts != "files"
+    is_here = (
+        world.size <= manifest.hardware.devices_per_node and manifest.transport.rollouts != "files"
+    )
     return still_s(False, world.size) if is_here else parts_s(world.size)
 
 
@@ -134,9 +158,15 @@ def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
 def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) -> Publisher:
     kind, engine_dtype = me.manifest.transport.weights, getattr(torch, me.manifest.inference.dtype)
     if kind in DIRECT_KINDS:
-        source = make_source(kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device)
+        source = make_source(
+            kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device
+        )
         return Direct(policy, source, engine_dtype, me)
-    wire = make_publisher(kind, me.run_dir, me.attempt, num_nodes, _num_kept(me.manifest)) if world.is_first else None
+    wire = (
+        make_publisher(kind, me.run_dir, me.attempt, num_nodes, _num_kept(me.manifest))
+        if world.is_first
+        else None
+    )
     return Adapters(policy, wire, engine_dtype) if kind == "adapters" else Publisher(policy, wire)
 
 
@@ -150,6 +180,8 @@ def _check_room(me: RoleProcess) -> None:
     manifest = me.manifest
     if manifest.transport.weights != "files":
         return
-    version_bytes = sum(hf.num_bytes for hf in hf_tensors(build_network(manifest.model, manifest.trainer, "meta")))
+    version_bytes = sum(
+        hf.num_bytes for hf in hf_tensors(build_network(manifest.model, manifest.trainer, "meta"))
+    )
     keep = min(_num_kept(manifest), manifest.stages.rl.num_steps)
     check_room(me.run_dir, stage(manifest, me.stage).num_nodes, keep, version_bytes)

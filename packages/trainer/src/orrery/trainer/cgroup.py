@@ -21,7 +21,12 @@ class Names(NamedTuple):
     files: tuple[str, str]
 
 
-V1 = Names("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+V1 = Names(
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
 V2 = Names("", "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
@@ -58,6 +63,10 @@ def _left(folder: Path, names: Names) -> int:
         if limit == "max":
             return sys.maxsize
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - int((folder / names.used).read_text()) + sum(int(stat.get(row, 0)) for row in names.files)
+        return (
+            int(limit)
+            - int((folder / names.used).read_text())
+            + sum(int(stat.get(row, 0)) for row in names.files)
+        )
     except OSError:  # no such group here, or the root, which has no limit
         return sys.maxsize

@@ -60,8 +60,14 @@ class DemonstratedChats:
     """The first problems of a task, as it solves them."""
 
     def __init__(self, data: Demonstrations, field: str):
-        self._task, self._name, self._num_problems = make(data.task), data.task.name, data.num_problems
-        self._demonstrate: Callable[[int], list[Message]] | None = getattr(self._task, "demonstration", None)
+        self._task, self._name, self._num_problems = (
+            make(data.task),
+            data.task.name,
+            data.num_problems,
+        )
+        self._demonstrate: Callable[[int], list[Message]] | None = getattr(
+            self._task, "demonstration", None
+        )
         if self._demonstrate is None:
             raise OrreryError(
                 f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, or set {field.removesuffix('.data')} to null"
@@ -83,7 +89,9 @@ class FileChats:
         digest, at = hashlib.sha256(), 0
         try:
             with self._path.open("rb") as file:
-                for number, line in enumerate(file, 1):  # bytes end a line at \n alone: JSON strings may hold U+2028 and its like
+                for number, line in enumerate(
+                    file, 1
+                ):  # bytes end a line at \n alone: JSON strings may hold U+2028 and its like
                     digest.update(line)
                     if not line.isspace():
                         self._begins.append(at)
@@ -93,7 +101,9 @@ class FileChats:
         except OSError as error:
             raise OrreryError(f"{field}.path: {error}") from error
         if (found := digest.hexdigest()) != data.sha256:
-            raise OrreryError(f"{field}.sha256: {self._path} has {found}, the manifest says {data.sha256}")
+            raise OrreryError(
+                f"{field}.sha256: {self._path} has {found}, the manifest says {data.sha256}"
+            )
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -122,9 +132,15 @@ class DatasetChats:
                 f"or `pip install pyarrow` where the environment is not of this checkout"
             ) from error
         self._folder, self._column = _split_folder(data, field), data.column
-        state = {"_data_files": [], "_fingerprint": None, **_json(self._folder / "state.json", field)}
+        state = {
+            "_data_files": [],
+            "_fingerprint": None,
+            **_json(self._folder / "state.json", field),
+        }
         if (found := state["_fingerprint"]) != data.fingerprint:
-            raise OrreryError(f"{field}.fingerprint: {self._folder} has {found}, the manifest says {data.fingerprint}")
+            raise OrreryError(
+                f"{field}.fingerprint: {self._folder} has {found}, the manifest says {data.fingerprint}"
+            )
         self._parts = []
         for path in (self._folder / file["filename"] for file in state["_data_files"]):
             try:
@@ -132,8 +148,14 @@ class DatasetChats:
             except (OSError, pa.ArrowInvalid) as error:
                 raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
             if data.column not in table.column_names:
-                raise OrreryError(f"{field}.column: {path} has no {data.column!r}; choose from {', '.join(sorted(table.column_names))}")
-            beside = [name for name in ("tools", *NOT_READ) if name in table.column_names and name != data.column]
+                raise OrreryError(
+                    f"{field}.column: {path} has no {data.column!r}; choose from {', '.join(sorted(table.column_names))}"
+                )
+            beside = [
+                name
+                for name in ("tools", *NOT_READ)
+                if name in table.column_names and name != data.column
+            ]
             self._parts += table.select([data.column, *beside]).to_batches()
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
 
@@ -146,7 +168,10 @@ class DatasetChats:
         at = index - (int(self._ends[part - 1]) if part else 0)
 
         def read() -> dict[str, Any]:
-            row = {name: _present(self._parts[part].column(name)[at].as_py()) for name in self._parts[part].schema.names}
+            row = {
+                name: _present(self._parts[part].column(name)[at].as_py())
+                for name in self._parts[part].schema.names
+            }
             return {"messages": row.pop(self._column), **row}
 
         return _chat(where, read)
@@ -158,10 +183,14 @@ def _split_folder(data: ChatDataset, field: str) -> Path:
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json", field)["splits"]
         if data.split not in splits:
-            raise OrreryError(f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}")
+            raise OrreryError(
+                f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}"
+            )
         return folder / data.split
     if data.split is not None:
-        raise OrreryError(f"{field}.split: {folder} is not a dataset of several splits, so there is no {data.split!r}; set it to null")
+        raise OrreryError(
+            f"{field}.split: {folder} is not a dataset of several splits, so there is no {data.split!r}; set it to null"
+        )
     return folder
 
 
@@ -169,7 +198,9 @@ def _json(path: Path, field: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise OrreryError(f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote") from error
+        raise OrreryError(
+            f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote"
+        ) from error
 
 
 def _present(value: Any) -> Any:
@@ -186,13 +217,19 @@ def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
         _refuse_other_order(line["messages"])
         for name in NOT_READ:
             if line.get(name):
-                raise OrreryError(f"{name!r} changes the chat and is not read; say it in messages and tools, or leave it out")
+                raise OrreryError(
+                    f"{name!r} changes the chat and is not read; say it in messages and tools, or leave it out"
+                )
         tools = _parsed(line.get("tools") or ()) or ()
-        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(tools)))
+        return Chat(
+            where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(tools))
+        )
     except OrreryError as error:
         raise OrreryError(f"{where}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OrreryError(f"{where}: not a chat of the form {FORM} ({type(error).__name__}: {error})") from error
+        raise OrreryError(
+            f"{where}: not a chat of the form {FORM} ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _message(number: int, entry: dict[str, Any]) -> Message:
@@ -202,17 +239,26 @@ def _message(number: int, entry: dict[str, Any]) -> Message:
     _refuse_others(f"message {number} ({role})", entry, MESSAGE[role])
     if content is None and not calls:
         needed = "content or tool_calls" if role == "assistant" else "content"
-        raise OrreryError(f'message {number} ({role}) has no {needed}; add it (what is empty is "content": ""), or leave the message out')
+        raise OrreryError(
+            f'message {number} ({role}) has no {needed}; add it (what is empty is "content": ""), or leave the message out'
+        )
     if not isinstance(content, str | None):
         raise TypeError(f"the content of a message is text, not {type(content).__name__}")
-    return Message(role, content or "", tuple(_call(f"a call of message {number}", call) for call in calls), entry.get("name"))
+    return Message(
+        role,
+        content or "",
+        tuple(_call(f"a call of message {number}", call) for call in calls),
+        entry.get("name"),
+    )
 
 
 def _call(what: str, call: dict[str, Any]) -> ToolCall:
     function = call["function"]
     _refuse_others(what, call, ("id", "type", "function"))
     _refuse_others(what, function, ("name", "arguments"))
-    return msgspec.convert({"name": function["name"], "arguments": _parsed(function["arguments"])}, ToolCall)
+    return msgspec.convert(
+        {"name": function["name"], "arguments": _parsed(function["arguments"])}, ToolCall
+    )
 
 
 def _refuse_other_order(entries: list[dict[str, Any]]) -> None:
@@ -225,7 +271,9 @@ def _refuse_other_order(entries: list[dict[str, Any]]) -> None:
             given, has_call = entry.get("tool_call_id"), bool(waiting)
             expected = waiting.pop(0) if has_call else None
             if given is not None and not has_call:
-                raise OrreryError(f"message {number} (tool) has the tool_call_id {given!r} and no call before it waits for a result")
+                raise OrreryError(
+                    f"message {number} (tool) has the tool_call_id {given!r} and no call before it waits for a result"
+                )
             if None not in (given, expected) and given != expected:
                 raise OrreryError(
                     f"message {number} (tool) has the tool_call_id {given!r} where the next call is {expected!r}; "
@@ -243,17 +291,25 @@ def _tool(what: str, given: Any) -> Tool:
     try:
         return msgspec.convert(function, Tool)
     except msgspec.ValidationError as error:
-        raise OrreryError(f"{what}: {error}; give it {', '.join(Tool.__struct_fields__)}") from error
+        raise OrreryError(
+            f"{what}: {error}; give it {', '.join(Tool.__struct_fields__)}"
+        ) from error
 
 
 def _refuse_others(what: str, given: dict[str, Any], read: Collection[str]) -> None:
     for name, value in given.items():
         if name not in read and value not in (None, []):
-            raise OrreryError(f"{what} has {name!r}, which is not read; leave it out, or say it in one of {', '.join(read)}")
+            raise OrreryError(
+                f"{what} has {name!r}, which is not read; leave it out, or say it in one of {', '.join(read)}"
+            )
 
 
 def _parsed(given: Any) -> Any:
     return json.loads(given) if isinstance(given, str) else given
 
 
-KINDS: dict[str, Callable[[Any, str], Chats]] = {"demonstrations": DemonstratedChats, "chat_file": FileChats, "dataset": DatasetChats}
+KINDS: dict[str, Callable[[Any, str], Chats]] = {
+    "demonstrations": DemonstratedChats,
+    "chat_file": FileChats,
+    "dataset": DatasetChats,
+}

@@ -75,9 +75,13 @@ def load(learner: Learner, folder: Path) -> None:
     """Put the state in `folder` into the learner, whatever world size wrote it. Raises RunFailed where it does not fit the manifest."""
     stored, mine = Stored(folder), state_of(learner)
     if odd := sorted(mine.keys() ^ stored.shapes.keys()):
-        raise RunFailed(f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model")
+        raise RunFailed(
+            f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model"
+        )
     if odd := sorted(frozen_names(learner) ^ stored.frozen):
-        raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {'checkpoint' if odd[0] in stored.frozen else 'model'}: another model")
+        raise RunFailed(
+            f"{folder}: {odd[0]} is frozen only in the {'checkpoint' if odd[0] in stored.frozen else 'model'}: another model"
+        )
     if stored.base_sha256 != learner.base_sha256:
         raise RunFailed(
             f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, and this stage began with "
@@ -126,15 +130,21 @@ def state_of(learner: Learner) -> dict[str, Held]:
     held = {}
     for name, weight in learner.weights.items():
         writes = _is_first_copy(weight, learner.world)
-        held[f"weight/{name}"] = Held(tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes)
+        held[f"weight/{name}"] = Held(
+            tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes
+        )
     for key, name, local, box in named_state(learner.optimizer, learner.weights):
         writes = held[f"weight/{name}"].writes if box else learner.world.is_first
-        held[f"{key}/{name}"] = Held(held[f"weight/{name}"].shape if box else (), box, local, writes)
+        held[f"{key}/{name}"] = Held(
+            held[f"weight/{name}"].shape if box else (), box, local, writes
+        )
     return held
 
 
 def frozen_names(learner: Learner) -> frozenset[str]:
-    return frozenset(name for name, weight in learner.policy.named_parameters() if not weight.requires_grad)
+    return frozenset(
+        name for name, weight in learner.policy.named_parameters() if not weight.requires_grad
+    )
 
 
 def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
@@ -144,7 +154,11 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
     coordinate = weight.device_mesh.get_coordinate()
     if coordinate is None or world.replica:
         return False
-    return not any(at for at, placement in zip(coordinate, weight.placements, strict=True) if placement.is_replicate())
+    return not any(
+        at
+        for at, placement in zip(coordinate, weight.placements, strict=True)
+        if placement.is_replicate()
+    )
 
 
 def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -170,17 +184,26 @@ class Saver:
     gives it up.
     """
 
-    def __init__(self, world: World, waiting: Waiting = lambda what, deadline_s, behind_s: nullcontext()):
+    def __init__(
+        self, world: World, waiting: Waiting = lambda what, deadline_s, behind_s: nullcontext()
+    ):
         self._world, self._waiting = world, waiting
         self._host = HostCopy(world.device)
         self._copied: _Copied | None = None
         self._work: _Work | None = None
-        self._whole: tuple[str, Path] | None = None  # the last checkpoint, and what is there when it is whole
+        self._whole: tuple[str, Path] | None = (
+            None  # the last checkpoint, and what is there when it is whole
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.finish()
         elif self._work is not None:
@@ -189,12 +212,16 @@ class Saver:
     def reserve(self, learner: Learner) -> None:
         """Make room in host memory for the first copy, beside training. A collective."""
         self.wait()
-        mine = [held.local for held in state_of(learner).values() if held.writes] + list(_rng_state(self._world.device).values())
+        mine = [held.local for held in state_of(learner).values() if held.writes] + list(
+            _rng_state(self._world.device).values()
+        )
         num_bytes = sum(tensor.nbytes for tensor in mine)
         self._host.check_room(num_bytes, self._world)
         self._work = _Work(lambda stop: self._host.reserve(num_bytes), _host_memory(num_bytes))
 
-    def copy(self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None) -> float:
+    def copy(
+        self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
+    ) -> float:
         """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
 
         A collective. Waits first for the checkpoint before, if it is not whole yet. Raises RunFailed where replicas differ, or something
@@ -209,7 +236,11 @@ class Saver:
             make_folder(partial)
         replicas.compare(learner.weights.values(), self._world, learner.step)
         self._world.barrier()
-        mine = {name: held for name, held in state_of(learner).items() if held.writes and held.local.numel()}
+        mine = {
+            name: held
+            for name, held in state_of(learner).items()
+            if held.writes and held.local.numel()
+        }
         pieces = {name: held.local for name, held in mine.items()} | _rng_state(self._world.device)
         num_bytes = sum(piece.nbytes for piece in pieces.values())
         if not self._host.has_room(num_bytes):
@@ -217,14 +248,20 @@ class Saver:
                 self._host.reserve(num_bytes)
         self._host.fill(pieces)
         index = {
-            name: {"shape": held.shape, "dtype": str(held.local.dtype).removeprefix("torch."), "box": held.box}
+            name: {
+                "shape": held.shape,
+                "dtype": str(held.local.dtype).removeprefix("torch."),
+                "box": held.box,
+            }
             for name, held in mine.items()
         }
         state = {
             "format": FORMAT, "step": learner.step, "world_size": self._world.size, "frozen": sorted(frozen_names(learner)),
             "base_sha256": learner.base_sha256,
         }  # fmt: skip
-        self._copied = _Copied(folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)})
+        self._copied = _Copied(
+            folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)}
+        )
         return time.monotonic() - begin_s
 
     def write(self, then: Callable[[], object] = lambda: None, whole: Path | None = None) -> None:
@@ -251,7 +288,11 @@ class Saver:
     def wait(self) -> None:
         """Until this rank has no more to do for the last checkpoint: on the first rank, until it is whole. Raises what failed."""
         if (work := self._work) is not None:
-            with nullcontext() if work.is_done else self._waiting(work.what, scaled(WRITE_DEADLINE_S), None):
+            with (
+                nullcontext()
+                if work.is_done
+                else self._waiting(work.what, scaled(WRITE_DEADLINE_S), None)
+            ):
                 work.join(scaled(WRITE_DEADLINE_S))
             self._work = None  # only now: whoever is interrupted while it waits gives it up
             if work.error is not None:
@@ -274,8 +315,14 @@ class Saver:
                     raise _too_slow(what, deadline_s)
 
     def _write(self, copied: "_Copied", then: Callable[[], object], stop: Stop) -> None:
-        tensors, index = (copied.partial / f"rank_{self._world.rank}.{suffix}" for suffix in ("safetensors", "json"))
-        written = {tensors.name: write(tensors, self._host.buffers(), stop), index.name: write(index, [copied.index], stop)}
+        tensors, index = (
+            copied.partial / f"rank_{self._world.rank}.{suffix}"
+            for suffix in ("safetensors", "json")
+        )
+        written = {
+            tensors.name: write(tensors, self._host.buffers(), stop),
+            index.name: write(index, [copied.index], stop),
+        }
         checkpoints.write_note(copied.partial / note(self._world.rank), written)
         if self._world.is_first:
             for name, content in copied.files.items():
@@ -311,14 +358,18 @@ def _await_notes(partial: Path, world_size: int, stop: Stop) -> None:
     """Until every rank's note is there. `partial` was made for this checkpoint alone, so no note in it is an older one."""
     end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
     while True:
-        found = set(os.listdir(partial))  # a listing: a network file system may remember for long that a name was not there
+        found = set(
+            os.listdir(partial)
+        )  # a listing: a network file system may remember for long that a name was not there
         missing = [rank for rank in range(world_size) if note(rank) not in found]
         if not missing:
             return
         if stop():
             raise Stopped(partial)
         if time.monotonic() >= end_s:
-            raise RunFailed(f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; see logs/trainer.{missing[0]}.log")
+            raise RunFailed(
+                f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; see logs/trainer.{missing[0]}.log"
+            )
         time.sleep(POLL_S)
 
 
@@ -329,14 +380,18 @@ class _Work:
         self.what = what
         self._work, self._stop = work, threading.Event()
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=what, daemon=True)  # never keeps a process that fails from ending
+        self._thread = threading.Thread(
+            target=self._run, name=what, daemon=True
+        )  # never keeps a process that fails from ending
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._work(self._stop.is_set)
         except OSError as error:
-            self.error = RunFailed(f"{explain(error)}; the run goes on from its newest whole checkpoint")
+            self.error = RunFailed(
+                f"{explain(error)}; the run goes on from its newest whole checkpoint"
+            )
             self.error.__cause__ = error
         except Exception as error:  # raised where somebody waits
             self.error = error
@@ -358,7 +413,9 @@ class _Work:
 
 
 def _too_slow(what: str, deadline_s: float) -> RunFailed:
-    return RunFailed(f"{what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?")
+    return RunFailed(
+        f"{what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?"
+    )
 
 
 def _host_memory(num_bytes: int) -> str:

@@ -38,11 +38,22 @@ class HostCopy:
 
         What is there is asked before anybody knows of the others, so before anybody begins to take.
         """
-        hosts, room, asked = world.each(host_number()), world.each(available_bytes()), world.each(num_bytes - self._buffer.numel())
+        hosts, room, asked = (
+            world.each(host_number()),
+            world.each(available_bytes()),
+            world.each(num_bytes - self._buffer.numel()),
+        )
         here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-        together, available = sum(max(0, asked[rank]) for rank in here), min(room[rank] for rank in here)
+        together, available = (
+            sum(max(0, asked[rank]) for rank in here),
+            min(room[rank] for rank in here),
+        )
         if together > available:
-            whose = "this rank's copy" if len(here) == 1 else f"the copies of the {len(here)} ranks on this host"
+            whose = (
+                "this rank's copy"
+                if len(here) == 1
+                else f"the copies of the {len(here)} ranks on this host"
+            )
             raise RunFailed(
                 f"trainer.checkpoint: weights and optimizer state in {whose} take {together / 1e9:.1f} GB of host memory, "
                 f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
@@ -57,14 +68,20 @@ class HostCopy:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
         available = available_bytes()
-        if num_bytes > available:  # asked first: a host that runs out of memory kills, and says nothing
+        if (
+            num_bytes > available
+        ):  # asked first: a host that runs out of memory kills, and says nothing
             raise RunFailed(
                 f"trainer.checkpoint: this rank's copy of weights and optimizer state takes {num_bytes / 1e9:.1f} GB of host memory, "
                 f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
             )
         self._buffer, error = host_block(num_bytes, self._device)
         if error:
-            log.warning("%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer", num_bytes / 1e9, error)
+            log.warning(
+                "%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer",
+                num_bytes / 1e9,
+                error,
+            )
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
         """Copy `pieces`; when this returns they may change."""
@@ -72,7 +89,9 @@ class HostCopy:
         self.reserve(self._layout.num_bytes)
         for name, (start, stop) in self._layout.spans.items():
             piece = pieces[name].detach()
-            self._buffer[start:stop].view(piece.dtype).view(piece.shape).copy_(piece, non_blocking=True)
+            self._buffer[start:stop].view(piece.dtype).view(piece.shape).copy_(
+                piece, non_blocking=True
+            )
             moved()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -30,7 +30,9 @@ def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by many threads, where registering would touch the pages by one
+    block = torch.frombuffer(
+        pages, dtype=torch.uint8
+    ).zero_()  # by many threads, where registering would touch the pages by one
     if device.type != "cuda":
         return block, 0
     torch.cuda.set_device(device)  # a thread begins with the first device

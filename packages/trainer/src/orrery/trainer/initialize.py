@@ -27,6 +27,8 @@ def initialize(me: RoleProcess) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     write_tokenizer(model, partial)
-    num_parameters = weights.write_initial(model, partial, getattr(torch, me.manifest.trainer.param_dtype))
+    num_parameters = weights.write_initial(
+        model, partial, getattr(torch, me.manifest.trainer.param_dtype)
+    )
     publish_folder(partial, folder)
     me.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)

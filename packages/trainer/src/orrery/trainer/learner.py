@@ -44,26 +44,52 @@ class Outcome:
 class Learner:
     """Policy and optimizer on this rank. `step` is the last one done: the version of the weights it holds."""
 
-    def __init__(self, policy: Policy, world: World, trainer: Trainer, optimizer: Optimizer, max_grad_norm: float):
-        self.policy, self.world, self.trainer, self.max_grad_norm = policy, world, trainer, max_grad_norm
+    def __init__(
+        self,
+        policy: Policy,
+        world: World,
+        trainer: Trainer,
+        optimizer: Optimizer,
+        max_grad_norm: float,
+    ):
+        self.policy, self.world, self.trainer, self.max_grad_norm = (
+            policy,
+            world,
+            trainer,
+            max_grad_norm,
+        )
         self.loss = trainer.loss
         self.routes = route_shape(policy.network.config)
         self.cut = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
-        self.weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+        self.weights = {
+            name: weight for name, weight in policy.named_parameters() if weight.requires_grad
+        }
         self.step = 0
-        self.base_sha256: str | None = None  # of the frozen weights (`base.py`); None without adapters
+        self.base_sha256: str | None = (
+            None  # of the frozen weights (`base.py`); None without adapters
+        )
         # This rank's largest gradient, at the embedding's output and where cp ranks exchange theirs, in the order of its backward passes.
         self._reached: list[torch.Tensor] = []
-        embedding = next((module for module in policy.modules() if isinstance(module, nn.Embedding)), None)
+        embedding = next(
+            (module for module in policy.modules() if isinstance(module, nn.Embedding)), None
+        )
         if embedding is not None:
             embedding.register_forward_hook(self._watch_embedding)
         context_parallel.watch(policy, self._watch)
         self.guard: MismatchGuard | None = None  # only for batches from engines
-        self.before_step: Callable[[], float] = lambda: 0.0  # called when nothing but the step itself is left; seconds that it took
+        self.before_step: Callable[[], float] = lambda: (
+            0.0
+        )  # called when nothing but the step itself is left; seconds that it took
 
-    def learn(self, micro_batches: Iterable[Columns], num_micro_batches: int, totals: dict[str, int], lr_factor: float) -> Outcome:
+    def learn(
+        self,
+        micro_batches: Iterable[Columns],
+        num_micro_batches: int,
+        totals: dict[str, int],
+        lr_factor: float,
+    ) -> Outcome:
         """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed; OrreryError where blocks do not compile."""
         step = self.step + 1
         begin_s = time.time()
@@ -73,7 +99,9 @@ class Learner:
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
-        values = self._agree(step, tally, totals)  # reads numbers, so the device has done the backward pass by then
+        values = self._agree(
+            step, tally, totals
+        )  # reads numbers, so the device has done the backward pass by then
         grad_norm = norm.item()
         backward_s = time.time()
         if not math.isfinite(grad_norm):
@@ -82,10 +110,17 @@ class Learner:
             values["logprob_mean_abs_diff"] = self.guard.judge(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(divisor)  # the last of a step that the device is told; nothing here waits for it
+        self.optimizer.step(
+            divisor
+        )  # the last of a step that the device is told; nothing here waits for it
         self.optimizer.zero_grad()
         self.step = step
-        metrics = {**values, "grad_norm": grad_norm, "learning_rate": self.peak_lr * lr_factor, "settle_s": settle_s}
+        metrics = {
+            **values,
+            "grad_norm": grad_norm,
+            "learning_rate": self.peak_lr * lr_factor,
+            "settle_s": settle_s,
+        }
         return Outcome(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
 
     @torch.no_grad()
@@ -99,7 +134,9 @@ class Learner:
             batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
             with compiled.told(self.policy.network.config):
                 logprob, entropy = self.policy(batch)
-            tally.add(loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1])
+            tally.add(
+                loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1]
+            )
         release(self.policy)
         sums = self._add_up(f"version {self.step}", tally)
         peak = float(tally.peaks)
@@ -115,7 +152,11 @@ class Learner:
         positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: each token's index
         columns = Columns(
             np.array([0, len(token_ids)], dtype=np.int64),
-            {"token_id": np.asarray(token_ids, dtype=np.int32), "trained": positions > 0, "logprob": positions},
+            {
+                "token_id": np.asarray(token_ids, dtype=np.int32),
+                "trained": positions > 0,
+                "logprob": positions,
+            },
             {},
         )
         batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
@@ -135,7 +176,9 @@ class Learner:
                 f"step {self.step}: after its update the weight {blame} is not finite; lower the optimizer's lr or max_grad_norm"
             )
 
-    def _accumulate(self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]) -> tuple[Tally, float]:
+    def _accumulate(
+        self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
+    ) -> tuple[Tally, float]:
         tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
         self._reached.clear()
         if self.guard is not None:
@@ -153,13 +196,23 @@ class Learner:
             if self.guard is not None:
                 self.guard.add(batch, logprob)
             differ = self.policy.network.num_routes_differ
-            tally.count(batch.num_samples, batch.num_tokens, batch.routes_missing, batch.routes_replayed, differ)
+            tally.count(
+                batch.num_samples,
+                batch.num_tokens,
+                batch.routes_missing,
+                batch.routes_replayed,
+                differ,
+            )
         release(self.policy)
         if arrivals.count != count:
-            raise RunFailed(f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced")
+            raise RunFailed(
+                f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced"
+            )
         return tally, arrivals.wait_s
 
-    def _agree(self, step: int, tally: Tally, totals: dict[str, int]) -> dict[str, float | int | None]:
+    def _agree(
+        self, step: int, tally: Tally, totals: dict[str, int]
+    ) -> dict[str, float | int | None]:
         """The step's metrics over all ranks, once every rank knows that loss and counts are sound."""
         sums = self._add_up(f"step {step}", tally)
         for name in COMPONENTS:
@@ -178,10 +231,18 @@ class Learner:
         sums = tally.values()
         for position, name in enumerate(Tally.NAMES):
             if not math.isfinite(sums[name]):
-                ranks = [rank for rank, bad in enumerate(self.world.each(int(not torch.isfinite(mine[position])))) if bad]
+                ranks = [
+                    rank
+                    for rank, bad in enumerate(
+                        self.world.each(int(not torch.isfinite(mine[position])))
+                    )
+                    if bad
+                ]
                 # The sum may overflow where no part does: then no single rank is to blame.
                 where = ranks[0] if ranks else "none alone"
-                raise RunFailed(f"{what}: {name} is {sums[name]} on rank {where}{self.weights_to_blame()}")
+                raise RunFailed(
+                    f"{what}: {name} is {sums[name]} on rank {where}{self.weights_to_blame()}"
+                )
         return sums
 
     def weights_to_blame(self) -> str:
@@ -195,13 +256,17 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # the embedding is frozen: the gradient ends here, and nobody wants it
+            if (
+                not hidden.requires_grad
+            ):  # the embedding is frozen: the gradient ends here, and nobody wants it
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_forget)
             self._watch(hidden)
 
     def _watch(self, hidden: torch.Tensor) -> None:
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self._reached.append(torch.linalg.vector_norm(gradient, math.inf)))
+            hidden.register_hook(
+                lambda gradient: self._reached.append(torch.linalg.vector_norm(gradient, math.inf))
+            )
 
     def _name_gradient(self, step: int) -> None:
         """A gradient flows from the loss to the embedding, so what is not finite spoils all that stands before it: the last one is named.
@@ -210,20 +275,35 @@ class Learner:
         When gradients are looked at they are sums over ranks, so where none of the passes did it is only known who holds the shard.
         """
         found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
-        broke = self.world.each(next((place for place, one in enumerate(self._reached) if not math.isfinite(float(one))), -1))
+        broke = self.world.each(
+            next(
+                (place for place, one in enumerate(self._reached) if not math.isfinite(float(one))),
+                -1,
+            )
+        )
         groups = self.world.each(self.world.data_rank)  # ranks of a cp group train the same data
         if max(found) < 0:
-            raise RunFailed(f"step {step}: the gradient norm overflows though every gradient is finite; lower the optimizer's lr")
+            raise RunFailed(
+                f"step {step}: the gradient norm overflows though every gradient is finite; lower the optimizer's lr"
+            )
         first: dict[int, int] = {}
         for group, place in zip(groups, broke, strict=True):
             if place >= 0:
                 first[group] = min(place, first.get(group, place))
-        ranks = [rank for rank, place in enumerate(broke) if place >= 0 and place == first[groups[rank]]]
+        ranks = [
+            rank for rank, place in enumerate(broke) if place >= 0 and place == first[groups[rank]]
+        ]
         if self.world.size == 1:
             ranks = [0]
         name = list(self.weights)[max(found)]
-        where = f"on rank {', '.join(map(str, ranks))}" if ranks else f"in the shard of rank {found.index(max(found))}"
-        raise RunFailed(f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step")
+        where = (
+            f"on rank {', '.join(map(str, ranks))}"
+            if ranks
+            else f"in the shard of rank {found.index(max(found))}"
+        )
+        raise RunFailed(
+            f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step"
+        )
 
 
 def _forget(hidden: torch.Tensor) -> None:
@@ -251,8 +331,14 @@ class Arrivals:
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
     """N_c over all ranks, from this rank's micro-batches: one all-reduce. Ranks that share micro-batches count them once."""
-    counts = [count_members(columns) for columns in micro_batches] if world.axis_rank("cp") == 0 else []
-    mine = torch.tensor([sum(count[name] for count in counts) for name in COMPONENTS], dtype=torch.int64, device=world.device)
+    counts = (
+        [count_members(columns) for columns in micro_batches] if world.axis_rank("cp") == 0 else []
+    )
+    mine = torch.tensor(
+        [sum(count[name] for count in counts) for name in COMPONENTS],
+        dtype=torch.int64,
+        device=world.device,
+    )
     return dict(zip(COMPONENTS, world.sum(mine).tolist(), strict=True))
 
 
@@ -271,7 +357,9 @@ def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | N
         "mismatch_kl_same_weights": mean("mismatch_kl_same_weights", "same_weights"),
         "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
         "masked_share": mean("masked", "members_rl"),
-        "routes_missing": int(sums["routes_missing"]) if sums["routes_missing"] or sums["routes_replayed"] else None,
+        "routes_missing": int(sums["routes_missing"])
+        if sums["routes_missing"] or sums["routes_replayed"]
+        else None,
         "routes_differ": mean("routes_differ", "routes_replayed"),
         "num_samples": int(sums["samples"]),
         "num_tokens": int(sums["tokens"]),

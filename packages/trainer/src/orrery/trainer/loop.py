@@ -52,9 +52,13 @@ def rl(rig: Rig, me: RoleProcess) -> None:
                 _end_checkpoint(rig, saving, _has_checkpoint(rig, me, first_step))
                 break
             arrived_s = time.monotonic()
-            me.health.doing("training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1))
+            me.health.doing(
+                "training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1)
+            )
             outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
-            _check_same_weights(me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"])
+            _check_same_weights(
+                me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"]
+            )
             publish_s = _publish(rig, me)
             is_due = checkpoints.is_due(step, me.manifest)
             checkpoint_blocked_s = saving.copy(rig.publisher.record()) if is_due else 0.0
@@ -67,16 +71,28 @@ def rl(rig: Rig, me: RoleProcess) -> None:
         _compare(rig, me, batch)
         me.health.doing("exporting weights", step=learner.step, still_s=parts_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
-        export(learner.policy, rig.world, me.manifest.model, rig.start_weights, me.run_dir / "weights" / "rl")
+        export(
+            learner.policy,
+            rig.world,
+            me.manifest.model,
+            rig.start_weights,
+            me.run_dir / "weights" / "rl",
+        )
 
 
 def _still_s(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
     return still_s(is_first, rig.world.size, warms_up(me.manifest.trainer, rig.world.device))
 
 
-def _await_batch(rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int, first_step: int) -> ReceivedBatch:
+def _await_batch(
+    rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int, first_step: int
+) -> ReceivedBatch:
     """Raises WoundDown where there is none any more; `first_step` is the one that this attempt began at."""
-    waiting = me.health.waiting(f"batch {step} from orchestrator", deadline_s=rig.batch_deadline_s, behind_s=rig.batch_behind_s)
+    waiting = me.health.waiting(
+        f"batch {step} from orchestrator",
+        deadline_s=rig.batch_deadline_s,
+        behind_s=rig.batch_behind_s,
+    )
     with me.metrics.span("wait", step=step), waiting:
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
     if batch.info.get("wind_down"):
@@ -88,7 +104,9 @@ def _await_batch(rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int,
 
 def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> Outcome:
     if missing := [name for name in COMPONENTS if name not in batch.totals]:
-        raise RunFailed(f"batch {batch.step}: announces no count of its {missing[0]} tokens, so its loss cannot be normalised")
+        raise RunFailed(
+            f"batch {batch.step}: announces no count of its {missing[0]} tokens, so its loss cannot be normalised"
+        )
     totals = {name: int(batch.totals[name]) for name in COMPONENTS}
     return rig.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
 
@@ -98,8 +116,14 @@ def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
     version, begin_s = rig.learner.step, time.time()
     limit_s = max(rig.publish_still_s, _still_s(rig, me, is_first))
     me.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
-    canary = None if me.manifest.trainer.mismatch.canary_logprob_difference is None else canary_tokens(me.manifest)
-    published = rig.publisher.publish(version, () if canary is None else rig.learner.logprobs(canary))
+    canary = (
+        None
+        if me.manifest.trainer.mismatch.canary_logprob_difference is None
+        else canary_tokens(me.manifest)
+    )
+    published = rig.publisher.publish(
+        version, () if canary is None else rig.learner.logprobs(canary)
+    )
     end_s = time.time()
     if published is not None:
         me.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
@@ -133,16 +157,32 @@ def _compare(rig: Rig, me: RoleProcess, batch: ReceivedBatch) -> None:
     me.health.doing("comparing log-probs with the engines", step=version, still_s=_still_s(rig, me))
     found, num_tokens = rig.learner.compare(batch)
     if found is None or not batch.info.get("compare"):
-        raise RunFailed(f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log")
+        raise RunFailed(
+            f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log"
+        )
     if rig.world.is_first:
-        me.metrics.write(None, event="compare", version=version, logprob_max_abs_diff_same_weights=found, num_trained_tokens=num_tokens)
-        me.log.info("version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens", version, found, num_tokens)
+        me.metrics.write(
+            None,
+            event="compare",
+            version=version,
+            logprob_max_abs_diff_same_weights=found,
+            num_trained_tokens=num_tokens,
+        )
+        me.log.info(
+            "version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens",
+            version,
+            found,
+            num_tokens,
+        )
     _check_same_weights(me, f"version {version}", found)
 
 
 def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None:
     manifest = me.manifest
-    exact = manifest.hardware.accelerator == "cpu" and manifest.trainer.compute_dtype == manifest.inference.dtype == "float32"
+    exact = (
+        manifest.hardware.accelerator == "cpu"
+        and manifest.trainer.compute_dtype == manifest.inference.dtype == "float32"
+    )
     if exact and found is not None and found > SAME_WEIGHTS_TOLERANCE:
         raise RunFailed(
             f"{what}: log-probs of trainer and engine differ by {found:.2e} on the same weights, "
@@ -151,7 +191,13 @@ def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None
 
 
 def _record(
-    me: RoleProcess, step: int, begin_s: float, arrived_s: float, outcome: Outcome, publish_s: float, checkpoint_blocked_s: float
+    me: RoleProcess,
+    step: int,
+    begin_s: float,
+    arrived_s: float,
+    outcome: Outcome,
+    publish_s: float,
+    checkpoint_blocked_s: float,
 ) -> None:
     end_s = time.monotonic()
     me.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
@@ -162,10 +208,18 @@ def _record(
         **outcome.metrics,
         step_time_s=end_s - begin_s,
         wait_s=wait_s,
-        forward_backward_s=outcome.forward_backward[1] - outcome.forward_backward[0] - outcome.wait_s,
+        forward_backward_s=outcome.forward_backward[1]
+        - outcome.forward_backward[0]
+        - outcome.wait_s,
         optimizer_s=outcome.optimizer[1] - outcome.optimizer[0],
         publish_s=publish_s,
         checkpoint_blocked_s=checkpoint_blocked_s,
         tokens_per_s=outcome.metrics["num_tokens"] / (end_s - begin_s),
     )
-    me.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, outcome.metrics["loss"], wait_s, end_s - begin_s)
+    me.log.info(
+        "step %d: loss %.4f, waited %.2f s of %.2f s",
+        step,
+        outcome.metrics["loss"],
+        wait_s,
+        end_s - begin_s,
+    )

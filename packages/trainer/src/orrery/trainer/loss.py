@@ -48,21 +48,35 @@ class Tally:
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
-    sums: torch.Tensor  # float64 [len(NAMES)]: in float32 a sum of counts stops being exact at 2^24 tokens
-    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, −1 where there are none
+    sums: (
+        torch.Tensor
+    )  # float64 [len(NAMES)]: in float32 a sum of counts stops being exact at 2^24 tokens
+    peaks: (
+        torch.Tensor
+    )  # float32 [1]: max |log π − log μ| over `same_weights` tokens, −1 where there are none
 
     @classmethod
     def zero(cls, device: torch.device) -> "Tally":
-        return cls(torch.zeros(len(cls.NAMES), dtype=torch.float64, device=device), torch.full((1,), -1.0, device=device))
+        return cls(
+            torch.zeros(len(cls.NAMES), dtype=torch.float64, device=device),
+            torch.full((1,), -1.0, device=device),
+        )
 
     def add(self, other: "Tally") -> None:
         self.sums += other.sums
         self.peaks = torch.maximum(self.peaks, other.peaks)
 
     def count(
-        self, num_samples: int, num_tokens: int, routes_missing: int, routes_replayed: int, routes_differ: torch.Tensor | None
+        self,
+        num_samples: int,
+        num_tokens: int,
+        routes_missing: int,
+        routes_replayed: int,
+        routes_differ: torch.Tensor | None,
     ) -> None:
-        for place, number in enumerate((num_samples, num_tokens, routes_missing, routes_replayed, routes_differ), -5):
+        for place, number in enumerate(
+            (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ), -5
+        ):
             if number is not None:
                 self.sums[place] += number
 
@@ -85,7 +99,11 @@ def policy_gradient(
 
 
 def loss(
-    logprob: torch.Tensor, entropy: torch.Tensor, targets: Targets, totals: dict[str, int], spec: DppoLoss
+    logprob: torch.Tensor,
+    entropy: torch.Tensor,
+    targets: Targets,
+    totals: dict[str, int],
+    spec: DppoLoss,
 ) -> tuple[torch.Tensor, Tally]:
     """This micro-batch's share of L (scalar, with gradient) and its tally, but for `samples` and what follows it.
 
@@ -97,13 +115,17 @@ def loss(
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     pull = torch.where(in_kl, targets.reference_logprob - constant, torch.zeros_like(constant))
-    reference_kl, _ = policy_gradient(logprob, torch.where(in_kl, targets.engine_logprob, constant), pull, spec)
+    reference_kl, _ = policy_gradient(
+        logprob, torch.where(in_kl, targets.engine_logprob, constant), pull, spec
+    )
     parts = {
         "rl": (targets.rl_weight * rl).sum(),
         "cross_entropy": (targets.cross_entropy_weight * -logprob).sum(),
         "reference_kl": (targets.reference_kl_weight * reference_kl).sum(),
     }
-    total = sum((parts[name] / max(totals[name], 1) for name in COMPONENTS), start=logprob.new_zeros(()))
+    total = sum(
+        (parts[name] / max(totals[name], 1) for name in COMPONENTS), start=logprob.new_zeros(())
+    )
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]

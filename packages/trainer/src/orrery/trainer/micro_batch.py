@@ -33,7 +33,9 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
     target: torch.Tensor  # i64 [M], the scored tokens themselves
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
+    routed_experts: (
+        torch.Tensor | None
+    )  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
     num_samples: int
@@ -48,7 +50,9 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
     weights = {}
     for name in COMPONENTS:
         weight = columns.token.get(f"{name}_weight")
-        weights[name] = np.where(trained, _ABSENT[f"{name}_weight"] if weight is None else weight, 0.0).astype(np.float32)
+        weights[name] = np.where(
+            trained, _ABSENT[f"{name}_weight"] if weight is None else weight, 0.0
+        ).astype(np.float32)
     return weights
 
 
@@ -83,14 +87,20 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
     weights = member_weights(columns)
     scored = np.flatnonzero(np.logical_or.reduce([weight != 0 for weight in weights.values()]))
     if np.isin(scored, starts).any():
-        raise RunFailed(f"batch {step}: the first token of a sample is marked trained, and nothing stands before it to predict it from")
+        raise RunFailed(
+            f"batch {step}: the first token of a sample is marked trained, and nothing stands before it to predict it from"
+        )
     if not len(scored):
-        scored = np.array([min(1, columns.num_tokens - 1)])  # without weight: it keeps the LM head in the graph
+        scored = np.array(
+            [min(1, columns.num_tokens - 1)]
+        )  # without weight: it keeps the LM head in the graph
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     temperature = columns.sample.get("temperature")
 
     def scored_of(name: str) -> torch.Tensor:
-        return _tensor(token[name][scored] if name in token else np.zeros(len(scored), dtype=np.float32))
+        return _tensor(
+            token[name][scored] if name in token else np.zeros(len(scored), dtype=np.float32)
+        )
 
     targets = Targets(
         engine_logprob=scored_of("logprob"),
@@ -108,7 +118,11 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
         max_seqlen=int(columns.lengths.max()),
         row=_tensor(np.maximum(scored - 1, 0)),
         target=_tensor(token["token_id"][scored].astype(np.int64)),
-        temperature=_tensor(np.ones(len(scored), dtype=np.float32) if temperature is None else temperature[sample_of[scored]]),
+        temperature=_tensor(
+            np.ones(len(scored), dtype=np.float32)
+            if temperature is None
+            else temperature[sample_of[scored]]
+        ),
         routed_experts=None,
         loss=targets,
         origin=_tensor(_origin(columns, step, sample_of)[scored]),
@@ -131,23 +145,35 @@ def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     nothing = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = nothing if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
-    return np.stack([nothing if engine is None else engine.astype(np.int64)[sample_of], age], axis=1)
+    return np.stack(
+        [nothing if engine is None else engine.astype(np.int64)[sample_of], age], axis=1
+    )
 
 
-def _with_routes(batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None) -> MicroBatch:
+def _with_routes(
+    batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None
+) -> MicroBatch:
     if not columns.num_tokens or COLUMN not in columns.token:
         return batch
     if shape is None:
-        raise RunFailed(f"batch {step}: it carries {COLUMN}, and this network has no experts; set transport.routed_experts to false")
+        raise RunFailed(
+            f"batch {step}: it carries {COLUMN}, and this network has no experts; set transport.routed_experts to false"
+        )
     checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
     checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
     missing, replayed = int(np.count_nonzero(checked.is_missing)), checked.num_routed * shape.top_k
-    return replace(batch, routed_experts=_tensor(checked.ids), routes_missing=missing, routes_replayed=replayed)
+    return replace(
+        batch, routed_experts=_tensor(checked.ids), routes_missing=missing, routes_replayed=replayed
+    )
 
 
 def _name(columns: Columns, step: int) -> str:
     groups = np.unique(columns.sample["group_id"]).tolist() if "group_id" in columns.sample else []
-    return f"batch {step}" + (f", groups {', '.join(map(str, groups[:8]))}{', …' if len(groups) > 8 else ''}" if groups else "")
+    return f"batch {step}" + (
+        f", groups {', '.join(map(str, groups[:8]))}{', …' if len(groups) > 8 else ''}"
+        if groups
+        else ""
+    )
 
 
 def _dummy() -> MicroBatch:
@@ -156,7 +182,20 @@ def _dummy() -> MicroBatch:
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
     targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
     origin = torch.zeros(1, 2, dtype=torch.int64)
-    return MicroBatch(zero, zero, cu_seqlens, 1, zero, zero, one, None, targets, origin, num_samples=0, num_tokens=0)
+    return MicroBatch(
+        zero,
+        zero,
+        cu_seqlens,
+        1,
+        zero,
+        zero,
+        one,
+        None,
+        targets,
+        origin,
+        num_samples=0,
+        num_tokens=0,
+    )
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -167,7 +206,11 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     def sent(record: MicroBatch | Targets) -> dict[str, torch.Tensor]:
         named = {field.name: getattr(record, field.name) for field in fields(record)}
-        return {name: _send(value, device) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return {
+            name: _send(value, device)
+            for name, value in named.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     return replace(batch, **sent(batch), loss=replace(batch.loss, **sent(batch.loss)))
 

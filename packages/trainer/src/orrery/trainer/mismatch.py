@@ -28,7 +28,13 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
         # [|difference|, tokens] × engine (the last row: unknown) × age in versions
-        self._sums = torch.zeros(2, manifest.inference.num_replicas + 1, num_ages, dtype=torch.float64, device=world.device)
+        self._sums = torch.zeros(
+            2,
+            manifest.inference.num_replicas + 1,
+            num_ages,
+            dtype=torch.float64,
+            device=world.device,
+        )
 
     def clear(self) -> None:
         self._sums.zero_()
@@ -41,7 +47,9 @@ class MismatchGuard:
         place = torch.where(known, engine, num_engines - 1) * num_ages + age.clamp(0, num_ages - 1)
         is_member = batch.loss.rl_weight != 0
         difference = (logprob.detach() - batch.loss.engine_logprob).abs()
-        self._sums[0].view(-1).index_add_(0, place, torch.where(is_member, difference, torch.zeros_like(difference)).double())
+        self._sums[0].view(-1).index_add_(
+            0, place, torch.where(is_member, difference, torch.zeros_like(difference)).double()
+        )
         self._sums[1].view(-1).index_add_(0, place, is_member.double())
 
     def judge(self, step: int, kl: float | None) -> float | None:
@@ -54,7 +62,11 @@ class MismatchGuard:
         if not num_tokens:
             return None
         mean = float(differences.sum()) / num_tokens
-        engines = torch.where(tokens.sum(1) >= MIN_TOKENS, differences.sum(1) / tokens.sum(1).clamp(min=1), torch.zeros(len(tokens)))
+        engines = torch.where(
+            tokens.sum(1) >= MIN_TOKENS,
+            differences.sum(1) / tokens.sum(1).clamp(min=1),
+            torch.zeros(len(tokens)),
+        )
         furthest = int(engines.argmax())
         worst = max(mean, float(engines[furthest]))
         name = f"step {step}: {self._name(step, furthest, differences[furthest], tokens[furthest])}"
@@ -66,8 +78,18 @@ class MismatchGuard:
                     "so the batch is not trained; see which process answers at that engine's address, and its log"
                 )
         for kind, value in found.items():
-            if (warn := getattr(self.bounds, f"warn_{kind}")) is not None and value > warn and self.world.is_first:
-                self.log.warning("%s; %s is more than trainer.mismatch.warn_%s = %g", name, self._measured(kind, value), kind, warn)
+            if (
+                (warn := getattr(self.bounds, f"warn_{kind}")) is not None
+                and value > warn
+                and self.world.is_first
+            ):
+                self.log.warning(
+                    "%s; %s is more than trainer.mismatch.warn_%s = %g",
+                    name,
+                    self._measured(kind, value),
+                    kind,
+                    warn,
+                )
         return mean
 
     @staticmethod
@@ -82,7 +104,11 @@ class MismatchGuard:
         """Describe the engine that is furthest off, and its worst version."""
         of_version = differences / tokens.clamp(min=1)
         age = int(of_version.argmax())
-        who = f"engine {engine}" if engine < self._sums.shape[1] - 1 else "an engine that does not say which it is, or several together,"
+        who = (
+            f"engine {engine}"
+            if engine < self._sums.shape[1] - 1
+            else "an engine that does not say which it is, or several together,"
+        )
         return (
             f"log-probs of {int(tokens.sum())} tokens of {who} are {self._mean(differences, tokens):.3g} from the trainer's on average, "
             f"of version {step - 1 - age} {float(of_version[age]):.3g}"

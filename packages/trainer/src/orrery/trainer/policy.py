@@ -22,7 +22,9 @@ class Policy(nn.Module):
     At most `chunk_tokens` rows of logits exist at a time; or all of them, from the forward to the backward pass (`keep_logits`).
     """
 
-    def __init__(self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False):
+    def __init__(
+        self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False
+    ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
         self.copies: Copies | None = None  # of the weights that compute, on one rank
@@ -30,9 +32,17 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature."""
         network = self.network
-        hidden_TD = network(batch.token_id, batch.position, batch.cu_seqlens, batch.routed_experts, max_seqlen=batch.max_seqlen)
+        hidden_TD = network(
+            batch.token_id,
+            batch.position,
+            batch.cu_seqlens,
+            batch.routed_experts,
+            max_seqlen=batch.max_seqlen,
+        )
         hidden_MD = _Rows.apply(hidden_TD, batch.row)
-        return network.log_probs(hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits)
+        return network.log_probs(
+            hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits
+        )
 
 
 class _Rows(torch.autograd.Function):
@@ -48,4 +58,6 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
         (row_M,) = ctx.saved_tensors
-        return grad_MD.new_zeros(ctx.num_rows, grad_MD.shape[1]).index_copy_(0, row_M, grad_MD), None
+        return grad_MD.new_zeros(ctx.num_rows, grad_MD.shape[1]).index_copy_(
+            0, row_M, grad_MD
+        ), None

@@ -70,7 +70,9 @@ class Publisher:
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
         """Raises RunFailed where batch `step` was not sampled by what was published. `stamped` are digests by version."""
         if not stamped:
-            raise RunFailed(f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log")
+            raise RunFailed(
+                f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
+            )
         for version, digest in stamped.items():
             published = self.digests.get(int(version))
             if digest != published:
@@ -86,7 +88,10 @@ class Publisher:
     def restore(self, folder: Path) -> None:
         """Go on from the `record` in `folder`. Raises RunFailed where it is not there."""
         try:
-            self.digests = {int(version): digest for version, digest in json.loads((folder / PUBLISHED).read_text()).items()}
+            self.digests = {
+                int(version): digest
+                for version, digest in json.loads((folder / PUBLISHED).read_text()).items()
+            }
         except (OSError, ValueError, AttributeError) as error:
             raise RunFailed(f"{folder / PUBLISHED}: cannot be read ({error}); {REMEDY}") from error
 
@@ -123,7 +128,9 @@ class Direct(Publisher):
         return published
 
     def settle(self) -> float:
-        with self._me.health.waiting("engines that have asked for these weights", deadline_s=scaled(SETTLE_S)):
+        with self._me.health.waiting(
+            "engines that have asked for these weights", deadline_s=scaled(SETTLE_S)
+        ):
             return self._source.settle()
 
     def close(self) -> None:
@@ -142,14 +149,18 @@ class Direct(Publisher):
 
         def held(hf: HfTensor) -> Held:
             dtype = self._dtype if hf.parameter_name in trained else hf.dtype
-            box, local = here.get(hf.name, (tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)))
+            box, local = here.get(
+                hf.name, (tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype))
+            )
             return Held(hf.name, hf.shape, dtype, box, local)
 
         return [held(hf) for hf in hf_tensors(network)]
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:
         if self._source.rank == 0:
-            self._me.metrics.write(version, event="weights_sent", version=version, error=error or None, **parts)
+            self._me.metrics.write(
+                version, event="weights_sent", version=version, error=error or None, **parts
+            )
             if error:
                 self._me.log.warning("version %d was not sent: %s", version, error)
 
@@ -174,5 +185,10 @@ def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: 
 def copy_tokenizer(start: Path, folder: Path) -> None:
     """What the Hugging Face folder `start` holds beside weights goes to `folder` too, where there is nothing of that name."""
     for file in start.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE and not (folder / file.name).exists():
+        if (
+            file.is_file()
+            and file.suffix != ".safetensors"
+            and file.name != INDEX_FILE
+            and not (folder / file.name).exists()
+        ):
             shutil.copyfile(file, folder / file.name)

@@ -60,7 +60,9 @@ class _Marks:
     def follow(self, device: torch.device) -> None:
         """From now on; before, and where nobody listens, micro-batches on a device are not counted."""
         self._ahead = SimpleQueue()
-        threading.Thread(target=self._wait, args=(self._ahead, device), name="marks", daemon=True).start()
+        threading.Thread(
+            target=self._wait, args=(self._ahead, device), name="marks", daemon=True
+        ).start()
 
     def _wait(self, ahead: "SimpleQueue[torch.cuda.Event]", device: torch.device) -> None:
         if device.type == "cuda":
@@ -129,10 +131,17 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
 
 def _say_when_compiling(me: RoleProcess) -> None:
     """A block that is compiled once more, for lengths it has not seen, takes its time in any step."""
-    from torch._dynamo import on_compile_end, on_compile_start  # here: to import it takes a while, and runs on CPUs hardly ever need it
+    from torch._dynamo import (
+        on_compile_end,
+        on_compile_start,
+    )  # here: to import it takes a while, and runs on CPUs hardly ever need it
 
     compiling = ExitStack()
-    on_compile_start(lambda _: compiling.enter_context(me.health.waiting("the compiler", deadline_s=scaled(ALONE_S))))
+    on_compile_start(
+        lambda _: compiling.enter_context(
+            me.health.waiting("the compiler", deadline_s=scaled(ALONE_S))
+        )
+    )
     on_compile_end(lambda _: compiling.close())
 
 
@@ -141,8 +150,13 @@ def collectives(device: torch.device) -> tuple[int, int]:
     ask = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if ask is None:
         return 0, 0
-    groups = json.loads(ask(includeCollectives=False, onlyActive=False)).get("pg_status", {}).values()
-    begun, completed = (sum(max(0, int(group[f"last_{what}_collective"])) for group in groups) for what in ("enqueued", "completed"))
+    groups = (
+        json.loads(ask(includeCollectives=False, onlyActive=False)).get("pg_status", {}).values()
+    )
+    begun, completed = (
+        sum(max(0, int(group[f"last_{what}_collective"])) for group in groups)
+        for what in ("enqueued", "completed")
+    )
     return begun, completed
 
 

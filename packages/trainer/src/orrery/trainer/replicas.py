@@ -38,6 +38,10 @@ def fingerprint(weights: Iterable[Tensor]) -> int:
         shard = local_tensor(weight.detach())
         sums.append(shard.contiguous().view(-1).view(_WORDS[shard.itemsize]).sum(dtype=torch.int64))
     mixed = 0
-    for value in torch.stack([one.cpu() if one.device != sums[0].device else one for one in sums]).tolist() if sums else ():
+    for value in (
+        torch.stack([one.cpu() if one.device != sums[0].device else one for one in sums]).tolist()
+        if sums
+        else ()
+    ):
         mixed = (mixed * 1_000_003 + value) % (2**61 - 1)
     return mixed

@@ -71,16 +71,24 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
 
 def content(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, without a copy."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "the caller copies what is strided, or on a device"
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (
+        "the caller copies what is strided, or on a device"
+    )
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def write(path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False) -> tuple[int, str]:
+def write(
+    path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False
+) -> tuple[int, str]:
     """Write `buffers` one after the other, synced when this returns: (bytes, sha256). Raises Stopped between chunks, and OSError; what was
     written until then is removed."""
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing both let other threads run, so they run side by side, and beside whatever else this process does.
-    with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing, path.open("wb", buffering=0) as file, _whole_or_gone(path):
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
+        path.open("wb", buffering=0) as file,
+        _whole_or_gone(path),
+    ):
         for chunk in _chunks(buffers):
             if stopped():
                 raise Stopped(path)

@@ -8,7 +8,13 @@
 import math
 from collections.abc import Callable
 
-from orrery.manifest.schema import ConstantSchedule, CosineSchedule, LinearSchedule, Schedule, WsdSchedule
+from orrery.manifest.schema import (
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    Schedule,
+    WsdSchedule,
+)
 
 
 def _constant(schedule: ConstantSchedule, step: int, num_steps: int) -> float:
@@ -39,7 +45,12 @@ def _progress(step: int, start: int, end: int) -> float:
     return min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 0.0
 
 
-_SHAPES: dict[str, Callable[..., float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine, "wsd": _wsd}
+_SHAPES: dict[str, Callable[..., float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "wsd": _wsd,
+}
 
 
 def factor(schedule: Schedule, step: int, num_steps: int) -> float:

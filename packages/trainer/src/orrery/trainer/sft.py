@@ -23,30 +23,56 @@ from orrery.transport.packing import pack_for
 TOKENISE_DEADLINE_S = 600.0
 
 
-def sft(learner: Learner, examples: Examples, validation: Validation | None, me: RoleProcess) -> None:
+def sft(
+    learner: Learner, examples: Examples, validation: Validation | None, me: RoleProcess
+) -> None:
     """Train what is left of `stages.sft.num_steps` on `examples`."""
     manifest, spec, world = me.manifest, me.manifest.stages.sft, learner.world
     first_step, has_warm_up = learner.step + 1, warms_up(manifest.trainer, world.device)
-    with StageCheckpoints(me, learner, "sft") as saving, ahead(batches(examples, manifest, learner.step)) as take:
+    with (
+        StageCheckpoints(me, learner, "sft") as saving,
+        ahead(batches(examples, manifest, learner.step)) as take,
+    ):
         for step in range(first_step, spec.num_steps + 1):
             saving.check()
             if validation is not None and learner.step % spec.validation.interval_steps == 0:
                 _validate(validation, learner, me, is_first=step == first_step)
             begin_s = time.monotonic()
-            with me.health.waiting(f"batch {step} to be tokenised", deadline_s=scaled(TOKENISE_DEADLINE_S)):
+            with me.health.waiting(
+                f"batch {step} to be tokenised", deadline_s=scaled(TOKENISE_DEADLINE_S)
+            ):
                 batch = take()
             wait_s = time.monotonic() - begin_s
-            me.health.doing("sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up))
-            mine = [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
-            outcome = learner.learn(mine, len(mine), count_totals(mine, world), factor(spec.schedule, step, spec.num_steps))
+            me.health.doing(
+                "sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up)
+            )
+            mine = [
+                batch.select(samples)
+                for samples in pack_for(manifest, batch.lengths)[world.data_rank]
+            ]
+            outcome = learner.learn(
+                mine,
+                len(mine),
+                count_totals(mine, world),
+                factor(spec.schedule, step, spec.num_steps),
+            )
             is_due = checkpoints.is_due(step, manifest, "sft")
             blocked_s = saving.copy() if is_due else 0.0
             if world.is_first:
                 step_s = time.monotonic() - begin_s
-                speed = {"step_time_s": step_s, "checkpoint_blocked_s": blocked_s, "tokens_per_s": outcome.metrics["num_tokens"] / step_s}
+                speed = {
+                    "step_time_s": step_s,
+                    "checkpoint_blocked_s": blocked_s,
+                    "tokens_per_s": outcome.metrics["num_tokens"] / step_s,
+                }
                 me.metrics.write(step, **outcome.metrics, **speed, wait_s=wait_s)
                 if step % 20 == 0 or step == spec.num_steps:
-                    me.log.info("sft step %d of %d: loss %.4f", step, spec.num_steps, outcome.metrics["loss"])
+                    me.log.info(
+                        "sft step %d of %d: loss %.4f",
+                        step,
+                        spec.num_steps,
+                        outcome.metrics["loss"],
+                    )
             if is_due:
                 saving.write()
         if validation is not None:
@@ -55,7 +81,9 @@ def sft(learner: Learner, examples: Examples, validation: Validation | None, me:
 
 def _validate(validation: Validation, learner: Learner, me: RoleProcess, is_first: bool) -> None:
     step, begin_s = learner.step, time.monotonic()
-    limit_s = still_s(is_first, learner.world.size, warms_up(me.manifest.trainer, learner.world.device))
+    limit_s = still_s(
+        is_first, learner.world.size, warms_up(me.manifest.trainer, learner.world.device)
+    )
     me.health.doing("validating", step=step, still_s=limit_s)
     with me.metrics.span("validation", step=step):
         loss, num_tokens = validation.loss(learner)

@@ -31,7 +31,14 @@ KEPT_TOKENS = 32_000_000  # of 5 bytes
 class Examples:
     """Chats as token columns, with all weight on the cross-entropy component; the rest of the trainer sees no difference to RL."""
 
-    def __init__(self, chats: Chats, renderer: Renderer, trained_roles: Sequence[Role], max_tokens: int, max_positions: int):
+    def __init__(
+        self,
+        chats: Chats,
+        renderer: Renderer,
+        trained_roles: Sequence[Role],
+        max_tokens: int,
+        max_positions: int,
+    ):
         """A chat is refused beyond `max_tokens`, those of a micro-batch, and beyond `max_positions`, those that the model knows."""
         self.chats, self._renderer, self._trained_roles = chats, renderer, trained_roles
         self._max_tokens, self._max_positions = max_tokens, max_positions
@@ -52,7 +59,9 @@ class Examples:
     def columns(self, indices: Iterable[int]) -> Columns:
         """These examples, in this order. Raises OrreryError for a chat that cannot be trained on, naming it."""
         indices = list(indices)
-        made = self._tokenise([index for index in dict.fromkeys(indices) if index not in self._kept])
+        made = self._tokenise(
+            [index for index in dict.fromkeys(indices) if index not in self._kept]
+        )
         tokens = [made[index] if index in made else self._kept[index] for index in indices]
         offsets = np.cumsum([0, *(len(ids) for ids, _ in tokens)], dtype=np.int64)
         token = {
@@ -65,7 +74,9 @@ class Examples:
 
     def _tokenise(self, indices: list[int]) -> dict[int, Example]:
         chats = [self.chats[index] for index in indices]
-        made = self._renderer.examples([(chat.where, chat.messages, chat.tools) for chat in chats], self._trained_roles)
+        made = self._renderer.examples(
+            [(chat.where, chat.messages, chat.tools) for chat in chats], self._trained_roles
+        )
         for index, chat, example in zip(indices, chats, made, strict=True):
             num_tokens = len(example[0])
             if num_tokens > self._max_positions:

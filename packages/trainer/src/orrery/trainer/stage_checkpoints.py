@@ -32,12 +32,24 @@ class StageCheckpoints:
 
     def __enter__(self) -> Self:
         self._saver.__enter__()
-        num_steps = self._me.manifest.stages.sft.num_steps if self._stage == "sft" else self._me.manifest.stages.rl.num_steps
-        if any(checkpoints.is_due(step, self._me.manifest, self._stage) for step in range(self._learner.step + 1, num_steps + 1)):
+        num_steps = (
+            self._me.manifest.stages.sft.num_steps
+            if self._stage == "sft"
+            else self._me.manifest.stages.rl.num_steps
+        )
+        if any(
+            checkpoints.is_due(step, self._me.manifest, self._stage)
+            for step in range(self._learner.step + 1, num_steps + 1)
+        ):
             self._saver.reserve(self._learner)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._saver.__exit__(kind, error, trace)
 
     def check(self) -> None:
@@ -47,7 +59,9 @@ class StageCheckpoints:
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
         """Copy the state of the last step, with `files`: seconds that training was blocked for. A collective."""
         step = self._learner.step
-        self._me.health.doing("copying a checkpoint", step=step, still_s=still_s(False, self._learner.world.size))
+        self._me.health.doing(
+            "copying a checkpoint", step=step, still_s=still_s(False, self._learner.world.size)
+        )
         with self._me.metrics.span("checkpoint", step=step):
             return self._saver.copy(self._learner, self._folder / "trainer", files)
 
@@ -60,8 +74,16 @@ class StageCheckpoints:
                 raise RunFailed(
                     f"{folder}: the {self._beside}'s half is missing, though batch {step} was sent; see logs/{self._beside}.0.log"
                 )
-            checkpoints.complete(folder, [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)])
-            checkpoints.prune(self._me.run_dir, self._me.manifest.trainer.checkpoint.keep, self._me.attempt, self._stage)
+            checkpoints.complete(
+                folder,
+                [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)],
+            )
+            checkpoints.prune(
+                self._me.run_dir,
+                self._me.manifest.trainer.checkpoint.keep,
+                self._me.attempt,
+                self._stage,
+            )
             self._me.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
 
         self._saver.write(complete, whole=folder / checkpoints.MARKER)
@@ -72,16 +94,22 @@ class StageCheckpoints:
 
     @property
     def _folder(self) -> Path:
-        return checkpoints.checkpoint_dir(self._me.run_dir, self._learner.step, self._me.attempt, self._stage)
+        return checkpoints.checkpoint_dir(
+            self._me.run_dir, self._learner.step, self._me.attempt, self._stage
+        )
 
 
 def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
     """Go on from the newest complete checkpoint of `stage`: its folder, or None where there is none. A collective."""
     world = learner.world
-    if stage != "rl" and world.is_first:  # there the orchestrator does it, before it writes its half
+    if (
+        stage != "rl" and world.is_first
+    ):  # there the orchestrator does it, before it writes its half
         checkpoints.discard_incomplete(me.run_dir, stage)
     newest = checkpoints.latest(me.run_dir, stage) or (0, 0)
-    step, attempt = (world.each(number)[0] for number in newest)  # from rank 0: nodes may see a new folder late
+    step, attempt = (
+        world.each(number)[0] for number in newest
+    )  # from rank 0: nodes may see a new folder late
     if not step:
         return None
     me.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
@@ -91,6 +119,8 @@ def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
     world.barrier()  # nobody goes on before every share is known to be sound
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:
-        raise RunFailed(f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it")
+        raise RunFailed(
+            f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it"
+        )
     me.log.info("resuming after step %d", step)
     return folder

@@ -60,7 +60,9 @@ class Stored:
             path = self._folder / f"rank_{rank}.safetensors"
             try:
                 self._files[rank] = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors has its own exception; a missing file is an OSError
+            except (
+                Exception
+            ) as error:  # safetensors has its own exception; a missing file is an OSError
                 raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
         return self._files[rank]
 

@@ -32,7 +32,10 @@ class Validation:
     """Ready to be run again and again: this rank's micro-batches stay in memory."""
 
     def __init__(self, manifest: Manifest, examples: Columns, world: World):
-        self.micro_batches = [examples.select(samples) for samples in pack_for(manifest, examples.lengths)[world.data_rank]]
+        self.micro_batches = [
+            examples.select(samples)
+            for samples in pack_for(manifest, examples.lengths)[world.data_rank]
+        ]
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
@@ -43,23 +46,31 @@ class Validation:
             mark(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.cut)
             logprob_M, _ = learner.policy(batch)
-            counts_M = batch.loss.cross_entropy_weight.double()  # 1, or 0 for the row that only keeps a rank in step
+            counts_M = (
+                batch.loss.cross_entropy_weight.double()
+            )  # 1, or 0 for the row that only keeps a rank in step
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         release(learner.policy)
         nats, num_tokens = world.sum(total).tolist()
         if not math.isfinite(nats):
-            raise RunFailed(f"validation after step {learner.step}: cross-entropy is {nats}{learner.weights_to_blame()}")
+            raise RunFailed(
+                f"validation after step {learner.step}: cross-entropy is {nats}{learner.weights_to_blame()}"
+            )
         return nats / num_tokens, int(num_tokens)
 
 
-def load_validation(manifest: Manifest, tokenizer: Path, training: Chats, world: World) -> Validation | None:
+def load_validation(
+    manifest: Manifest, tokenizer: Path, training: Chats, world: World
+) -> Validation | None:
     """Raises OrreryError where there are too few examples, or one that is trained too. A collective."""
     spec = manifest.stages.sft.validation
     if spec is None:
         return None
     examples = open_examples(manifest, spec.data, f"{FIELD}.data", tokenizer)
     if len(examples) < spec.num_examples:
-        raise OrreryError(f"{FIELD}.num_examples: {spec.num_examples} are asked for and data has {len(examples)}")
+        raise OrreryError(
+            f"{FIELD}.num_examples: {spec.num_examples} are asked for and data has {len(examples)}"
+        )
     refuse_shared([examples.chats[index] for index in range(spec.num_examples)], training, world)
     return Validation(manifest, examples.columns(range(spec.num_examples)), world)
 

@@ -21,8 +21,14 @@ class BufferPool:
     def take(self, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes], contents undefined."""
         for index in range(len(self._buffers)):
-            if len(self._buffers[index]) >= num_bytes and sys.getrefcount(self._buffers[index]) == _UNSHARED:
+            if (
+                len(self._buffers[index]) >= num_bytes
+                and sys.getrefcount(self._buffers[index]) == _UNSHARED
+            ):
                 return self._buffers[index][:num_bytes]
         buffer = np.empty(num_bytes, dtype=np.uint8)
-        self._buffers = [*self._buffers[-(self._keep - 1) :], buffer]  # the oldest is forgotten: its readers keep it alive
+        self._buffers = [
+            *self._buffers[-(self._keep - 1) :],
+            buffer,
+        ]  # the oldest is forgotten: its readers keep it alive
         return buffer[:num_bytes]

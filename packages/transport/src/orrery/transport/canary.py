@@ -56,22 +56,34 @@ def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))
 
 
-async def prove(engine: "EngineClient", canary: Canary, version: int, known: Sequence[float]) -> tuple[float, float]:
+async def prove(
+    engine: "EngineClient", canary: Canary, version: int, known: Sequence[float]
+) -> tuple[float, float]:
     """Ask a resumed engine for the canary of `version`; return the mean |difference| and the
     seconds.
 
     Pauses the engine and raises WeightsDiffer if the difference is beyond the bound. Raises
     UpdateFailed if the engine gives no log-probs, and EngineGone.
     """
-    from orrery.transport.engine import GenerationFailed, UpdateFailed, WeightsDiffer  # a trainer lacks its packages
+    from orrery.transport.engine import (
+        GenerationFailed,
+        UpdateFailed,
+        WeightsDiffer,
+    )  # a trainer lacks its packages
 
     begin = time.perf_counter()
     try:
-        found = await engine.prompt_logprobs(canary.token_ids, f"canary-{version}", scaled(TIMEOUT_S))
+        found = await engine.prompt_logprobs(
+            canary.token_ids, f"canary-{version}", scaled(TIMEOUT_S)
+        )
     except GenerationFailed as error:
-        raise UpdateFailed(f"{engine.name} did not answer the canary of version {version}: {error}") from error
+        raise UpdateFailed(
+            f"{engine.name} did not answer the canary of version {version}: {error}"
+        ) from error
     if len(found) != len(known):
-        raise UpdateFailed(f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, not {len(known)}")
+        raise UpdateFailed(
+            f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, not {len(known)}"
+        )
     difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
     if not difference <= canary.bound:  # also true for NaN
         with suppress(OrreryError):  # the run ends anyway

@@ -27,7 +27,13 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import sync, write_atomic
-from orrery.manifest.run_folder import COMPLETE, Checkpoint, checkpoint_named, checkpoints_dir, whole_checkpoints
+from orrery.manifest.run_folder import (
+    COMPLETE,
+    Checkpoint,
+    checkpoint_named,
+    checkpoints_dir,
+    whole_checkpoints,
+)
 from orrery.manifest.schema import Manifest
 from orrery.transport import visible
 
@@ -80,9 +86,13 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
     Raises OrreryError if there is none.
     """
-    found = max((one for one in whole_checkpoints(run_dir, stage) if one.step == step), default=None)
+    found = max(
+        (one for one in whole_checkpoints(run_dir, stage) if one.step == step), default=None
+    )
     if found is None:
-        raise OrreryError(f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; there are {steps(run_dir, stage)}")
+        raise OrreryError(
+            f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; there are {steps(run_dir, stage)}"
+        )
     return checkpoints_dir(run_dir, stage) / found.name
 
 
@@ -97,7 +107,9 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     The last that its writer does in the folder: whoever sees the note may rename the folder at once; `complete` syncs it.
     """
     temporary = note.with_name(f".{note.name}.tmp")
-    temporary.write_bytes(msgspec.json.encode({name: _Noted(*one) for name, one in written.items()}))
+    temporary.write_bytes(
+        msgspec.json.encode({name: _Noted(*one) for name, one in written.items()})
+    )
     temporary.replace(note)
 
 
@@ -119,12 +131,19 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
         sync(parent)
     digests |= {name: _sha256(folder / name) for name in rest}
-    write_atomic(folder / FILES, (json.dumps(dict(sorted(digests.items())), indent=1) + "\n").encode())
+    write_atomic(
+        folder / FILES, (json.dumps(dict(sorted(digests.items())), indent=1) + "\n").encode()
+    )
     write_atomic(folder / MARKER, b"")
     sync(folder.parent)
 
 
-def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0, 1), each: Callable[[], object] = lambda: None) -> None:
+def verify(
+    folder: Path,
+    remedy: str | None = None,
+    share: tuple[int, int] = (0, 1),
+    each: Callable[[], object] = lambda: None,
+) -> None:
     """Raises `OrreryError` naming a file that is missing, damaged, or not of the checkpoint, and saying `remedy`.
 
     `share` (i, n): read only the i-th of n shares of the files; each of n processes takes one, and all is well where it is for all.
@@ -142,11 +161,17 @@ def verify(folder: Path, remedy: str | None = None, share: tuple[int, int] = (0,
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    mine = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]  # by suffix, so that big files are dealt evenly
+    mine = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[
+        index::count
+    ]  # by suffix, so that big files are dealt evenly
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        for name, digest in zip(mine, pool.map(lambda name: _sha256(folder / name, each), mine), strict=True):
+        for name, digest in zip(
+            mine, pool.map(lambda name: _sha256(folder / name, each), mine), strict=True
+        ):
             if digest != expected[name]:
-                raise OrreryError(f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}")
+                raise OrreryError(
+                    f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}"
+                )
 
 
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
@@ -156,7 +181,9 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
     `attempt`; checkpoints of newer attempts stay.
     """
     if keep < 1:
-        raise OrreryError(f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1")
+        raise OrreryError(
+            f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1"
+        )
     removed = []
     for one in whole_checkpoints(run_dir, stage)[:-keep]:
         if one.attempt > attempt:
@@ -204,7 +231,9 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
             try:
                 discard(run_dir, folder)
             except OSError as error:
-                raise OrreryError(f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again") from error
+                raise OrreryError(
+                    f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again"
+                ) from error
             removed.append(one.step)
     for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
         for folder in (Path(run_dir) / "checkpoints").glob(left):
@@ -214,25 +243,38 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
 
 def _files(folder: Path) -> list[str]:
     every = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return sorted(path.as_posix() for path in every if not path.parts[0].startswith(f"{LATER}.") and path.as_posix() not in (MARKER, FILES))
+    return sorted(
+        path.as_posix()
+        for path in every
+        if not path.parts[0].startswith(f"{LATER}.") and path.as_posix() not in (MARKER, FILES)
+    )
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
     """{name in `folder`: sha256} of what `note` names, each there with its size."""
     path = folder / note
     if not visible.appears(path):
-        raise RunFailed(f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; see the logs of the role")
+        raise RunFailed(
+            f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; see the logs of the role"
+        )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
     except (OSError, msgspec.MsgspecError) as error:
-        raise RunFailed(f"{path}: not a note of sizes and sha256 ({error}); run again to go on from the checkpoint before it") from error
+        raise RunFailed(
+            f"{path}: not a note of sizes and sha256 ({error}); run again to go on from the checkpoint before it"
+        ) from error
     for name, entry in noted.items():
         file = path.with_name(name)
         num_bytes = _size(file) if visible.appears(file) else None
         if num_bytes != entry.bytes:
             has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
-            raise RunFailed(f"{file}: {has}, but {path.name} says {entry.bytes} bytes; run again to go on from the checkpoint before it")
-    return {path.with_name(name).relative_to(folder).as_posix(): entry.sha256 for name, entry in noted.items()}
+            raise RunFailed(
+                f"{file}: {has}, but {path.name} says {entry.bytes} bytes; run again to go on from the checkpoint before it"
+            )
+    return {
+        path.with_name(name).relative_to(folder).as_posix(): entry.sha256
+        for name, entry in noted.items()
+    }
 
 
 def _size(path: Path) -> int:
@@ -242,7 +284,10 @@ def _size(path: Path) -> int:
 
 
 def _sha256(path: Path, each: Callable[[], object] = lambda: None) -> str:
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
+    digest, chunk = (
+        hashlib.sha256(),
+        memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))),
+    )
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(chunk):
             digest.update(chunk[:size])

@@ -19,7 +19,12 @@ from orrery.transport.columns import Columns
 MicroBatch = Columns | Sequence[Columns]
 
 COALESCE_BYTES = 64 * 1024  # below this, copying a segment is cheaper than a frame of its own
-DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8"))}
+DTYPES = {
+    dtype.str: dtype
+    for dtype in map(
+        np.dtype, ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
+    )
+}
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -46,10 +51,16 @@ class Layout(msgspec.Struct, frozen=True):
         """Raises ValueError where this is not what `layout_of` makes, so that a damaged header never reads past its buffer."""
         start = 0
         for slot in self.slots:
-            if slot.dtype not in DTYPES or slot.kind not in ("offsets", "token", "sample") or any(size < 0 for size in slot.shape):
+            if (
+                slot.dtype not in DTYPES
+                or slot.kind not in ("offsets", "token", "sample")
+                or any(size < 0 for size in slot.shape)
+            ):
                 raise ValueError(f"slot {slot} is not a column")
             if slot.start != start:
-                raise ValueError(f"slot {slot.name!r} starts at byte {slot.start}, not at {start} where the one before ends")
+                raise ValueError(
+                    f"slot {slot.name!r} starts at byte {slot.start}, not at {start} where the one before ends"
+                )
             start += slot.num_bytes
         if start != self.num_bytes or not any(slot.kind == "offsets" for slot in self.slots):
             raise ValueError(f"the slots name {start} bytes of {self.num_bytes}, or no offsets")
@@ -64,7 +75,9 @@ def layout_of(micro_batch: MicroBatch) -> Layout:
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
-    columns: list[tuple[str, str, str, tuple[int, ...]]] = [("offsets", "offsets", "<i8", (num_samples + 1,))]
+    columns: list[tuple[str, str, str, tuple[int, ...]]] = [
+        ("offsets", "offsets", "<i8", (num_samples + 1,))
+    ]
     if parts:
         first = parts[0]
         for kind, length in (("token", num_tokens), ("sample", num_samples)):
@@ -72,17 +85,26 @@ def layout_of(micro_batch: MicroBatch) -> Layout:
             for part in parts[1:]:
                 others: dict[str, np.ndarray] = getattr(part, kind)
                 if others.keys() != arrays.keys():
-                    raise ValueError(f"{kind} columns {sorted(others.keys() ^ arrays.keys())} are in some parts only")
+                    raise ValueError(
+                        f"{kind} columns {sorted(others.keys() ^ arrays.keys())} are in some parts only"
+                    )
                 for name, array in others.items():
-                    if array.dtype != arrays[name].dtype or array.shape[1:] != arrays[name].shape[1:]:
-                        raise ValueError(f"{kind} column {name!r} differs in dtype or shape between parts")
+                    if (
+                        array.dtype != arrays[name].dtype
+                        or array.shape[1:] != arrays[name].shape[1:]
+                    ):
+                        raise ValueError(
+                            f"{kind} column {name!r} differs in dtype or shape between parts"
+                        )
             for name, array in arrays.items():
                 if array.dtype.str not in DTYPES:
                     raise ValueError(
                         f"{kind} column {name!r} has dtype {array.dtype}, which no wire carries; view it as one of {sorted(DTYPES)}"
                     )
                 columns.append((kind, name, array.dtype.str, (length, *array.shape[1:])))
-    columns[1:] = sorted(columns[1:], key=lambda column: (-DTYPES[column[2]].itemsize, column[0], column[1]))
+    columns[1:] = sorted(
+        columns[1:], key=lambda column: (-DTYPES[column[2]].itemsize, column[0], column[1])
+    )
     slots, start = [], 0
     for kind, name, dtype, shape in columns:
         slot = Slot(kind, name, dtype, shape, start)
@@ -98,7 +120,9 @@ def segments(micro_batch: MicroBatch, layout: Layout) -> Iterator[memoryview]:
         if slot.kind == "offsets":
             lengths = [part.lengths for part in parts]
             yield _bytes_of(
-                np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))]) if lengths else np.zeros(1, np.int64)
+                np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
+                if lengths
+                else np.zeros(1, np.int64)
             )
         else:
             for part in parts:
@@ -137,7 +161,11 @@ def columns_from(layout: Layout, buffer: np.ndarray) -> Columns:
         raise ValueError(f"the layout names {layout.num_bytes} bytes of {len(buffer)}")
     found: dict[str, dict[str, np.ndarray]] = {"offsets": {}, "token": {}, "sample": {}}
     for slot in layout.slots:
-        array = buffer[slot.start : slot.start + slot.num_bytes].view(DTYPES[slot.dtype]).reshape(slot.shape)
+        array = (
+            buffer[slot.start : slot.start + slot.num_bytes]
+            .view(DTYPES[slot.dtype])
+            .reshape(slot.shape)
+        )
         found[slot.kind][slot.name] = array
     [offsets] = found["offsets"].values()
     return Columns(offsets, found["token"], found["sample"])

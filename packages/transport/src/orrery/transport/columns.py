@@ -18,8 +18,12 @@ import numpy as np
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # the engine's, of the distribution that was sampled from (temperature applied)
-    "version": np.dtype("int32"),  # policy version that sampled the token; −1 where no policy did (prompt, tool output)
+    "logprob": np.dtype(
+        "float32"
+    ),  # the engine's, of the distribution that was sampled from (temperature applied)
+    "version": np.dtype(
+        "int32"
+    ),  # policy version that sampled the token; −1 where no policy did (prompt, tool output)
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -28,8 +32,12 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version when the group was dispatched = its cache salt
-    "engine": np.dtype("int32"),  # index of the engine that sampled all of it; −1: unknown or several
+    "dispatch_version": np.dtype(
+        "int32"
+    ),  # policy version when the group was dispatched = its cache salt
+    "engine": np.dtype(
+        "int32"
+    ),  # index of the engine that sampled all of it; −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -45,7 +53,12 @@ class Columns:
     sample: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.offsets.ndim != 1 or len(self.offsets) < 1 or self.offsets[0] != 0 or (np.diff(self.offsets) < 0).any():
+        if (
+            self.offsets.ndim != 1
+            or len(self.offsets) < 1
+            or self.offsets[0] != 0
+            or (np.diff(self.offsets) < 0).any()
+        ):
             raise ValueError(f"offsets must rise from 0, got {self.offsets[:8]}…")
         for kind, columns, length, dtypes in (
             ("token", self.token, self.num_tokens, TOKEN_COLUMNS),
@@ -53,9 +66,13 @@ class Columns:
         ):
             for name, column in columns.items():
                 if len(column) != length:
-                    raise ValueError(f"{kind} column {name!r} has {len(column)} rows, expected {length}")
+                    raise ValueError(
+                        f"{kind} column {name!r} has {len(column)} rows, expected {length}"
+                    )
                 if name in dtypes and column.dtype != dtypes[name]:
-                    raise ValueError(f"{kind} column {name!r} is {column.dtype}, expected {dtypes[name]}")
+                    raise ValueError(
+                        f"{kind} column {name!r} is {column.dtype}, expected {dtypes[name]}"
+                    )
 
     @property
     def num_samples(self) -> int:
@@ -90,12 +107,20 @@ class Columns:
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
         for part in parts[1:]:
-            if part.token.keys() != parts[0].token.keys() or part.sample.keys() != parts[0].sample.keys():
-                odd = (part.token.keys() ^ parts[0].token.keys()) | (part.sample.keys() ^ parts[0].sample.keys())
+            if (
+                part.token.keys() != parts[0].token.keys()
+                or part.sample.keys() != parts[0].sample.keys()
+            ):
+                odd = (part.token.keys() ^ parts[0].token.keys()) | (
+                    part.sample.keys() ^ parts[0].sample.keys()
+                )
                 raise ValueError(f"columns {sorted(odd)} are in some parts only")
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             {name: np.concatenate([part.token[name] for part in parts]) for name in parts[0].token},
-            {name: np.concatenate([part.sample[name] for part in parts]) for name in parts[0].sample},
+            {
+                name: np.concatenate([part.sample[name] for part in parts])
+                for name in parts[0].sample
+            },
         )

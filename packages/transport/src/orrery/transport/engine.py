@@ -42,12 +42,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-START_VERSION = -1  # what the engine's label "default" stands for: weights loaded at start, before the first update
+START_VERSION = (
+    -1
+)  # what the engine's label "default" stands for: weights loaded at start, before the first update
 CONNECT_TIMEOUT_S = 10.0
-NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}  # of a connect: nothing has left yet
+NO_ROOM = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ENOBUFS,
+    errno.EADDRNOTAVAIL,
+}  # of a connect: nothing has left yet
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints; scaled
-LOAD_TIMEOUT_S = 300.0  # beyond what a wire waits for a peer that does not come: its own sentence says more
+LOAD_TIMEOUT_S = (
+    300.0  # beyond what a wire waits for a peer that does not come: its own sentence says more
+)
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 # Ours to close, before the server does (uvicorn's default is 5 s): a request on a connection that the server is just closing is lost.
 KEEPALIVE_S = 3.0
@@ -95,11 +105,17 @@ class Generation:
     request_id: str
     token_ids: np.ndarray  # i32 [n]
     logprobs: np.ndarray  # f32 [n], log p of each token under the distribution it was sampled from (temperature applied)
-    versions: np.ndarray  # i32 [n], policy version that sampled the token; START_VERSION before the first update
+    versions: (
+        np.ndarray
+    )  # i32 [n], policy version that sampled the token; START_VERSION before the first update
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    routes: tuple[Routes, ...] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
-    kv_transfer: dict[str, Any] | None = None  # of a request that prefills for another engine: where its blocks are
+    routes: tuple[
+        Routes, ...
+    ] = ()  # of prompt and sampled tokens, the last one not, where they were asked for
+    kv_transfer: dict[str, Any] | None = (
+        None  # of a request that prefills for another engine: where its blocks are
+    )
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
 
 
@@ -131,7 +147,9 @@ class EngineMetrics:
     kv_tokens: int  # that the KV blocks of all caches hold; 0 where the page does not say
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # of those that wait, whose cache is on its way into blocks that they hold already
+    loading: int = (
+        0  # of those that wait, whose cache is on its way into blocks that they hold already
+    )
     external_hit_tokens_total: int = 0  # of new requests, found in caches outside the device: host, disk, a store, another engine
 
 
@@ -181,7 +199,9 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 class EngineClient:
     """One vLLM server (or a router before several): `async with EngineClient(url) as engine`, or `close()` it."""
 
-    def __init__(self, url: str, token: str | None = None, name: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, name: str | None = None, model: str | None = None
+    ) -> None:
         """`url` without a path. `token` is the run's, of which requests carry credentials; `name` is what error sentences call this engine.
 
         `model` is what requests are for where the server has more than its weights (`orrery.transport.weight_wire.served_model`).
@@ -242,8 +262,17 @@ class EngineClient:
             sampling["ignore_eos"] = True
         if routes_from:
             sampling["routed_experts_prompt_start"] = routes_from
-        prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
-        body = {"request_id": request_id, "token_ids": prompt, "cache_salt": cache_salt, "sampling_params": sampling}
+        prompt = (
+            token_ids.tolist()
+            if isinstance(token_ids, np.ndarray)
+            else [int(token) for token in token_ids]
+        )
+        body = {
+            "request_id": request_id,
+            "token_ids": prompt,
+            "cache_salt": cache_salt,
+            "sampling_params": sampling,
+        }
         if kv_transfer is not None:
             body["kv_transfer_params"] = kv_transfer
         if self._model is not None:
@@ -251,41 +280,80 @@ class EngineClient:
         what = f"request {request_id!r}"
         try:
             status, answer, engine = await self._call(
-                "POST", "/inference/v1/generate", body, timeout_s, GenerationFailed, what, keep_connection=True, session=session
+                "POST",
+                "/inference/v1/generate",
+                body,
+                timeout_s,
+                GenerationFailed,
+                what,
+                keep_connection=True,
+                session=session,
             )
         except EngineGone as error:
             # A kept connection may break without harm to the server: it closes one whenever it answers 500.
             if await self.health():
-                raise GenerationFailed(f"{self.name} hung up on {what} and is well otherwise") from error
+                raise GenerationFailed(
+                    f"{self.name} hung up on {what} and is well otherwise"
+                ) from error
             raise
         if status != 200:
-            raise GenerationFailed(f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}")
-        return replace(_generation(request_id, answer, self.name, len(prompt), routes_from), engine=engine)
+            raise GenerationFailed(
+                f"{self.name} refused request {request_id!r} ({len(prompt)} prompt tokens): {_sentence(status, answer)}"
+            )
+        return replace(
+            _generation(request_id, answer, self.name, len(prompt), routes_from), engine=engine
+        )
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], request_id: str, timeout_s: float) -> np.ndarray:
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], request_id: str, timeout_s: float
+    ) -> np.ndarray:
         """Return log p of each token after the first, f32 [n − 1], at temperature 1.
 
         The prefix cache is not used. Raises GenerationFailed or EngineGone.
         """
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2, "detokenize": False}
-        body: dict[str, Any] = {"request_id": request_id, "token_ids": list(token_ids), "cache_salt": request_id}
+        sampling = {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "output_kind": 2,
+            "detokenize": False,
+        }
+        body: dict[str, Any] = {
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "cache_salt": request_id,
+        }
         body["sampling_params"] = sampling
         if self._model is not None:
             body["model"] = self._model
         what, path = f"request {request_id!r}", "/inference/v1/generate"
-        status, answer, _ = await self._call("POST", path, body, timeout_s, GenerationFailed, what, keep_connection=True)
+        status, answer, _ = await self._call(
+            "POST", path, body, timeout_s, GenerationFailed, what, keep_connection=True
+        )
         if status != 200:
             raise GenerationFailed(f"{self.name} refused {what}: {_sentence(status, answer)}")
         try:
             rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
-            return np.array([(row or {})[str(token)].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)], np.float32)
+            return np.array(
+                [
+                    (row or {})[str(token)].logprob
+                    for row, token in zip(rows[1:], token_ids[1:], strict=True)
+                ],
+                np.float32,
+            )
         except (msgspec.MsgspecError, KeyError, ValueError) as error:
-            raise GenerationFailed(f"{self.name} gave an answer to {what} without the log-probs of its prompt: {error!r}") from error
+            raise GenerationFailed(
+                f"{self.name} gave an answer to {what} without the log-probs of its prompt: {error!r}"
+            ) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their `generate` returns with finish_reason "abort", but for the last tokens. Unknown ids are ignored."""
         if request_ids:
-            await self._control("/abort_requests", {"request_ids": [REQUEST_ID_PREFIX + each for each in request_ids]}, QUERY_TIMEOUT_S)
+            await self._control(
+                "/abort_requests",
+                {"request_ids": [REQUEST_ID_PREFIX + each for each in request_ids]},
+                QUERY_TIMEOUT_S,
+            )
 
     async def pause(self) -> None:
         """Freeze running requests where they are, keeping their KV and the prefix cache; new requests wait."""
@@ -304,19 +372,31 @@ class EngineClient:
 
         The engine has it when each of its workers has. Where one has not, all of them give up what they have of it.
         """
-        body = {"update_info": {"path": str(published.path), "version": published.version, "engine": self.name}}
+        body = {
+            "update_info": {
+                "path": str(published.path),
+                "version": published.version,
+                "engine": self.name,
+            }
+        }
         await self._control("/update_weights", body, scaled(LOAD_TIMEOUT_S), error=UpdateFailed)
         reasons = [reason for reason in await self._ask_workers("untaken") if reason is not None]
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # a worker that is at fault says more
-        kind = UpdateFailed if ELSEWHERE not in reason else TooLate if GONE in reason else TakenAlong
+        reason = min(
+            reasons, key=lambda each: ELSEWHERE in each
+        )  # a worker that is at fault says more
+        kind = (
+            UpdateFailed if ELSEWHERE not in reason else TooLate if GONE in reason else TakenAlong
+        )
         raise kind(f"{self.name} did not take version {published.version}: {_shortened(reason)}")
 
     async def finish_update(self, version: int) -> None:
         """Put the loaded weights in place; tokens sampled from now on carry `version`."""
-        await self._control("/finish_weight_update", {"weight_version": str(version)}, error=UpdateFailed)
+        await self._control(
+            "/finish_weight_update", {"weight_version": str(version)}, error=UpdateFailed
+        )
 
     async def update_weights(self, published: "Published") -> None:
         """Start, load, finish. The engine should be paused; it is not resumed, nor attested: `orrery.transport.update` does all."""
@@ -329,9 +409,18 @@ class EngineClient:
         workers = await self._ask_workers("fingerprints")
         for other in workers[1:]:
             if other != workers[0]:
-                names = sorted(name for name in workers[0].keys() | other.keys() if workers[0].get(name) != other.get(name))
-                raise WeightsDiffer(f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)")
-        return {name: TensorAttestation(int(value, 16), how) for name, (value, how) in workers[0].items()}
+                names = sorted(
+                    name
+                    for name in workers[0].keys() | other.keys()
+                    if workers[0].get(name) != other.get(name)
+                )
+                raise WeightsDiffer(
+                    f"{self.name}: its workers hold different weights in {names[0]!r} ({len(names)} tensors)"
+                )
+        return {
+            name: TensorAttestation(int(value, 16), how)
+            for name, (value, how) in workers[0].items()
+        }
 
     async def attested(self) -> Attested | None:
         """What `fingerprints` would say, in short; None where the engine's workers hold different weights."""
@@ -341,7 +430,11 @@ class EngineClient:
     async def update_parts(self) -> dict[str, float]:
         """Seconds of the last update by part, the longest over this engine's workers; empty where it read files."""
         workers = await self._ask_workers("update_parts")
-        return {part: max(worker.get(part, 0.0) for worker in workers) for worker in workers for part in worker}
+        return {
+            part: max(worker.get(part, 0.0) for worker in workers)
+            for worker in workers
+            for part in worker
+        }
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
         """Free the blocks that this engine keeps under these names for readers that are gone (`prefill_decode`). Unknown ones are ignored;
@@ -359,7 +452,9 @@ class EngineClient:
 
     async def metrics(self) -> EngineMetrics:
         """Numbers of /metrics, summed over label sets."""
-        status, answer, _ = await self._call("GET", "/metrics", None, QUERY_TIMEOUT_S, EngineGone, "GET /metrics")
+        status, answer, _ = await self._call(
+            "GET", "/metrics", None, QUERY_TIMEOUT_S, EngineGone, "GET /metrics"
+        )
         if status != 200:
             raise EngineGone(f"{self.name} does not give metrics: {_sentence(status, answer)}")
         return _metrics(answer.decode())
@@ -367,7 +462,9 @@ class EngineClient:
     async def health(self) -> bool:
         """True if the server answers that it is well; False if it answers anything else, or not at all."""
         try:
-            status, *_ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health")
+            status, *_ = await self._call(
+                "GET", "/health", None, QUERY_TIMEOUT_S, EngineGone, "GET /health"
+            )
         except (EngineGone, NoRoom):
             return False
         return status == 200
@@ -375,17 +472,31 @@ class EngineClient:
     async def death(self) -> str | None:
         """Why this server will not answer any more: it cannot be reached, or says that it is not well. None where it is well, or slow."""
         try:
-            status, *_ = await self._call("GET", "/health", None, QUERY_TIMEOUT_S, GenerationFailed, "GET /health")
+            status, *_ = await self._call(
+                "GET", "/health", None, QUERY_TIMEOUT_S, GenerationFailed, "GET /health"
+            )
         except EngineGone as error:
             return str(error)
         except GenerationFailed:
             return None
-        return None if status == 200 else f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
+        return (
+            None
+            if status == 200
+            else f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
+        )
 
-    async def _control(self, path: str, body: object = None, timeout_s: float | None = None, error: type[RunFailed] = RunFailed) -> bytes:
+    async def _control(
+        self,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = None,
+        error: type[RunFailed] = RunFailed,
+    ) -> bytes:
         """POST that must succeed; raises `error` with the engine's own words."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
-        status, answer, _ = await self._call("POST", path, {} if body is None else body, limit_s, EngineGone, path)
+        status, answer, _ = await self._call(
+            "POST", path, {} if body is None else body, limit_s, EngineGone, path
+        )
         if status != 200:
             raise error(f"{self.name}: {path} failed: {_sentence(status, answer)}")
         return answer
@@ -412,8 +523,12 @@ class EngineClient:
         if connections is None:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             connector = aiohttp.TCPConnector(limit=0, **kept)  # type: ignore[arg-type]
-            carried = authorization(self._token, Purpose.GENERATE if keep_connection else Purpose.ADMINISTER)
-            connections = self._sessions[keep_connection] = aiohttp.ClientSession(connector=connector, headers=carried)
+            carried = authorization(
+                self._token, Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
+            )
+            connections = self._sessions[keep_connection] = aiohttp.ClientSession(
+                connector=connector, headers=carried
+            )
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if session is not None:
@@ -423,16 +538,31 @@ class EngineClient:
             left_s = max(end_s - time.monotonic(), 1e-3)
             timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S)
             try:
-                async with connections.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
+                async with connections.request(
+                    method, self.url + path, data=data, headers=headers, timeout=timeout
+                ) as response:
                     name = response.headers.get(ENGINE_HEADER, "")
-                    return response.status, await response.read(), int(name) if name.isdecimal() and len(name) < 6 else UNKNOWN_ENGINE
+                    return (
+                        response.status,
+                        await response.read(),
+                        int(name) if name.isdecimal() and len(name) < 6 else UNKNOWN_ENGINE,
+                    )
             except aiohttp.ServerTimeoutError as error:
-                raise EngineGone(f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log") from error
+                raise EngineGone(
+                    f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s ({what}); see its log"
+                ) from error
             except TimeoutError as error:
-                raise on_timeout(f"{self.name} did not finish {what} within {timeout_s:g} s") from error
+                raise on_timeout(
+                    f"{self.name} did not finish {what} within {timeout_s:g} s"
+                ) from error
             except (aiohttp.ClientError, OSError) as error:
-                if not isinstance(error, aiohttp.ClientConnectorError) or error.errno not in NO_ROOM:
-                    raise EngineGone(f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log") from error
+                if (
+                    not isinstance(error, aiohttp.ClientConnectorError)
+                    or error.errno not in NO_ROOM
+                ):
+                    raise EngineGone(
+                        f"{self.name} is gone ({what}: {type(error).__name__}: {error}); see its log"
+                    ) from error
                 if time.monotonic() + pause_s > end_s:
                     raise (NoRoom if issubclass(on_timeout, EngineGone) else on_timeout)(
                         f"no room here to ask {self.name} for {what} within {timeout_s:g} s ({error}); see `ulimit -n`"
@@ -441,7 +571,9 @@ class EngineClient:
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
 
-def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None) -> Generation:
+def _generation(
+    request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
+) -> Generation:
     """Arrays out of the response; GenerationFailed where it lacks what was asked for."""
     try:
         answer, routes = split(answer, routes_from or 0)
@@ -449,12 +581,18 @@ def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int,
         choice = generated.choices[0]
         token_ids = np.asarray(choice.token_ids, dtype=np.int32)
         content = choice.logprobs.content if choice.logprobs is not None else []
-        logprobs = np.fromiter((each.logprob for each in content), dtype=np.float32, count=len(content))
+        logprobs = np.fromiter(
+            (each.logprob for each in content), dtype=np.float32, count=len(content)
+        )
         versions = np.full(len(token_ids), START_VERSION - 1, dtype=np.int32)
         for span in choice.weight_versions or ():
-            versions[span.start : span.end] = START_VERSION if span.version == "default" else int(span.version)
+            versions[span.start : span.end] = (
+                START_VERSION if span.version == "default" else int(span.version)
+            )
     except (msgspec.MsgspecError, ValueError, IndexError) as error:
-        raise GenerationFailed(f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}") from error
+        raise GenerationFailed(
+            f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}"
+        ) from error
     if len(logprobs) != len(token_ids) or (versions < START_VERSION).any():
         unversioned = int((versions < START_VERSION).sum())
         raise GenerationFailed(
@@ -463,12 +601,27 @@ def _generation(request_id: str, answer: bytes, engine: str, prompt_tokens: int,
         )
     parts = (routes,) if routes is not None and routes_from is not None else ()
     expected = prompt_tokens + len(token_ids) - 1 - (routes_from or 0)
-    if routes_from is not None and choice.finish_reason != "abort" and (routes is None or routes.num_rows != expected):
+    if (
+        routes_from is not None
+        and choice.finish_reason != "abort"
+        and (routes is None or routes.num_rows != expected)
+    ):
         found = "none" if routes is None else f"those of {routes.num_rows}"
-        raise GenerationFailed(f"{engine} was asked for the routes of {expected} tokens by request {request_id!r}, and returned {found}")
+        raise GenerationFailed(
+            f"{engine} was asked for the routes of {expected} tokens by request {request_id!r}, and returned {found}"
+        )
     details = generated.usage.prompt_tokens_details if generated.usage else None
     cached = (details.cached_tokens if details else None) or 0
-    return Generation(request_id, token_ids, logprobs, versions, choice.finish_reason or "", cached, parts, generated.kv_transfer_params)
+    return Generation(
+        request_id,
+        token_ids,
+        logprobs,
+        versions,
+        choice.finish_reason or "",
+        cached,
+        parts,
+        generated.kv_transfer_params,
+    )
 
 
 _METRICS = {
@@ -497,9 +650,11 @@ def _metrics(page: str) -> EngineMetrics:
             values["loading"] += float(line.rpartition(" ")[2])
         elif name == "vllm:cache_config_info":  # its numbers are labels
             sizes = dict(_CACHE_SIZES.findall(line))
-            values["kv_tokens"] += int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0))
-    values["kv_usage"] /= max(1, num_caches)
-    return EngineMetrics(**{name: value if name == "kv_usage" else int(value) for name, value in values.items()})  # type: ignore[arg-type]
+            values["kv_tokens"] += int(sizes.get("num_gpu_blocks", 0)) * int(
+                sizes.get("block_size", 0)
+            )
+    usage = values.pop("kv_usage") / max(1, num_caches)
+    return EngineMetrics(kv_usage=usage, **{name: int(value) for name, value in values.items()})
 
 
 def _sentence(status: int, answer: bytes) -> str:
@@ -507,7 +662,11 @@ def _sentence(status: int, answer: bytes) -> str:
     text = answer.decode(errors="replace")
     try:
         content = msgspec.json.decode(answer)
-        error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+        error = (
+            content.get("error", content.get("detail", content))
+            if isinstance(content, dict)
+            else content
+        )
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     except msgspec.MsgspecError:
         pass

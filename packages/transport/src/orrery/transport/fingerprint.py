@@ -48,7 +48,11 @@ def _mixed(index: np.ndarray) -> np.ndarray:
 FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0), k(1), …
 
 
-def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None = None, starts: Sequence[int] | None = None) -> int:
+def tensor_fingerprint(
+    tensor: "torch.Tensor",
+    full_shape: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
+) -> int:
     """F of `tensor`, in [0, 2^64); any dtype of 1, 2, 4 or 8 bytes, any device, any strides.
 
     A slice of a larger tensor says that tensor's `full_shape` and the index `starts` where it begins in every dimension:
@@ -58,7 +62,8 @@ def tensor_fingerprint(tensor: "torch.Tensor", full_shape: Sequence[int] | None 
     full_shape = shape if full_shape is None else tuple(full_shape)
     starts = (0,) * len(shape) if starts is None else tuple(starts)
     if not len(shape) == len(full_shape) == len(starts) or any(
-        start < 0 or start + size > full for start, size, full in zip(starts, shape, full_shape, strict=True)
+        start < 0 or start + size > full
+        for start, size, full in zip(starts, shape, full_shape, strict=True)
     ):
         raise ValueError(f"a slice of shape {shape} at {starts} does not lie inside {full_shape}")
     return int(slice_share(tensor.detach(), full_shape, starts).item()) & MASK
@@ -68,11 +73,17 @@ def array_fingerprint(bits: np.ndarray) -> int:
     """F of a whole tensor whose elements are the integers `bits`, in row-major order; needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
-        chunk = np.zeros(-(-min(CHUNK_ELEMENTS, flat.size - start) // GROUP) * GROUP, np.uint64)  # zeros after the end add nothing
+        chunk = np.zeros(
+            -(-min(CHUNK_ELEMENTS, flat.size - start) // GROUP) * GROUP, np.uint64
+        )  # zeros after the end add nothing
         part = flat[start : start + CHUNK_ELEMENTS]
         chunk[: part.size] = part.astype(np.int64).view(np.uint64) + np.uint64(1)
         sums = (chunk.reshape(-1, GROUP) * FACTORS).sum(1, dtype=np.uint64)
-        total += int((sums * _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))).sum(dtype=np.uint64))
+        total += int(
+            (sums * _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))).sum(
+                dtype=np.uint64
+            )
+        )
     return total & MASK
 
 
@@ -82,7 +93,9 @@ def digest(fingerprints: dict[str, int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def slice_share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]) -> "torch.Tensor":
+def slice_share(
+    tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
+) -> "torch.Tensor":
     """The share as a signed i64 scalar on the tensor's device, so that nobody has to wait for it; the arguments are not checked."""
     import torch
 
@@ -91,7 +104,9 @@ def slice_share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tup
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # its elements follow one another in the whole tensor too
+    is_run = (
+        tensor.is_contiguous() and shape[1:] == full_shape[1:]
+    )  # its elements follow one another in the whole tensor too
     if not is_run and tensor.numel() > most:  # by parts: flattening it whole would copy it whole
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
@@ -101,7 +116,9 @@ def slice_share(tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tup
         )
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.element_size() not in integers or tensor.is_complex():
-        raise ValueError(f"fingerprint: {tensor.dtype} elements have no integer view; view them as a smaller dtype first")
+        raise ValueError(
+            f"fingerprint: {tensor.dtype} elements have no integer view; view them as a smaller dtype first"
+        )
     bits = tensor.contiguous().view(integers[tensor.element_size()]).reshape(-1)
     if is_run:
         first = starts[0] * math.prod(full_shape[1:]) if starts else 0
@@ -122,10 +139,14 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for ragged, position in ((bits[:head], first), (bits[end:], first + end)):
         if len(ragged):
-            total += _scattered(ragged, torch.arange(position, position + len(ragged), device=bits.device))
+            total += _scattered(
+                ragged, torch.arange(position, position + len(ragged), device=bits.device)
+            )
     if end > head:
         group = (first + head) // GROUP
-        total += _groups(bits[head:end], torch.arange(group, group + (end - head) // GROUP, device=bits.device))
+        total += _groups(
+            bits[head:end], torch.arange(group, group + (end - head) // GROUP, device=bits.device)
+        )
     return total
 
 
@@ -133,18 +154,36 @@ def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
     """The share of whole groups; `index`, which is used up, says which."""
     import torch
 
-    return bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device)).sum(1).mul_(_mix(index)).sum()
+    return (
+        bits.to(torch.int64, copy=True)
+        .add_(1)
+        .view(-1, GROUP)
+        .mul_(_factors(bits.device))
+        .sum(1)
+        .mul_(_mix(index))
+        .sum()
+    )
 
 
 def _scattered(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
     """The share of elements at any positions."""
     import torch
 
-    return bits.to(torch.int64, copy=True).add_(1).mul_(_factors(bits.device)[index % GROUP]).mul_(_mix(index // GROUP)).sum()
+    return (
+        bits.to(torch.int64, copy=True)
+        .add_(1)
+        .mul_(_factors(bits.device)[index % GROUP])
+        .mul_(_mix(index // GROUP))
+        .sum()
+    )
 
 
 def _positions(
-    shape: tuple[int, ...], full_shape: tuple[int, ...], starts: tuple[int, ...], run: int, device: "torch.device"
+    shape: tuple[int, ...],
+    full_shape: tuple[int, ...],
+    starts: tuple[int, ...],
+    run: int,
+    device: "torch.device",
 ) -> "torch.Tensor":
     """i64 [elements / run]: where runs of `run` elements of a slice, in row-major order, stand among those of the full tensor."""
     import torch
@@ -152,7 +191,10 @@ def _positions(
     index = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, (size, full, start) in enumerate(zip(shape, full_shape, starts, strict=True)):
         unit = run if dim == len(shape) - 1 else 1
-        index = (index[:, None] * (full // unit) + torch.arange(start // unit, (start + size) // unit, device=device)).view(-1)
+        index = (
+            index[:, None] * (full // unit)
+            + torch.arange(start // unit, (start + size) // unit, device=device)
+        ).view(-1)
     return index
 
 

@@ -40,7 +40,9 @@ class Rows(NamedTuple):
     origin: int
 
     def has_whole_groups(self, itemsize: int) -> bool:
-        aligned = (self.num_columns | self.row_stride | self.origin) % GROUP == 0 and self.begin * itemsize % LOAD_BYTES == 0
+        aligned = (
+            self.num_columns | self.row_stride | self.origin
+        ) % GROUP == 0 and self.begin * itemsize % LOAD_BYTES == 0
         return aligned and itemsize <= WORD_BYTES
 
 
@@ -76,7 +78,11 @@ def _groups(
     which = tl.load(slice_of + program)
     first, num = tl.load(first_of + program), tl.load(num_groups + which)
     start = tl.multiple_of(tl.load(begin + which), LOAD)
-    columns, stride, place = tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which)
+    columns, stride, place = (
+        tl.load(num_columns + which),
+        tl.load(row_stride + which),
+        tl.load(origin + which),
+    )
     of_load = tl.arange(0, LOAD)[None, :]
     total = tl.zeros((GROUPS,), tl.int64)
     for block in tl.range(first, min(first + STEPS * GROUPS, num), GROUPS):
@@ -86,16 +92,25 @@ def _groups(
         low = tl.zeros((GROUPS, LOAD), tl.uint64)
         high = tl.zeros((GROUPS, LOAD), tl.uint32)
         for load in tl.static_range(WORDS // LOAD):
-            word = tl.load(words + at + load * LOAD, mask=here[:, None], other=0).to(tl.uint32, bitcast=True) ^ SIGNS
+            word = (
+                tl.load(words + at + load * LOAD, mask=here[:, None], other=0).to(
+                    tl.uint32, bitcast=True
+                )
+                ^ SIGNS
+            )
             for part in tl.static_range(PARTS):
                 bits = word >> (part * BITS)
                 if part < PARTS - 1:
                     bits = bits & ((1 << BITS) - 1)
                 factor = part * WORDS + load * LOAD + of_load
-                low += bits.to(tl.uint64) * tl.load(low_factors + factor).to(tl.uint32, bitcast=True).to(tl.uint64)
+                low += bits.to(tl.uint64) * tl.load(low_factors + factor).to(
+                    tl.uint32, bitcast=True
+                ).to(tl.uint64)
                 high += bits * tl.load(high_factors + factor).to(tl.uint32, bitcast=True)
         sums = tl.sum(low, axis=1) + (tl.sum(high, axis=1).to(tl.uint64) << 32) + CORRECTION
-        term = (sums * _mix(_position(group, columns, stride, place), GOLDEN, FIRST, SECOND)).to(tl.int64)
+        term = (sums * _mix(_position(group, columns, stride, place), GOLDEN, FIRST, SECOND)).to(
+            tl.int64
+        )
         total += tl.where(here, term, 0)
     tl.atomic_add(out + which, tl.sum(total))
 
@@ -110,7 +125,9 @@ def _elements(
     which = tl.load(slice_of + program)
     element = tl.load(first_of + program) + tl.arange(0, BLOCK)
     here = element < tl.load(num_elements + which)
-    index = _position(element, tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which))
+    index = _position(
+        element, tl.load(num_columns + which), tl.load(row_stride + which), tl.load(origin + which)
+    )
     bits = tl.load(buffer + tl.load(begin + which) + element, mask=here, other=0).to(tl.int64)
     scaled = ((bits + 1) * tl.load(factors + index % GROUP)).to(tl.uint64)
     term = (scaled * _mix(index // GROUP, GOLDEN, FIRST, SECOND)).to(tl.int64)
@@ -134,13 +151,27 @@ class RowFingerprints:
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
-        groups = [which for which, each in enumerate(rows) if each.num_elements and each.has_whole_groups(itemsize)]
-        elements = [which for which, each in enumerate(rows) if each.num_elements and not each.has_whole_groups(itemsize)]
+        groups = [
+            which
+            for which, each in enumerate(rows)
+            if each.num_elements and each.has_whole_groups(itemsize)
+        ]
+        elements = [
+            which
+            for which, each in enumerate(rows)
+            if each.num_elements and not each.has_whole_groups(itemsize)
+        ]
         self._passes = [_of_groups(rows, groups, itemsize, device)] if groups else []
         if elements:
             factors = torch.from_numpy(FACTORS.view(np.int64)).to(device)
             self._passes.append(
-                Pass(_elements, INTEGERS[itemsize], [factors], *_tables(rows, elements, 1, BLOCK, device), {"num_warps": WARPS_BY_ELEMENT})
+                Pass(
+                    _elements,
+                    INTEGERS[itemsize],
+                    [factors],
+                    *_tables(rows, elements, 1, BLOCK, device),
+                    {"num_warps": WARPS_BY_ELEMENT},
+                )
             )
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -155,11 +186,16 @@ class RowFingerprints:
         return out
 
 
-def _of_groups(rows: Sequence[Rows], chosen: list[int], itemsize: int, device: torch.device) -> Pass:
+def _of_groups(
+    rows: Sequence[Rows], chosen: list[int], itemsize: int, device: torch.device
+) -> Pass:
     bits, parts = 8 * itemsize, WORD_BYTES // itemsize
     slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, STEPS * BLOCK, device)
     factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # those of every word's lowest part first
-    halves = [(factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32) for shift in (0, 32)]
+    halves = [
+        (factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+        for shift in (0, 32)
+    ]
     constants = {
         "BITS": bits,
         "SIGNS": sum(1 << (bits * part + bits - 1) for part in range(parts)),
@@ -184,9 +220,18 @@ def _tables(
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)
     slice_of = np.repeat(chosen, num_programs)
-    first_of = (np.arange(len(slice_of)) - np.repeat(num_programs.cumsum() - num_programs, num_programs)) * step
+    first_of = (
+        np.arange(len(slice_of)) - np.repeat(num_programs.cumsum() - num_programs, num_programs)
+    ) * step
     dtypes = (torch.int64, torch.int32, torch.int32, torch.int64, torch.int64)
     begin, *others = zip(*rows, strict=True)
     counts = [begin, *(tuple(value // run for value in values) for values in others)]
-    of_slices = [torch.tensor(values, dtype=dtype, device=device) for values, dtype in zip(counts, dtypes, strict=True)]
-    return torch.tensor(slice_of, dtype=torch.int32, device=device), torch.tensor(first_of, dtype=torch.int32, device=device), of_slices
+    of_slices = [
+        torch.tensor(values, dtype=dtype, device=device)
+        for values, dtype in zip(counts, dtypes, strict=True)
+    ]
+    return (
+        torch.tensor(slice_of, dtype=torch.int32, device=device),
+        torch.tensor(first_of, dtype=torch.int32, device=device),
+        of_slices,
+    )

@@ -35,7 +35,11 @@ class Where(NamedTuple):
             dim -= 1
         if dim:
             dim -= 1  # part of this one, all of those after it: a row
-        outer = [(size, stride) for size, stride in zip(self.shape[:dim], strides[:dim], strict=True) if size > 1]
+        outer = [
+            (size, stride)
+            for size, stride in zip(self.shape[:dim], strides[:dim], strict=True)
+            if size > 1
+        ]
         if len(outer) > 1:
             return None
         return max(1, math.prod(self.shape[dim:])), outer[0][1] if outer else 0, origin
@@ -44,12 +48,18 @@ class Where(NamedTuple):
 class SliceFingerprints:
     """Made once for slices that lie at the same places every time."""
 
-    def __init__(self, slices: Sequence[Where], device: "torch.device", fused: bool | None = None) -> None:
+    def __init__(
+        self, slices: Sequence[Where], device: "torch.device", fused: bool | None = None
+    ) -> None:
         """`fused`: by the kernel; where it is not said, on a GPU where there is Triton."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))
-        if fused if fused is not None else device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        if (
+            fused
+            if fused is not None
+            else device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        ):
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
@@ -65,7 +75,11 @@ class SliceFingerprints:
         for position in self._alone:
             offset, shape, full_shape, starts, itemsize = self._slices[position]
             size = itemsize * torch.Size(shape).numel()
-            shares[position] = slice_share(buffer[offset : offset + size].view(integers[itemsize]).view(shape), full_shape, starts)
+            shares[position] = slice_share(
+                buffer[offset : offset + size].view(integers[itemsize]).view(shape),
+                full_shape,
+                starts,
+            )
         return shares
 
     def _fuse(self) -> None:
@@ -79,7 +93,11 @@ class SliceFingerprints:
             if rows is None:
                 self._alone.append(position)
             else:
-                groups[one.itemsize].append((position, Rows(one.offset // one.itemsize, math.prod(one.shape), *rows)))
+                groups[one.itemsize].append(
+                    (position, Rows(one.offset // one.itemsize, math.prod(one.shape), *rows))
+                )
         for itemsize, found in groups.items():
             positions = torch.tensor([position for position, _ in found], device=self._device)
-            self._kernels.append((RowFingerprints([rows for _, rows in found], itemsize, self._device), positions))
+            self._kernels.append(
+                (RowFingerprints([rows for _, rows in found], itemsize, self._device), positions)
+            )

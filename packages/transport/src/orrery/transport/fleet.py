@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TEND_S = 0.25  # how often an engine that is away is looked for
-ALONG_S = ROUND_S + 30.0  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
+ALONG_S = (
+    ROUND_S + 30.0
+)  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
 UPDATE_S = 300.0  # for the engines to load a version; scaled
 RETURN_S = 600.0  # for an engine to be started again and to load; scaled
 
@@ -89,11 +91,18 @@ class EngineFleet:
         if not engine_urls:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
         if len(engine_urls) > 1 and router_url is None and not handovers:
-            raise OrreryError(f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'")
+            raise OrreryError(
+                f"engine fleet: {len(engine_urls)} engines need a router; set inference.router.kind to 'vllm_router'"
+            )
         self._token, self._restarting, self._model, self._canary = token, restarting, model, canary
         self._proving: set[int] = set()  # engines that resumed and have not answered the canary
-        self.engines = [EngineClient(url, token, f"engine {index}", model) for index, url in enumerate(engine_urls)]
-        self.router = RouterClient(router_url, token, "router", model) if router_url is not None else None
+        self.engines = [
+            EngineClient(url, token, f"engine {index}", model)
+            for index, url in enumerate(engine_urls)
+        ]
+        self.router = (
+            RouterClient(router_url, token, "router", model) if router_url is not None else None
+        )
         self.roster = Roster(len(engine_urls), START_VERSION)
         for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
             self.roster.listens(index, incarnation)
@@ -102,7 +111,11 @@ class EngineFleet:
         self.version = START_VERSION  # of the last update that attested
         self._published: Published | None = None  # what engines are to hold
         self._admitted = set(range(len(engine_urls)))  # who gets requests
-        self.apart = PrefillDecode(self.engines, handovers, self._admitted, self._look_for_losses) if handovers else None
+        self.apart = (
+            PrefillDecode(self.engines, handovers, self._admitted, self._look_for_losses)
+            if handovers
+            else None
+        )
         self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
         self._is_gone = False  # the wanted version: it cannot be had any more
         self._updating = asyncio.Lock()
@@ -110,7 +123,9 @@ class EngineFleet:
         self._looks: set[asyncio.Task[None]] = set()
         self._num_lost, self._last_loss = 0, ""
         self._away: dict[int, float] = {}  # since when
-        self._clocks: dict[int, tuple[float, ExitStack]] = {}  # since when one that is away has something to do, and the wait that says so
+        self._clocks: dict[
+            int, tuple[float, ExitStack]
+        ] = {}  # since when one that is away has something to do, and the wait that says so
         self._retired: list[EngineClient] = []
         self._changed = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
@@ -118,7 +133,9 @@ class EngineFleet:
     async def __aenter__(self) -> Self:
         if self._restarting is not None:
             self._tending = asyncio.create_task(self._tend(), name="tend")
-            self._tending.add_done_callback(lambda _: self._ring())  # whoever waits for an engine looks why
+            self._tending.add_done_callback(
+                lambda _: self._ring()
+            )  # whoever waits for an engine looks why
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -133,7 +150,16 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         for _, wait in self._clocks.values():
             wait.close()
-        await asyncio.gather(*(client.close() for client in [*self.engines, *self._retired, *([self.router] if self.router else [])]))
+        await asyncio.gather(
+            *(
+                client.close()
+                for client in [
+                    *self.engines,
+                    *self._retired,
+                    *([self.router] if self.router else []),
+                ]
+            )
+        )
 
     @property
     def is_serving(self) -> bool:
@@ -169,7 +195,10 @@ class EngineFleet:
         """Abort on every engine: only the router knows which one has the request, and it does not forward aborts by id."""
         if self.apart is not None:
             self.apart.abort(request_ids)
-        await self._every(lambda engine: engine.abort(request_ids), None if self.apart is None else self.apart.consumers)
+        await self._every(
+            lambda engine: engine.abort(request_ids),
+            None if self.apart is None else self.apart.consumers,
+        )
 
     async def pause(self) -> None:
         await self._every(EngineClient.pause)
@@ -202,25 +231,41 @@ class EngineFleet:
             self._published, self._is_gone = published, False
             self._reports.clear()
             self._set_clocks()
-            incarnations = {index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)}
+            incarnations = {
+                index: self.roster[index].incarnation for index in self.roster.at(Phase.STALE)
+            }
             failures = await self._take_together(published, list(incarnations))
             if failures is None:
                 return None
-            errors = sorted(failures.values(), key=lambda error: isinstance(error, TakenAlong))  # who is at fault says more
+            errors = sorted(
+                failures.values(), key=lambda error: isinstance(error, TakenAlong)
+            )  # who is at fault says more
             for error in errors:
-                if self._restarting is None or isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed):
+                if (
+                    self._restarting is None
+                    or isinstance(error, WeightsDiffer)
+                    or not isinstance(error, RunFailed)
+                ):
                     raise error
-            if errors and len(errors) == len(incarnations) and all(isinstance(error, UpdateFailed) for error in errors):
+            if (
+                errors
+                and len(errors) == len(incarnations)
+                and all(isinstance(error, UpdateFailed) for error in errors)
+            ):
                 raise errors[0]  # it is not the engines that are broken
             for index, error in failures.items():
-                await self._fence(index, incarnations[index], f"update to version {published.version}: {error}")
+                await self._fence(
+                    index, incarnations[index], f"update to version {published.version}: {error}"
+                )
         await self._until(lambda: bool(self._reports) or self._is_gone)
         if not self._reports:
             return None
         self.version = published.version
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
-    async def _take_together(self, published: "Published", indices: list[int]) -> dict[int, BaseException] | None:
+    async def _take_together(
+        self, published: "Published", indices: list[int]
+    ) -> dict[int, BaseException] | None:
         """Which of these engines did not take `published`, and why; None where it is gone.
 
         On a direct wire one that is lost takes the others along: these take it again without it, under the same claim. Who comes too late
@@ -235,19 +280,31 @@ class EngineFleet:
         try:
             while True:
                 failed = await self._take_all(waiting, claimed, begin)
-                failures = {index: error for index, error in failures.items() if index not in waiting} | failed
+                failures = {
+                    index: error for index, error in failures.items() if index not in waiting
+                } | failed
                 if any(isinstance(error, TooLate) for error in failed.values()):
                     self._note_gone()
-                    return {index: error for index, error in failures.items() if not isinstance(error, TakenAlong)}
-                waiting = [index for index, error in failed.items() if isinstance(error, TakenAlong)]
+                    return {
+                        index: error
+                        for index, error in failures.items()
+                        if not isinstance(error, TakenAlong)
+                    }
+                waiting = [
+                    index for index, error in failed.items() if isinstance(error, TakenAlong)
+                ]
                 num_blameless += len(waiting) == len(failed)
-                if not waiting or num_blameless > 1 or self._restarting is None:  # it may fail once without anybody's being lost
+                if (
+                    not waiting or num_blameless > 1 or self._restarting is None
+                ):  # it may fail once without anybody's being lost
                     return failures
                 claimed = claim_again(claimed, [self.engines[index].name for index in waiting])
         finally:
             release(claimed)
 
-    async def _take_all(self, indices: list[int], claimed: "Published", begin: float) -> dict[int, BaseException]:
+    async def _take_all(
+        self, indices: list[int], claimed: "Published", begin: float
+    ) -> dict[int, BaseException]:
         """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault.
 
         `begin`: when the first take of this claim began; engines are paused since.
@@ -260,7 +317,9 @@ class EngineFleet:
                 async with asyncio.timeout(None) as limits[index]:
                     await self._take(index, claimed, begin)
             except TimeoutError as error:
-                raise EngineGone(f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before") from error
+                raise EngineGone(
+                    f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before"
+                ) from error
             except UpdateFailed as error:
                 if isinstance(error, TakenAlong):
                     del limits[index]
@@ -270,7 +329,10 @@ class EngineFleet:
                 else:
                     give_up(claimed.folder)  # nobody need wait for this one
                 # A part of it may have died, of which the rest says something else.
-                if not isinstance(error, WeightsDiffer) and (why := await self.engines[index].death()) is not None:
+                if (
+                    not isinstance(error, WeightsDiffer)
+                    and (why := await self.engines[index].death()) is not None
+                ):
                     raise EngineGone(why) from error
                 raise
             except BaseException:
@@ -280,7 +342,11 @@ class EngineFleet:
                 limits.pop(index, None)
 
         answers = await asyncio.gather(*map(take, indices), return_exceptions=True)
-        return {index: error for index, error in zip(indices, answers, strict=True) if isinstance(error, BaseException)}
+        return {
+            index: error
+            for index, error in zip(indices, answers, strict=True)
+            if isinstance(error, BaseException)
+        }
 
     async def _take(self, index: int, published: "Published", begin: float) -> None:
         """One engine to `published`, and among those that serve."""
@@ -315,26 +381,49 @@ class EngineFleet:
             await self.router.admit(url)
         if not self.roster.serves(index, incarnation):
             if is_new:
-                await self._dismiss(url)  # once more: it was fenced meanwhile, and the router may have added it after it had dropped it
+                await self._dismiss(
+                    url
+                )  # once more: it was fenced meanwhile, and the router may have added it after it had dropped it
             return
         self._admitted.add(index)
         if index in self._away and self._restarting is not None:
             away_s, version = time.monotonic() - self._away.pop(index), self.roster.wanted
             self._stop_clock(index)
-            self._restarting.log.info("engine %d serves again, at version %d, after %.1f s", index, version, away_s)
+            self._restarting.log.info(
+                "engine %d serves again, at version %d, after %.1f s", index, version, away_s
+            )
             self._restarting.metrics.write(
-                None, event="engine_healthy", engine=index, incarnation=incarnation, version=version, away_s=away_s
+                None,
+                event="engine_healthy",
+                engine=index,
+                incarnation=incarnation,
+                version=version,
+                away_s=away_s,
             )
         self._ring()
 
-    async def _every(self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None) -> dict[int, T]:
+    async def _every(
+        self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
+    ) -> dict[int, T]:
         """`call` on all engines that are there; waits for all. One that turns out to be gone is fenced; else the first error is raised."""
-        there = [index for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY) if among is None or index in among]
-        results = await asyncio.gather(*(call(self.engines[index]) for index in there), return_exceptions=True)
+        there = [
+            index
+            for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+            if among is None or index in among
+        ]
+        results = await asyncio.gather(
+            *(call(self.engines[index]) for index in there), return_exceptions=True
+        )
         by_index = dict(zip(there, results, strict=True))
-        if self._restarting is not None and any(isinstance(result, EngineGone) for result in results):
+        if self._restarting is not None and any(
+            isinstance(result, EngineGone) for result in results
+        ):
             await self._look_for_losses()
-            by_index = {index: by_index[index] for index in there if self.roster[index].phase is not Phase.FENCED}
+            by_index = {
+                index: by_index[index]
+                for index in there
+                if self.roster[index].phase is not Phase.FENCED
+            }
         for result in by_index.values():
             if isinstance(result, BaseException):
                 raise result
@@ -363,7 +452,10 @@ class EngineFleet:
             if self._looked_s > asked_s:
                 return
             self._looked_s = time.monotonic()
-            looked_at = [(index, self.roster[index].incarnation) for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)]
+            looked_at = [
+                (index, self.roster[index].incarnation)
+                for index in self.roster.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+            ]
             deaths = await asyncio.gather(*(self.engines[index].death() for index, _ in looked_at))
             for (index, incarnation), why in zip(looked_at, deaths, strict=True):
                 if why is not None:
@@ -376,13 +468,19 @@ class EngineFleet:
         if not self.roster.failed(index, incarnation, why):
             return
         me.log.warning("engine %d is fenced: %s", index, why)
-        me.metrics.write(None, event="engine_fenced", engine=index, incarnation=incarnation, why=why)
+        me.metrics.write(
+            None, event="engine_fenced", engine=index, incarnation=incarnation, why=why
+        )
         self._admitted.discard(index)
         self._num_lost, self._last_loss = self._num_lost + 1, why
         self._watch_for(index)
         url = self.engines[index].url  # now: its next incarnation has another
-        await asyncio.to_thread(fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why)
-        await self._dismiss(url)  # after that: where it fails, the engine is started again all the same
+        await asyncio.to_thread(
+            fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why
+        )
+        await self._dismiss(
+            url
+        )  # after that: where it fails, the engine is started again all the same
 
     async def _dismiss(self, url: str) -> None:
         if self.router is not None:
@@ -396,7 +494,9 @@ class EngineFleet:
         self._away.setdefault(index, time.monotonic())
         if index not in self._clocks:
             wait = ExitStack()
-            wait.enter_context(me.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S)))
+            wait.enter_context(
+                me.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S))
+            )
             self._clocks[index] = time.monotonic(), wait
 
     def _stop_clock(self, index: int) -> None:
@@ -428,8 +528,13 @@ class EngineFleet:
             self._set_clocks()
             for index, (since_s, _) in self._clocks.items():
                 if time.monotonic() - since_s > scaled(RETURN_S):
-                    why = self.roster[index].why or "it listens, and no version came that it could take"
-                    raise RunFailed(f"engine {index} did not serve again within {scaled(RETURN_S):g} s ({why}); read its log")
+                    why = (
+                        self.roster[index].why
+                        or "it listens, and no version came that it could take"
+                    )
+                    raise RunFailed(
+                        f"engine {index} did not serve again within {scaled(RETURN_S):g} s ({why}); read its log"
+                    )
 
     def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
         """The launcher withdraws an address once it has killed whoever listened there: then nobody need wait for that one's caches."""
@@ -442,10 +547,14 @@ class EngineFleet:
         index, known = endpoint.index, self.roster[endpoint.index].incarnation
         if endpoint.incarnation <= known:
             return
-        await self._fence(index, known, f"engine {index} was started again")  # no news where we know that it was lost
+        await self._fence(
+            index, known, f"engine {index} was started again"
+        )  # no news where we know that it was lost
         self.roster.listens(index, endpoint.incarnation)
         self._retired.append(self.engines[index])
-        self.engines[index] = EngineClient(endpoint.url, self._token, f"engine {index}", self._model)
+        self.engines[index] = EngineClient(
+            endpoint.url, self._token, f"engine {index}", self._model
+        )
         if self.apart is not None:
             self.apart.returned(index, endpoint.info)
 
@@ -466,7 +575,11 @@ class EngineFleet:
             except WeightsDiffer:
                 raise
             except RunFailed as error:
-                if isinstance(error, UpdateFailed) and published is not None and not published.folder.is_dir():
+                if (
+                    isinstance(error, UpdateFailed)
+                    and published is not None
+                    and not published.folder.is_dir()
+                ):
                     self._note_gone()
                     return
                 await self._fence(index, incarnation, str(error))

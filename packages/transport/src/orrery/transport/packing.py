@@ -28,10 +28,18 @@ def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
     """`pack` as this run's trainer takes its micro-batches."""
     model, trainer = manifest.model, manifest.trainer
     limit = trainer.memory.max_tokens_per_micro_batch
-    return pack(lengths, trainer.mesh.num_data_ranks, limit, quadratic_cost(model), is_padded(model))
+    return pack(
+        lengths, trainer.mesh.num_data_ranks, limit, quadratic_cost(model), is_padded(model)
+    )
 
 
-def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float = 0.0, padded: bool = False) -> Plan:
+def pack(
+    lengths: np.ndarray,
+    num_ranks: int,
+    max_tokens: int,
+    quadratic: float = 0.0,
+    padded: bool = False,
+) -> Plan:
     """Sample indices (int64, ascending) as `[rank][micro_step]`; an empty array is a dummy step.
 
     `lengths` int64 [num_samples], tokens. The cost of a sample of n tokens is n + quadratic · n²; `quadratic_cost` gives
@@ -44,7 +52,9 @@ def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float 
     if len(lengths) == 0:
         return [[] for _ in range(num_ranks)]
     if lengths.min() < 1:
-        raise OrreryError(f"packing: sample {int(lengths.argmin())} has {int(lengths.min())} tokens; every sample needs at least one")
+        raise OrreryError(
+            f"packing: sample {int(lengths.argmin())} has {int(lengths.min())} tokens; every sample needs at least one"
+        )
     if lengths.max() > max_tokens:
         raise OrreryError(
             f"packing: sample {int(lengths.argmax())} has {int(lengths.max())} tokens, more than the {max_tokens} of one micro-batch; "
@@ -52,13 +62,24 @@ def pack(lengths: np.ndarray, num_ranks: int, max_tokens: int, quadratic: float 
         )
     costs = lengths + quadratic * lengths.astype(np.float64) ** 2
     order = np.argsort(-lengths, kind="stable")
-    full = _rows_of_like_length(lengths, order, max_tokens) if padded else _best_fit_decreasing(lengths, order, max_tokens)
+    full = (
+        _rows_of_like_length(lengths, order, max_tokens)
+        if padded
+        else _best_fit_decreasing(lengths, order, max_tokens)
+    )
     num_bins = -(-(int(full.max()) + 1) // num_ranks) * num_ranks
     even = None if padded else _spread(lengths, costs, order, max_tokens, num_bins)
-    plans = [_lock_step(bins, costs, num_bins, num_ranks) for bins in (full, even) if bins is not None]
+    plans = [
+        _lock_step(bins, costs, num_bins, num_ranks) for bins in (full, even) if bins is not None
+    ]
     _, bins_in_order, bins = min(plans, key=lambda plan: plan[0])
-    members = np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=num_bins))[:-1])
-    return [[members[bin_index] for bin_index in bins_in_order[rank::num_ranks]] for rank in range(num_ranks)]
+    members = np.split(
+        np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=num_bins))[:-1]
+    )
+    return [
+        [members[bin_index] for bin_index in bins_in_order[rank::num_ranks]]
+        for rank in range(num_ranks)
+    ]
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
@@ -75,7 +96,9 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Bin of every sample, int64 [num_samples]: each, longest first, into the fullest bin that still holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # sorted; room · stride + bin, so that one bisection finds the tightest bin
+    rooms: list[
+        int
+    ] = []  # sorted; room · stride + bin, so that one bisection finds the tightest bin
     stride = len(lengths)
     num_bins = 0
     chosen = []
@@ -93,7 +116,9 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
     return bins
 
 
-def _spread(lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int) -> np.ndarray | None:
+def _spread(
+    lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
+) -> np.ndarray | None:
     """Bin of every sample: each, costliest first, into the cheapest bin that holds it; None where none is found.
 
     The search looks past at most a few full bins a sample on average, so that a batch that fills its bins to the brim
@@ -121,7 +146,9 @@ def _spread(lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_token
     return bins
 
 
-def _lock_step(bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int) -> tuple[float, np.ndarray, np.ndarray]:
+def _lock_step(
+    bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
+) -> tuple[float, np.ndarray, np.ndarray]:
     """(Σ over micro-steps of the costliest rank, bins in the order of their cost, bins): costliest first, so memory peaks early."""
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -137,8 +164,15 @@ def quadratic_cost(model: Model) -> float:
     """Attention FLOPs a squared token over matrix FLOPs a token, for `pack`: layers · heads · head_dim / active matrix parameters."""
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
-    width = model.intermediate_size if model.moe is None else model.moe.num_experts_per_token * model.moe.expert_intermediate_size
-    matrices = model.num_layers * (attention + 3 * model.hidden_size * width) + model.vocab_size * model.hidden_size
+    width = (
+        model.intermediate_size
+        if model.moe is None
+        else model.moe.num_experts_per_token * model.moe.expert_intermediate_size
+    )
+    matrices = (
+        model.num_layers * (attention + 3 * model.hidden_size * width)
+        + model.vocab_size * model.hidden_size
+    )
     return model.num_layers * heads / matrices
 
 
@@ -176,6 +210,8 @@ def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBat
     nothing = [documents[0].select([])] if len(documents) else []
 
     def of_rank(rank: int) -> LazyMicroBatches:
-        return LazyMicroBatches(len(plan[rank]), lambda at: [documents[i] for i in plan[rank][at].tolist()] or nothing)
+        return LazyMicroBatches(
+            len(plan[rank]), lambda at: [documents[i] for i in plan[rank][at].tolist()] or nothing
+        )
 
     return [of_rank(rank) for rank in range(len(plan))]

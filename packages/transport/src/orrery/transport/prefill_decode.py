@@ -88,7 +88,9 @@ class PrefillDecode:
         self.producers, self.consumers = range(len(handovers)), range(len(handovers), len(engines))
         self._prefill_of, self._decode_of = Sticky(len(engines)), Sticky(len(engines))
         self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted meanwhile
-        self._unwanted: dict[EngineClient, list[str]] = {}  # caches of lost readers, which their engine is about to be told of
+        self._unwanted: dict[
+            EngineClient, list[str]
+        ] = {}  # caches of lost readers, which their engine is about to be told of
         self._behind_us: set[asyncio.Task[None]] = set()
 
     @property
@@ -111,28 +113,40 @@ class PrefillDecode:
         end = asyncio.get_running_loop().time() + timeout_s
         session = session or request_id
         if not self.is_serving:
-            raise EngineGone(f"request {request_id!r}: no engine that prefills, or none that decodes, is there")
+            raise EngineGone(
+                f"request {request_id!r}: no engine that prefills, or none that decodes, is there"
+            )
         producer = self.peer(self._prefill_of.choose(session, self._serving(self.producers)))
         consumer = self.peer(self._decode_of.choose(session, self._serving(self.consumers)))
         self._prefill_of.in_flight[producer.index] += 1
         self._decode_of.in_flight[consumer.index] += 1
         try:
-            prefilling = asyncio.create_task(self._prefill(producer, token_ids, request_id, timeout_s, options["cache_salt"], routes_from))
+            prefilling = asyncio.create_task(
+                self._prefill(
+                    producer, token_ids, request_id, timeout_s, options["cache_salt"], routes_from
+                )
+            )
             self._prefilling[request_id] = False
             try:
                 prefilled, where = await asyncio.shield(prefilling)
             except asyncio.CancelledError:
-                self._give_back(producer, consumer, prefilling, token_ids, request_id, options["cache_salt"])
+                self._give_back(
+                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
+                )
                 raise
             finally:
                 aborted = self._prefilling.pop(request_id)
             if aborted:
-                self._give_back(producer, consumer, prefilling, token_ids, request_id, options["cache_salt"])
+                self._give_back(
+                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
+                )
                 nothing = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
                 return Generation(request_id, *nothing, "abort", prefilled.cached_tokens)
             left_s = end - asyncio.get_running_loop().time()
             if left_s <= 0:  # which a connection would take for no limit at all
-                self._give_back(producer, consumer, prefilling, token_ids, request_id, options["cache_salt"])
+                self._give_back(
+                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
+                )
                 raise GenerationFailed(
                     f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the prompt; none are left to decode"
                 )
@@ -147,7 +161,11 @@ class PrefillDecode:
             except asyncio.CancelledError:
                 self._end(consumer, decoding, request_id)
                 raise
-            return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=(*prefilled.routes, *decoded.routes))
+            return replace(
+                decoded,
+                cached_tokens=prefilled.cached_tokens,
+                routes=(*prefilled.routes, *decoded.routes),
+            )
         finally:
             self._prefill_of.in_flight[producer.index] -= 1
             self._decode_of.in_flight[consumer.index] -= 1
@@ -166,23 +184,33 @@ class PrefillDecode:
 
     def peer(self, index: int) -> Peer:
         """This engine as it is now."""
-        return Peer(index, self.engines[index], self.handovers[index] if index in self.producers else {})
+        return Peer(
+            index, self.engines[index], self.handovers[index] if index in self.producers else {}
+        )
 
     def ended(self, index: int) -> None:
         """The process of this engine has ended, for certain: whoever waits for blocks out of it waits in vain, and is told so.
 
         Never before: Mooncake's producer writes into its reader's blocks, which must not be anybody else's while it may.
         """
-        if index not in self.producers or (kv_engine_id := self.handovers[index].get("kv_engine_id")) is None:
+        if (
+            index not in self.producers
+            or (kv_engine_id := self.handovers[index].get("kv_engine_id")) is None
+        ):
             return  # a reader of NIXL's sees the connection break
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(OrreryError):  # an engine that is lost too reads nothing; another gives up by itself when the lease runs out
+            with suppress(
+                OrreryError
+            ):  # an engine that is lost too reads nothing; another gives up by itself when the lease runs out
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
-            self._behind(tell(self.engines[consumer]), f"tell engine {consumer} that engine {index} has ended")
+            self._behind(
+                tell(self.engines[consumer]),
+                f"tell engine {consumer} that engine {index} has ended",
+            )
 
     def returned(self, index: int, handover: Mapping[str, Any]) -> None:
         """The next incarnation of an engine listens, and has published this of itself."""
@@ -211,31 +239,45 @@ class PrefillDecode:
         where: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
         if handover:  # Mooncake: both are told a name for the transfer
             transfer["transfer_id"] = where["transfer_id"] = f"{request_id}-{uuid.uuid4()}"
-            where |= {"remote_engine_id": handover["kv_engine_id"], "remote_bootstrap_addr": handover["kv_bootstrap"]}
+            where |= {
+                "remote_engine_id": handover["kv_engine_id"],
+                "remote_bootstrap_addr": handover["kv_bootstrap"],
+            }
         prefilled = await client.generate(
             token_ids, request_id=request_id, max_tokens=1, temperature=0.0, cache_salt=cache_salt, ignore_eos=True,
             timeout_s=timeout_s, kv_transfer=transfer, routes_from=routes_from,
         )  # fmt: skip
         if not handover:
             if prefilled.kv_transfer is None:
-                raise GenerationFailed(f"{client.name} did not say where the cache of request {request_id!r} is")
+                raise GenerationFailed(
+                    f"{client.name} did not say where the cache of request {request_id!r} is"
+                )
             where = prefilled.kv_transfer
         return prefilled, where
 
     async def _decode(
-        self, producer: Peer, consumer: Peer, where: Mapping[str, Any], token_ids: Sequence[int] | np.ndarray, **options: Any
+        self,
+        producer: Peer,
+        consumer: Peer,
+        where: Mapping[str, Any],
+        token_ids: Sequence[int] | np.ndarray,
+        **options: Any,
     ) -> Generation:
         """The decode engine's answer. Where that engine is lost, the prefill engine is told to keep the blocks no longer."""
         try:
             for peer in (producer, consumer):
                 if not self._is_there(peer):
-                    raise EngineGone(f"{peer.client.name} was lost while the cache of request {options['request_id']!r} was handed over")
+                    raise EngineGone(
+                        f"{peer.client.name} was lost while the cache of request {options['request_id']!r} was handed over"
+                    )
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
             # Only then: an engine that is there may read them yet, and would take another request's blocks for these.
             if not self._is_there(consumer) and self._is_there(producer):
-                self._keep_no_longer(producer.client, str(where.get("transfer_id") or where.get("remote_request_id")))
+                self._keep_no_longer(
+                    producer.client, str(where.get("transfer_id") or where.get("remote_request_id"))
+                )
             raise
 
     def _keep_no_longer(self, client: EngineClient, name: str) -> None:
@@ -252,7 +294,13 @@ class PrefillDecode:
         self._behind(tell(), f"{client.name} keeps no longer")
 
     def _give_back(
-        self, producer: Peer, consumer: Peer, prefilling: "asyncio.Task[Any]", token_ids: Any, request_id: str, salt: str
+        self,
+        producer: Peer,
+        consumer: Peer,
+        prefilling: "asyncio.Task[Any]",
+        token_ids: Any,
+        request_id: str,
+        salt: str,
     ) -> None:
         """Nobody wants this answer any more: have the decode engine read the blocks and sample one token, which frees them everywhere."""
 

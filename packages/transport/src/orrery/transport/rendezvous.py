@@ -58,7 +58,12 @@ def publish(me: "RoleProcess", url: str, **info: Any) -> None:
     folder = _folder(me)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{me.role}.{me.index}.json"
-    write_atomic(path, msgspec.json.encode(_File(me.role, me.index, url, os.getpid(), me.attempt, me.incarnation, info)))
+    write_atomic(
+        path,
+        msgspec.json.encode(
+            _File(me.role, me.index, url, os.getpid(), me.attempt, me.incarnation, info)
+        ),
+    )
 
 
 def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
@@ -71,14 +76,22 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
         try:
             file = msgspec.json.decode(content, type=_File)
         except msgspec.DecodeError as error:
-            raise RunFailed(f"{path}: not an endpoint file ({error}); remove it and run again") from error
+            raise RunFailed(
+                f"{path}: not an endpoint file ({error}); remove it and run again"
+            ) from error
         if file.attempt == me.attempt and file.role == role:
-            found.append(Endpoint(file.role, file.index, file.url, file.pid, file.incarnation, file.info))
+            found.append(
+                Endpoint(file.role, file.index, file.url, file.pid, file.incarnation, file.info)
+            )
     return sorted(found, key=lambda endpoint: endpoint.index)
 
 
 def await_endpoints(
-    me: "RoleProcess", role: str, count: int, deadline_s: float, meanwhile: Callable[[], object] = lambda: None
+    me: "RoleProcess",
+    role: str,
+    count: int,
+    deadline_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
     """The endpoints of `role` with indices `0..count`, once all are there.
 
@@ -99,4 +112,6 @@ def await_endpoints(
                     f"{me.role} {me.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
-            time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))  # a long wait need not hurry, nor load a shared file system
+            time.sleep(
+                min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S)
+            )  # a long wait need not hurry, nor load a shared file system

@@ -39,5 +39,8 @@ def prune(run_dir: Path, step: int, keep: int) -> None:
 
 def steps(run_dir: Path) -> list[int]:
     """The steps whose batches are kept, rising."""
-    names = [path.stem.removeprefix("step_") for path in (Path(run_dir) / "rollouts").glob("step_*.safetensors")]
+    names = [
+        path.stem.removeprefix("step_")
+        for path in (Path(run_dir) / "rollouts").glob("step_*.safetensors")
+    ]
     return sorted(int(name) for name in names if name.isdigit())

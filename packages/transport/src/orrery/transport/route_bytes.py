@@ -45,11 +45,15 @@ class Routes:
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
         header, rest, done = self._header_bytes, np.empty(0, np.uint8), 0
         for first in range(0, len(self._text), PIECE):
-            piece = np.frombuffer(pybase64.b64decode(self._text[first : first + PIECE], validate=True), np.uint8)
+            piece = np.frombuffer(
+                pybase64.b64decode(self._text[first : first + PIECE], validate=True), np.uint8
+            )
             header, piece = max(header - len(piece), 0), piece[header:]
             data = np.concatenate((rest, piece)) if len(rest) else piece
             n = len(data) // row_bytes
-            rows[done : done + n] = data[: n * row_bytes].view(self.dtype).reshape(n, *self.shape[1:])[:, -num_layers:]
+            rows[done : done + n] = (
+                data[: n * row_bytes].view(self.dtype).reshape(n, *self.shape[1:])[:, -num_layers:]
+            )
             done, rest = done + n, data[n * row_bytes :]
 
 
@@ -65,8 +69,15 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
         raise ValueError("routed_experts is a .npy file of an unknown version")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(head)
     num_bytes = 3 * (len(text) // 4) - bytes(text[-2:]).count(b"=")
-    if fortran or len(shape) != 3 or dtype not in (np.uint8, np.uint16) or head.tell() + dtype.itemsize * np.prod(shape) != num_bytes:
-        raise ValueError(f"routed_experts is {dtype} {shape} in {num_bytes} bytes, not uint8 or uint16 [rows, layers, experts a token]")
+    if (
+        fortran
+        or len(shape) != 3
+        or dtype not in (np.uint8, np.uint16)
+        or head.tell() + dtype.itemsize * np.prod(shape) != num_bytes
+    ):
+        raise ValueError(
+            f"routed_experts is {dtype} {shape} in {num_bytes} bytes, not uint8 or uint16 [rows, layers, experts a token]"
+        )
     return body[:first] + body[last:], Routes(start, shape, dtype, text, head.tell())
 
 
@@ -78,7 +89,12 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
     for part in parts:
         _, num_layers, top_k = part.shape
         end = part.start + part.num_rows
-        if num_layers < shape.num_layers or top_k != shape.top_k or part.dtype.itemsize > shape.dtype.itemsize or end > num_tokens:
+        if (
+            num_layers < shape.num_layers
+            or top_k != shape.top_k
+            or part.dtype.itemsize > shape.dtype.itemsize
+            or end > num_tokens
+        ):
             raise ValueError(
                 f"routes of tokens {part.start} to {end}, {num_layers} layers, {top_k} experts a token in {part.dtype} are not of "
                 f"{num_tokens} tokens, {shape.num_layers} layers, {shape.top_k} experts a token in {shape.dtype}"

@@ -49,12 +49,19 @@ def route_shape(model: Model) -> RouteShape | None:
     moe = model.moe
     if moe is None:
         return None
-    return RouteShape(model.num_layers - moe.num_dense_layers, moe.num_experts_per_token, moe.num_experts, moe.num_dense_layers)
+    return RouteShape(
+        model.num_layers - moe.num_dense_layers,
+        moe.num_experts_per_token,
+        moe.num_experts,
+        moe.num_dense_layers,
+    )
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
     """The column of tokens that have no routes: a read-only view of one number."""
-    return np.broadcast_to(np.array(shape.no_route, dtype=shape.dtype), (num_tokens, shape.num_layers, shape.top_k))
+    return np.broadcast_to(
+        np.array(shape.no_route, dtype=shape.dtype), (num_tokens, shape.num_layers, shape.top_k)
+    )
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> Checked:
@@ -63,15 +70,24 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> Checked:
     Raises RunFailed for routes that are not this model's: dtype, layers, top_k, or an expert that it does not have.
     """
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
-    if routes.dtype != shape.dtype or routes.ndim != 3 or routes.shape[1] not in layers or routes.shape[2] != shape.top_k:
+    if (
+        routes.dtype != shape.dtype
+        or routes.ndim != 3
+        or routes.shape[1] not in layers
+        or routes.shape[2] != shape.top_k
+    ):
         raise RunFailed(
             f"{what}: {COLUMN} is {routes.dtype} [tokens, {', '.join(map(str, routes.shape[1:]))}]; "
             f"this model has {shape.num_experts} experts in each of {shape.num_layers} layers, {shape.top_k} a token, "
             f"and wants {shape.dtype} [tokens, {shape.num_layers}, {shape.top_k}]; does the engine serve another model?"
         )
     routes = routes[:, routes.shape[1] - shape.num_layers :]
-    suspect = (routes >= min(shape.num_experts, shape.no_route)).reshape(len(routes), shape.num_layers * shape.top_k)
-    tokens = np.flatnonzero(np.any(suspect, axis=1))  # what is looked at closely: few, or all where an expert has the number 255
+    suspect = (routes >= min(shape.num_experts, shape.no_route)).reshape(
+        len(routes), shape.num_layers * shape.top_k
+    )
+    tokens = np.flatnonzero(
+        np.any(suspect, axis=1)
+    )  # what is looked at closely: few, or all where an expert has the number 255
     is_missing_NL = (routes[tokens] == shape.no_route).all(axis=-1)
     bad_NL = (routes[tokens] >= shape.num_experts).any(axis=-1) & ~is_missing_NL
     if bad_NL.any():
@@ -89,4 +105,6 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> Checked:
         ids[tokens[at], layer_of] = -1
     is_missing = np.zeros(len(routes), dtype=bool)
     is_missing[tokens] = is_missing_NL.any(axis=-1)
-    return Checked(ids, is_missing, len(routes) * shape.num_layers - int(np.count_nonzero(is_missing_NL)))
+    return Checked(
+        ids, is_missing, len(routes) * shape.num_layers - int(np.count_nonzero(is_missing_NL))
+    )

@@ -15,7 +15,14 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import publish_file
-from orrery.transport.column_bytes import Layout, MicroBatch, Slot, columns_from, layout_of, segments
+from orrery.transport.column_bytes import (
+    Layout,
+    MicroBatch,
+    Slot,
+    columns_from,
+    layout_of,
+    segments,
+)
 from orrery.transport.columns import Columns
 
 _SAFETENSORS = {
@@ -26,7 +33,9 @@ _NUMPY = {name: dtype for dtype, name in _SAFETENSORS.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def write(path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True) -> int:
+def write(
+    path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
+) -> int:
     """Write `path` at once or not at all; returns its bytes. `sync=False` where the file need not outlive the machine."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
@@ -57,7 +66,11 @@ def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
     They stay valid when this machine removes it, and not where another does on a network file system: `mapped=False` reads it whole.
     """
     try:
-        file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if mapped else np.fromfile(path, dtype=np.uint8)
+        file = (
+            np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+            if mapped
+            else np.fromfile(path, dtype=np.uint8)
+        )
         file.flags.writeable = False
         header_bytes = int.from_bytes(file[:8].tobytes(), "little")
         if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -67,7 +80,15 @@ def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
         slots = []
         for full_name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             kind, _, name = full_name.partition("/")
-            slots.append(Slot(kind, name or full_name, _NUMPY[tensor["dtype"]], tuple(tensor["shape"]), tensor["data_offsets"][0]))
+            slots.append(
+                Slot(
+                    kind,
+                    name or full_name,
+                    _NUMPY[tensor["dtype"]],
+                    tuple(tensor["shape"]),
+                    tensor["data_offsets"][0],
+                )
+            )
         body = file[8 + header_bytes :]
         return columns_from(Layout(tuple(slots), len(body)), body), info
     except FileNotFoundError as error:

@@ -34,7 +34,10 @@ class UpdateReport:
 
 
 async def update_engine(
-    engine: EngineClient, published: "Published", canary: Canary | None = None, proving: AbstractContextManager[object] | None = None
+    engine: EngineClient,
+    published: "Published",
+    canary: Canary | None = None,
+    proving: AbstractContextManager[object] | None = None,
 ) -> UpdateReport:
     """Bring one engine to `published` and resume it.
 
@@ -50,7 +53,9 @@ async def update_engine(
     found = await engine.attested()
     if found is None or found.digest != published.digest:
         compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
-        raise WeightsDiffer(f"{engine.name}: what it holds has not the digest {published.digest} of version {published.version}")
+        raise WeightsDiffer(
+            f"{engine.name}: what it holds has not the digest {published.digest} of version {published.version}"
+        )
     attested = time.perf_counter()
     with nullcontext() if proving is None else proving:
         await engine.resume()
@@ -71,14 +76,29 @@ async def update_engine(
     )
 
 
-def compare(version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str) -> None:
+def compare(
+    version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
+) -> None:
     """Raise WeightsDiffer naming a tensor unless `held` is `published`, tensor by tensor."""
-    different = sorted(name for name, value in published.items() if name in held and held[name].fingerprint != value)
-    missing, unknown = sorted(published.keys() - held.keys()), sorted(held.keys() - published.keys())
-    for names, verb in ((different, "differs from"), (missing, "is missing after"), (unknown, "is not part of")):
+    different = sorted(
+        name
+        for name, value in published.items()
+        if name in held and held[name].fingerprint != value
+    )
+    missing, unknown = (
+        sorted(published.keys() - held.keys()),
+        sorted(held.keys() - published.keys()),
+    )
+    for names, verb in (
+        (different, "differs from"),
+        (missing, "is missing after"),
+        (unknown, "is not part of"),
+    ):
         if names:
             found = held.get(names[0])
             how = f" (attested {found.how})" if found else ""
             more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
             tensor = f"{engine}: tensor {names[0]!r}{how}"
-            raise WeightsDiffer(f"{tensor} {verb} published version {version}{more}; the run stops before another token is sampled")
+            raise WeightsDiffer(
+                f"{tensor} {verb} published version {version}{more}; the run stops before another token is sampled"
+            )

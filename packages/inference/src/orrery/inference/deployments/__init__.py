@@ -14,4 +14,7 @@ from orrery.inference.deployments.engine import Place
 from orrery.manifest.schema import Manifest
 
 Documents = dict[str, list[dict[str, object]]]
-KINDS: dict[str, Callable[[Manifest, Place], Documents]] = {"dynamo": dynamo.render, "llm_d": llm_d.render}
+KINDS: dict[str, Callable[[Manifest, Place], Documents]] = {
+    "dynamo": dynamo.render,
+    "llm_d": llm_d.render,
+}

@@ -30,17 +30,25 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     given = parser.parse_args()
     try:
-        documents = KINDS[given.kind](load(given.manifest), Place(given.image, given.claim, given.proxy_image))
+        documents = KINDS[given.kind](
+            load(given.manifest), Place(given.image, given.claim, given.proxy_image)
+        )
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     try:
         given.to.mkdir(parents=True, exist_ok=True)
         for name, parts in documents.items():
-            write_atomic(given.to / name, yaml.dump_all(parts, Dumper=_Spelled, sort_keys=False, width=140).encode())
+            write_atomic(
+                given.to / name,
+                yaml.dump_all(parts, Dumper=_Spelled, sort_keys=False, width=140).encode(),
+            )
             print(given.to / name)
     except OSError as error:
-        print(f"error: --to {given.to}: {error.strerror}; name a folder that can be written", file=sys.stderr)
+        print(
+            f"error: --to {given.to}: {error.strerror}; name a folder that can be written",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

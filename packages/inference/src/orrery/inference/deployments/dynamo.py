@@ -8,7 +8,15 @@
 import json
 from typing import Any
 
-from orrery.inference.deployments.engine import WEIGHTS_MOUNT, Engine, Place, engines, labels, name_of, weights_volume
+from orrery.inference.deployments.engine import (
+    WEIGHTS_MOUNT,
+    Engine,
+    Place,
+    engines,
+    labels,
+    name_of,
+    weights_volume,
+)
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
@@ -18,8 +26,16 @@ SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
     "--enable-prompt-tokens-details": 0, "--disable-uvicorn-access-log": 0, "--disable-fastapi-docs": 0,
 }  # fmt: skip
-EVENTS = {"publisher": "zmq", "topic": "kv-events", "endpoint": "tcp://*:20080", "enable_kv_cache_events": True}
-MODES = {"round_robin": "round-robin", "power_of_two": "least-loaded"}  # all other policies look at caches
+EVENTS = {
+    "publisher": "zmq",
+    "topic": "kv-events",
+    "endpoint": "tcp://*:20080",
+    "enable_kv_cache_events": True,
+}
+MODES = {
+    "round_robin": "round-robin",
+    "power_of_two": "least-loaded",
+}  # all other policies look at caches
 TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 
@@ -35,7 +51,10 @@ def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
         "metadata": {"name": name_of(manifest), "labels": labels(manifest)},
-        "spec": {"backendFramework": "vllm", "components": [_frontend(manifest, place), *(_worker(manifest, each) for each in made)]},
+        "spec": {
+            "backendFramework": "vllm",
+            "components": [_frontend(manifest, place), *(_worker(manifest, each) for each in made)],
+        },
     }
     return {"graph.yaml": [graph]}
 
@@ -48,12 +67,16 @@ def _mode(manifest: Manifest) -> str:
 def _frontend(manifest: Manifest, place: Place) -> dict[str, Any]:
     router, environment = manifest.inference.router, {"DYN_ROUTER_MODE": _mode(manifest)}
     if _mode(manifest) == "kv" and (router.kind == "none" or router.policy != "cache_aware"):
-        environment["DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"] = str(int(manifest.orchestrator.rollout_timeout_s))
+        environment["DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"] = str(
+            int(manifest.orchestrator.rollout_timeout_s)
+        )
     container = {
         "name": "main",
         "image": place.image,
         "env": [{"name": name, "value": value} for name, value in environment.items()],
-        "volumeMounts": [WEIGHTS_MOUNT],  # it reads the model's configuration and tokenizer by the path that workers name
+        "volumeMounts": [
+            WEIGHTS_MOUNT
+        ],  # it reads the model's configuration and tokenizer by the path that workers name
     }
     pod = {"containers": [container], "volumes": [weights_volume(place)]}
     return {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": {"spec": pod}}
@@ -67,18 +90,27 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
         arguments += ["--disaggregation-mode", engine.part]
     container = {
         # The operator probes what it starts, and mounts shared memory.
-        **{key: value for key, value in engine.container.items() if not key.endswith("Probe") and key != "ports"},
+        **{
+            key: value
+            for key, value in engine.container.items()
+            if not key.endswith("Probe") and key != "ports"
+        },
         "name": "main",
         "command": ["python3", "-m", "dynamo.vllm"],
         "args": arguments,
-        "volumeMounts": [each for each in engine.container["volumeMounts"] if each["name"] != "shm"],
+        "volumeMounts": [
+            each for each in engine.container["volumeMounts"] if each["name"] != "shm"
+        ],
     }
     volumes = [each for each in engine.volumes if each["name"] != "shm"]
     return {
         "name": f"Engine{engine.index}",
         "type": TYPES[engine.part],
         "replicas": 1,
-        "podTemplate": {"metadata": {"labels": labels(manifest)}, "spec": {"containers": [container], "volumes": volumes}},
+        "podTemplate": {
+            "metadata": {"labels": labels(manifest)},
+            "spec": {"containers": [container], "volumes": volumes},
+        },
     }
 
 

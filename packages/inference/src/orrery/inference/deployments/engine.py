@@ -14,7 +14,11 @@ from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest
 from orrery.observe.token import TOKEN_FILE
 
-WEIGHTS, TIERS, TOKEN_FOLDER = Path("/policy"), Path("/tiers"), Path("/run/orrery")  # where the pod has them
+WEIGHTS, TIERS, TOKEN_FOLDER = (
+    Path("/policy"),
+    Path("/tiers"),
+    Path("/run/orrery"),
+)  # where the pod has them
 PORT, BEHIND_PROXY_PORT = 8000, 8200
 SIDE_PORT = {"nixl": 5600, "mooncake": 8998, "none": 0}
 ADDRESS = "$(VLLM_HOST_IP)"  # Kubernetes puts the pod's own address in
@@ -45,7 +49,9 @@ def name_of(manifest: Manifest) -> str:
     """The run's name as Kubernetes takes it. Raises OrreryError where it does not."""
     name = manifest.name.replace("_", "-").strip("-")
     if len(name) > 40:
-        raise OrreryError(f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; shorten the run's name")
+        raise OrreryError(
+            f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; shorten the run's name"
+        )
     return name
 
 
@@ -92,11 +98,19 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
             "ports": [{"name": "engine", "containerPort": port}],
             "resources": _resources(manifest),
             "volumeMounts": [WEIGHTS_MOUNT, TOKEN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],
-            "startupProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10, "failureThreshold": 120},
+            "startupProbe": {
+                "httpGet": {"path": "/health", "port": port},
+                "periodSeconds": 10,
+                "failureThreshold": 120,
+            },
             "readinessProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 5},
         }
         token = {"name": "token", "secret": {"secretName": f"{name_of(manifest)}-token"}}
-        volumes: list[dict[str, Any]] = [weights_volume(place), token, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        volumes: list[dict[str, Any]] = [
+            weights_volume(place),
+            token,
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ]
         if tiers is not None:
             container["volumeMounts"].append({"name": "tiers", "mountPath": str(TIERS)})
             volumes.append({"name": "tiers", "emptyDir": {}})
@@ -105,7 +119,10 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
 
 
 def weights_volume(place: Place) -> dict[str, Any]:
-    return {"name": "weights", "persistentVolumeClaim": {"claimName": place.claim, "readOnly": True}}
+    return {
+        "name": "weights",
+        "persistentVolumeClaim": {"claimName": place.claim, "readOnly": True},
+    }
 
 
 def _of_any_start(arguments: list[str]) -> list[str]:
@@ -124,12 +141,19 @@ def _environment(manifest: Manifest) -> list[dict[str, Any]]:
         values |= transfer_environment(manifest, ADDRESS, SIDE_PORT[inference.kv_transfer.kind])
     if inference.kv_offload.kind == "tiers":
         values |= {"PYTHONHASHSEED": HASH_SEED, **routes_environment(manifest, TIERS)}
-    own_address: dict[str, Any] = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    own_address: dict[str, Any] = {
+        "name": "VLLM_HOST_IP",
+        "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+    }
     values |= {TOKEN_FILE: str(TOKEN_FOLDER / TOKEN_KEY)}
     return [own_address, *({"name": name, "value": value} for name, value in values.items())]
 
 
 def _resources(manifest: Manifest) -> dict[str, Any]:
     devices = manifest.inference.devices_per_replica
-    amount = {"cpu": str(devices)} if manifest.hardware.accelerator == "cpu" else {"nvidia.com/gpu": str(devices)}
+    amount = (
+        {"cpu": str(devices)}
+        if manifest.hardware.accelerator == "cpu"
+        else {"nvidia.com/gpu": str(devices)}
+    )
     return {"limits": amount, "requests": amount}

@@ -34,7 +34,10 @@ def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
             f"engine; name its image with --proxy-image"
         )
     return {
-        "engines.yaml": [_deployment(manifest, place, each) for each in engines(manifest, place, behind_proxy=True)],
+        "engines.yaml": [
+            _deployment(manifest, place, each)
+            for each in engines(manifest, place, behind_proxy=True)
+        ],
         "router.values.yaml": [_values(manifest)],
     }
 
@@ -60,7 +63,11 @@ def _deployment(manifest: Manifest, place: Place, engine: Engine) -> dict[str, A
 
 def _proxy(manifest: Manifest, place: Place) -> dict[str, Any]:
     transfer = manifest.inference.kv_transfer.kind
-    arguments = [f"--port={PORT}", f"--model-server-port={BEHIND_PROXY_PORT}", f"--kv-connector={CONNECTORS[transfer]}"]
+    arguments = [
+        f"--port={PORT}",
+        f"--model-server-port={BEHIND_PROXY_PORT}",
+        f"--kv-connector={CONNECTORS[transfer]}",
+    ]
     if transfer == "mooncake":
         arguments.append(f"--mooncake-bootstrap-port={SIDE_PORT[transfer]}")
     return {
@@ -80,7 +87,10 @@ def _values(manifest: Manifest) -> dict[str, Any]:
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },
-            "inferencePool": {"create": True, "failureMode": "FailClose"},  # an engine that was not picked may hold an older policy
+            "inferencePool": {
+                "create": True,
+                "failureMode": "FailClose",
+            },  # an engine that was not picked may hold an older policy
             "modelServers": {
                 "type": "vllm",
                 "protocol": "http",
@@ -94,7 +104,11 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 def picker(manifest: Manifest) -> dict[str, Any]:
     """The endpoint picker's configuration. llm-d has no turns to take: round robin becomes the shortest queue, too."""
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
-    plugins: list[dict[str, Any]] = [{"type": "vllmhttp-parser"}, {"type": "max-score-picker"}, {"type": "queue-scorer"}]
+    plugins: list[dict[str, Any]] = [
+        {"type": "vllmhttp-parser"},
+        {"type": "max-score-picker"},
+        {"type": "queue-scorer"},
+    ]
     scorers: list[dict[str, Any]] = [{"pluginRef": "queue-scorer", "weight": 1}]
     if router.kind == "vllm_router" and router.policy == "cache_aware":
         plugins += [
@@ -105,13 +119,18 @@ def picker(manifest: Manifest) -> dict[str, Any]:
             {"type": "prefix-cache-scorer"},
         ]
         scorers.append({"pluginRef": "prefix-cache-scorer", "weight": 2})
-    sticky = apart or (router.kind == "vllm_router" and router.policy in ("consistent_hash", "sticky_least_loaded"))
+    sticky = apart or (
+        router.kind == "vllm_router" and router.policy in ("consistent_hash", "sticky_least_loaded")
+    )
     profiles = ("prefill", "decode") if apart else ("default",)
     made = []
     if apart:
         plugins += [
             {"type": "always-disagg-pd-decider"},
-            {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "always-disagg-pd-decider"}}},
+            {
+                "type": "disagg-profile-handler",
+                "parameters": {"deciders": {"prefill": "always-disagg-pd-decider"}},
+            },
             {"type": "prefill-filter"},
             {"type": "decode-filter"},
         ]
@@ -120,7 +139,9 @@ def picker(manifest: Manifest) -> dict[str, Any]:
         if sticky:
             plugins.append(_session_filter(manifest, profile))
             chosen.append({"pluginRef": f"session-{profile}"})
-        made.append({"name": profile, "plugins": [*chosen, *scorers, {"pluginRef": "max-score-picker"}]})
+        made.append(
+            {"name": profile, "plugins": [*chosen, *scorers, {"pluginRef": "max-score-picker"}]}
+        )
     return {
         "apiVersion": "llm-d.ai/v1alpha1",
         "kind": "EndpointPickerConfig",
@@ -133,8 +154,15 @@ def picker(manifest: Manifest) -> dict[str, Any]:
 def _session_filter(manifest: Manifest, profile: str) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "strategy": "session_id",
-        "sessionIdConfig": {"sources": [{"header": "x-session-id"}], "evictionTtlSeconds": manifest.orchestrator.rollout_timeout_s},
+        "sessionIdConfig": {
+            "sources": [{"header": "x-session-id"}],
+            "evictionTtlSeconds": manifest.orchestrator.rollout_timeout_s,
+        },
     }
     if profile == "prefill":
         parameters["profileName"] = profile
-    return {"name": f"session-{profile}", "type": "session-affinity-filter", "parameters": parameters}
+    return {
+        "name": f"session-{profile}",
+        "type": "session-affinity-filter",
+        "parameters": parameters,
+    }

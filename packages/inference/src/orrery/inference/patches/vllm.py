@@ -95,10 +95,16 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
     An update of tied weights would not reach such a head.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     modules = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    heads, embeddings = ([each for each in modules if isinstance(each, ParallelLMHead) is is_head] for is_head in (True, False))
+    heads, embeddings = (
+        [each for each in modules if isinstance(each, ParallelLMHead) is is_head]
+        for is_head in (True, False)
+    )
     return any(all(head.weight is not each.weight for each in embeddings) for head in heads)
 
 
@@ -125,7 +131,9 @@ def inspect_models_here() -> None:
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
     """Set an attribute that must exist: a vLLM that has moved it needs this file read again."""
     if not hasattr(module, name):
-        raise RuntimeError(f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py")
+        raise RuntimeError(
+            f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py"
+        )
     setattr(module, name, by)
 
 
@@ -140,7 +148,11 @@ def draw_again_after_a_part() -> None:
     def of_parts(self: Any) -> dict[int, torch.Generator]:
         """Generators by row, of requests whose prompt is not done yet."""
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        return {row: self.input_batch.generators[row] for row in rows if row in self.input_batch.generators}
+        return {
+            row: self.input_batch.generators[row]
+            for row in rows
+            if row in self.input_batch.generators
+        }
 
     def sample_and_put_back(self: Any, *args: Any, **options: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in of_parts(self).values()]

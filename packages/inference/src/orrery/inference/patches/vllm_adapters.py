@@ -15,7 +15,9 @@ from typing import Any
 def keep_adapters(manager: Any) -> None:
     """Once warm-up is over, whose own adapters have to go: `manager` does not remove all adapters any more."""
     if not hasattr(manager, "remove_all_adapters"):
-        raise RuntimeError("vLLM's LoRAModelManager has no remove_all_adapters any more; see orrery/inference/patches/vllm_adapters.py")
+        raise RuntimeError(
+            "vLLM's LoRAModelManager has no remove_all_adapters any more; see orrery/inference/patches/vllm_adapters.py"
+        )
     manager.remove_all_adapters = _nothing
 
 

@@ -40,7 +40,9 @@ def write_answers() -> None:
         def render(self, content: Any) -> bytes:
             return content if isinstance(content, bytes) else super().render(content)
 
-    async def serve_tokens_full_generator(self: Any, request: Any, results: AsyncIterator[Any], request_id: str, *rest: Any) -> Any:
+    async def serve_tokens_full_generator(
+        self: Any, request: Any, results: AsyncIterator[Any], request_id: str, *rest: Any
+    ) -> Any:
         if not is_plain(request):
             return await model_way(self, request, results, request_id, *rest)
         last = None
@@ -63,37 +65,67 @@ def write_answers() -> None:
 def is_plain(request: Any) -> bool:
     """Whether the request asks for tokens, and of log-probs for those of sampled tokens at most."""
     sampling = request.sampling_params
-    asks = (sampling.logprobs or 0, sampling.prompt_logprobs is not None, getattr(request, "output_mode", "tokens") != "tokens")
-    rare = [getattr(request, name, None) for name in ("return_token_ids", "_response_mm_placeholders")]
-    return not any(asks) and not any(rare) and not getattr(sampling, "prompt_logprob_token_ids", None)
+    asks = (
+        sampling.logprobs or 0,
+        sampling.prompt_logprobs is not None,
+        getattr(request, "output_mode", "tokens") != "tokens",
+    )
+    rare = [
+        getattr(request, name, None) for name in ("return_token_ids", "_response_mm_placeholders")
+    ]
+    return (
+        not any(asks) and not any(rare) and not getattr(sampling, "prompt_logprob_token_ids", None)
+    )
 
 
 def written(last: Any, request_id: str, model: str | None = None) -> bytes:
     """The answer that `last`, a request's whole output, comes to, as vLLM's models would have it."""
-    num_prompt = len(last.prompt_token_ids) + len(getattr(last, "encoder_prompt_token_ids", None) or ())
+    num_prompt = len(last.prompt_token_ids) + len(
+        getattr(last, "encoder_prompt_token_ids", None) or ()
+    )
     num_sampled = sum(len(output.token_ids) for output in last.outputs)
-    usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
     if last.num_cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": last.num_cached_tokens}
-    answer = {"request_id": request_id, "model": model, "choices": [_choice(output) for output in last.outputs], "usage": usage}
-    transfer = {name: getattr(last, name, None) for name in ("kv_transfer_params", "ec_transfer_params")}
+    answer = {
+        "request_id": request_id,
+        "model": model,
+        "choices": [_choice(output) for output in last.outputs],
+        "usage": usage,
+    }
+    transfer = {
+        name: getattr(last, name, None) for name in ("kv_transfer_params", "ec_transfer_params")
+    }
     return msgspec.json.encode(answer | transfer)
 
 
 def _choice(output: Any) -> dict[str, Any]:
     tokens = list(output.token_ids)
-    choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason or "stop", "token_ids": tokens}
+    choice: dict[str, Any] = {
+        "index": output.index,
+        "finish_reason": output.finish_reason or "stop",
+        "token_ids": tokens,
+    }
     if output.logprobs is not None:
         values = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
         if any(math.isnan(value) for value in values):
             raise ValueError("a sampled token's log-prob is not a number; look at the weights")
-        content = [{"token_id": token, "logprob": value if value > LEAST else LEAST} for token, value in zip(tokens, values, strict=True)]
+        content = [
+            {"token_id": token, "logprob": value if value > LEAST else LEAST}
+            for token, value in zip(tokens, values, strict=True)
+        ]
         choice["logprobs"] = {"content": content}
     if output.routed_experts is not None:
         choice["routed_experts"] = msgspec.Raw(b'"%b"' % _file_in_base64(output.routed_experts))
     if output.weight_versions is not None:
         spans = output.weight_versions
-        choice["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+        choice["weight_versions"] = [
+            {"version": span.version, "start": span.start, "end": span.end} for span in spans
+        ]
     return choice
 
 

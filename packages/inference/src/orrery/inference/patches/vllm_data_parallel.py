@@ -20,10 +20,16 @@ def answer_for_every_rank() -> None:
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     async def collective_rpc_async(
-        self: Any, method: Any, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         call = ("collective_rpc", method, timeout, args, kwargs)
-        ranks = await asyncio.gather(*(self._call_utility_async(*call, engine=engine) for engine in self.core_engines))
+        ranks = await asyncio.gather(
+            *(self._call_utility_async(*call, engine=engine) for engine in self.core_engines)
+        )
         return [result for rank in ranks for result in rank]
 
     DPLBAsyncMPClient.collective_rpc_async = collective_rpc_async  # type: ignore[method-assign]
@@ -37,7 +43,13 @@ def meet_at_one_address() -> None:
     sys.modules["torch.distributed.rendezvous"].TCPStore = _store  # type: ignore[attr-defined]  # its package has a function of that name
 
 
-def _store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
+def _store(
+    host_name: str,
+    port: int,
+    world_size: int | None = None,
+    is_master: bool = False,
+    **options: Any,
+) -> Any:
     """A TCPStore, of which a server listens at `host_name` alone. Raises torch's DistNetworkError where the port is taken."""
     from torch.distributed import DistNetworkError, TCPStore
 
@@ -45,7 +57,9 @@ def _store(host_name: str, port: int, world_size: int | None = None, is_master: 
         try:
             listener = socket.create_server((host_name, port))
         except OSError as error:  # vLLM looks for the name, and tries another port
-            raise DistNetworkError(f"{errno.errorcode.get(error.errno, '')} {host_name}:{port}: {error}") from error
+            raise DistNetworkError(
+                f"{errno.errorcode.get(error.errno, '')} {host_name}:{port}: {error}"
+            ) from error
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()
     return TCPStore(host_name, port, world_size, is_master, **options)

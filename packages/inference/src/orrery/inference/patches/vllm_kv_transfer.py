@@ -46,7 +46,9 @@ def pause_beside_unread_blocks() -> None:
 
 def bootstrap_on_one_address() -> None:
     """In each process that may be a worker with MooncakeConnector, before it is made."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
+        mooncake_connector as connector,
+    )
 
     server = connector.MooncakeBootstrapServer
     if not isinstance(server, type):
@@ -60,13 +62,17 @@ def bootstrap_on_one_address() -> None:
 
 def pulls_that_end_with_their_engine() -> None:
     """In each process that may be a worker with MooncakeConnector, before it is made."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+        MooncakeConnectorWorker,
+    )
 
     if hasattr(MooncakeConnectorWorker.receive_kv_from_single_worker, "orrery"):
         return
     original = MooncakeConnectorWorker.receive_kv_from_single_worker
 
-    async def receive_kv_from_single_worker(self: Any, worker_addr: str, pull_metas: dict[str, Any]) -> None:
+    async def receive_kv_from_single_worker(
+        self: Any, worker_addr: str, pull_metas: dict[str, Any]
+    ) -> None:
         engine_id = next(iter(pull_metas.values())).remote_engine_id
         receiving = asyncio.ensure_future(original(self, worker_addr, pull_metas))
         ended = asyncio.ensure_future(_end_of(self, engine_id).wait())
@@ -75,7 +81,9 @@ def pulls_that_end_with_their_engine() -> None:
             task.cancel()
         await asyncio.wait({receiving})
         if receiving.cancelled():
-            left = [name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0]  # the others have all of their blocks
+            left = [
+                name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0
+            ]  # the others have all of their blocks
             self._handle_failed_recv(pull_metas, left, f"engine {engine_id} has ended")
 
     receive_kv_from_single_worker.orrery = True  # type: ignore[attr-defined]
@@ -88,7 +96,9 @@ async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
 
 
 def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
-    ends: dict[str, asyncio.Event] = vars(worker).setdefault("orrery_ends", defaultdict(asyncio.Event))
+    ends: dict[str, asyncio.Event] = vars(worker).setdefault(
+        "orrery_ends", defaultdict(asyncio.Event)
+    )
     return ends[engine_id]
 
 

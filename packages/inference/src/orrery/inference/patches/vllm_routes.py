@@ -51,7 +51,9 @@ class _Batch:
         self.req_ids = list(runner.input_batch.req_ids)
         num = len(self.req_ids)
         self.query_start_loc_np: np.ndarray = runner.query_start_loc.np[: num + 1].copy()
-        self.num_computed_tokens_np: np.ndarray = runner.input_batch.num_computed_tokens_cpu[:num].copy()
+        self.num_computed_tokens_np: np.ndarray = runner.input_batch.num_computed_tokens_cpu[
+            :num
+        ].copy()
 
 
 def _routed(runner: type) -> type:
@@ -60,12 +62,16 @@ def _routed(runner: type) -> type:
     class RoutedCPUModelRunner(runner):
         routes: Any = None  # AuxOutputWorkerConnector
 
-        def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **options: Any) -> None:
+        def initialize_kv_cache(
+            self, kv_cache_config: Any, is_profiling: bool = False, **options: Any
+        ) -> None:
             super().initialize_kv_cache(kv_cache_config, is_profiling, **options)
             if self.vllm_config.aux_output_config.enabled and not is_profiling:
                 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
-                self.routes = get_aux_output_connector(self.model, self.vllm_config, self.kv_cache_config)
+                self.routes = get_aux_output_connector(
+                    self.model, self.vllm_config, self.kv_cache_config
+                )
 
         def execute_model(self, scheduler_output: Any, *rest: Any, **options: Any) -> Any:
             if self.routes is not None:
@@ -78,7 +84,9 @@ def _routed(runner: type) -> type:
                 pending = self.routes.prepare_output(_Batch(self))
             output = super().sample_tokens(grammar_output)
             if pending is not None:
-                sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
+                sampled = np.array(
+                    [len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32
+                )
                 pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
                 output.aux_output_connector_output = pending.process_output()
             return output

@@ -31,14 +31,18 @@ KEPT = "ORRERY_ROUTES_KEPT"  # how many times the device's blocks the store has 
 
 CHANGES = "routes that came and went"  # among the outputs of requests, whose names have no blanks
 
-_known: set[str] = set()  # blocks whose routes this engine core's worker has in memory, in the process of the scheduler
+_known: set[str] = (
+    set()
+)  # blocks whose routes this engine core's worker has in memory, in the process of the scheduler
 _stores: list[Any] = []  # of routes, in the process of a worker: the newest last
 
 
 def keep() -> None:
     """In each process that may be an engine core or a worker, before it is made."""
     from vllm.distributed.aux_output_connector import worker
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if getattr(worker.BlockObjectStore, "orrery", False):
@@ -46,7 +50,10 @@ def keep() -> None:
     worker.BlockObjectStore = _known_routes(worker.BlockObjectStore)  # type: ignore[misc]
     worker.routed_experts_keys = lambda hashes, _namespace: [each.hex() for each in hashes]
     matched = OffloadingConnectorScheduler.get_num_new_matched_tokens
-    process_output, update_from_output = worker.AuxOutputWorkerConnector.process_output, Scheduler.update_from_output
+    process_output, update_from_output = (
+        worker.AuxOutputWorkerConnector.process_output,
+        Scheduler.update_from_output,
+    )
 
     def and_tell(self: Any, pending: Any) -> Any:
         outputs = process_output(self, pending)
@@ -54,14 +61,23 @@ def keep() -> None:
         return outputs
 
     def and_hear(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for key, is_kept in (model_runner_output.aux_output_connector_output or {}).pop(CHANGES, ()):
+        for key, is_kept in (model_runner_output.aux_output_connector_output or {}).pop(
+            CHANGES, ()
+        ):
             (_known.add if is_kept else _known.discard)(key)
         return update_from_output(self, scheduler_output, model_runner_output)
 
-    def with_routes(self: Any, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None) -> Any:
+    def with_routes(
+        self: Any, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> Any:
         first = num_computed_tokens // self.config.tokens_per_hash
         known = _num_known(request.block_hashes[first:]) * self.config.tokens_per_hash
-        return matched(self, request, num_computed_tokens, known if max_num_new_tokens is None else min(known, max_num_new_tokens))
+        return matched(
+            self,
+            request,
+            num_computed_tokens,
+            known if max_num_new_tokens is None else min(known, max_num_new_tokens),
+        )
 
     worker.AuxOutputWorkerConnector.process_output = and_tell  # type: ignore[method-assign]
     Scheduler.update_from_output = and_hear  # type: ignore[method-assign]
@@ -102,7 +118,10 @@ def beside_transfer() -> None:
 def _num_known(block_hashes: Any) -> int:
     """How many of these blocks, from the first, have routes here."""
     keys = (each.hex() for each in block_hashes)
-    return next((i for i, key in enumerate(keys) if key not in _known and not is_on_disk(key)), len(block_hashes))
+    return next(
+        (i for i, key in enumerate(keys) if key not in _known and not is_on_disk(key)),
+        len(block_hashes),
+    )
 
 
 class _Shelf(Protocol):
@@ -127,7 +146,9 @@ class _Slots(OrderedDict[str, int]):
     def __init__(self, unallocated: int) -> None:
         super().__init__()
         self.unallocated = unallocated
-        self.changes: deque[tuple[str, bool]] = deque()  # the store's thread adds, the output's takes
+        self.changes: deque[tuple[str, bool]] = (
+            deque()
+        )  # the store's thread adds, the output's takes
 
     def __setitem__(self, key: str, slot: int) -> None:
         super().__setitem__(key, slot)
@@ -147,7 +168,10 @@ def _known_routes(store: type) -> type:
         orrery = True
 
         def __init__(self, *, max_bytes: int, object_nbytes: int):
-            super().__init__(max_bytes=int(max_bytes * float(os.environ.get(KEPT, "1"))), object_nbytes=object_nbytes)
+            super().__init__(
+                max_bytes=int(max_bytes * float(os.environ.get(KEPT, "1"))),
+                object_nbytes=object_nbytes,
+            )
             self._lru = _Slots(self._UNALLOCATED_SLOT)
             self._shelf = _shelf()
             _stores.append(self)
@@ -164,19 +188,27 @@ def _known_routes(store: type) -> type:
             for each in objects:
                 if self._has(each.key):  # computed again, maybe by newer weights
                     slot = self._lru[each.key]
-                    self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = each.payload
+                    self._arena[slot * self.object_nbytes : (slot + 1) * self.object_nbytes] = (
+                        each.payload
+                    )
             if self._shelf is not None and objects:
                 self._shelf.write(objects)
             super().put(objects, **keys)
 
         def get_concatenated(self, keys: list[str]) -> bytes:
-            here = {key: bytes(super(KnownRoutes, self).get_concatenated([key])) for key in keys if self._has(key)}
+            here = {
+                key: bytes(super(KnownRoutes, self).get_concatenated([key]))
+                for key in keys
+                if self._has(key)
+            }
             if self._shelf is not None and len(here) < len(keys):
                 behind = [key for key in keys if key not in here]
                 read = zip(behind, self._shelf.read(behind, self.object_nbytes), strict=True)
                 found = {key: payload for key, payload in read if payload is not None}
                 if self._shelf.far:
-                    with contextlib.suppress(BlockObjectStoreError):  # no room: so they are read again
+                    with contextlib.suppress(
+                        BlockObjectStoreError
+                    ):  # no room: so they are read again
                         super().put([BlockObject(key, payload) for key, payload in found.items()])
                 here |= found
             return b"".join(here.get(key, b"\xff" * self.object_nbytes) for key in keys)

@@ -47,7 +47,9 @@ def share(num_known_here: Callable[[list[str]], int]) -> None:
         known += _num_shared(keys[known:])
         if known == len(keys):
             return found
-        return look_up(self, known * self.hash_block_size + 1, block_hashes)  # one more: the last is always computed
+        return look_up(
+            self, known * self.hash_block_size + 1, block_hashes
+        )  # one more: the last is always computed
 
     and_lend_the_store.orrery = True  # type: ignore[attr-defined]
     worker.MooncakeStoreWorker.__init__ = and_lend_the_store  # type: ignore[method-assign]
@@ -69,16 +71,26 @@ class SharedRoutes:
         try:
             self._batches.put_nowait(([*map(_name, keys)], [*payloads]))
         except queue.Full:
-            log.warning("routes of %d blocks are not shared, for the store does not keep up; their caches are used here alone", len(keys))
+            log.warning(
+                "routes of %d blocks are not shared, for the store does not keep up; their caches are used here alone",
+                len(keys),
+            )
 
     def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
         """The routes of these blocks, of `num_bytes` each; None where they have left the store."""
         try:
             found = _clients[-1].get_batch([*map(_name, keys)])
         except Exception as error:  # whatever a store that others have a part in may be up to
-            log.warning("routes of %d blocks cannot be read from the store, and are missing: %s", len(keys), error)
+            log.warning(
+                "routes of %d blocks cannot be read from the store, and are missing: %s",
+                len(keys),
+                error,
+            )
             return [None] * len(keys)
-        return [payload if payload is not None and len(payload) == num_bytes else None for payload in found]
+        return [
+            payload if payload is not None and len(payload) == num_bytes else None
+            for payload in found
+        ]
 
     def _write_all(self) -> None:
         while True:
@@ -88,7 +100,11 @@ class SharedRoutes:
             except Exception as error:
                 failed = error
             if failed:
-                log.warning("routes of %d blocks are not shared: %s; their caches are used here alone", len(names), failed)
+                log.warning(
+                    "routes of %d blocks are not shared: %s; their caches are used here alone",
+                    len(names),
+                    failed,
+                )
 
 
 def _num_shared(keys: list[str]) -> int:

@@ -39,7 +39,10 @@ def without_name(name: str) -> None:
 
 
 def _name_reductions(name: str) -> None:
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+    from vllm.distributed.device_communicators.cpu_communicator import (
+        CpuCommunicator,
+        _CPUSHMDistributed,
+    )
 
     upstream = _CPUSHMDistributed.make_group_name
 

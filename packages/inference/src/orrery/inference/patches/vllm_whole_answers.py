@@ -89,7 +89,9 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    output.routed_experts = output.routed_experts.copy()  # else it keeps those of all its step
+                    output.routed_experts = (
+                        output.routed_experts.copy()
+                    )  # else it keeps those of all its step
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
                     found.append(merged(parts))
@@ -135,7 +137,10 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
     Rows are as wide as the request of a step that asks for most; a request's own columns come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
-    rows = ((one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks) for one in logprobs)
+    rows = (
+        (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
+        for one in logprobs
+    )
     return type(logprobs[0])(*(np.concatenate(each) for each in zip(*rows, strict=True)))
 
 
@@ -151,4 +156,8 @@ def _is_whole(request: Any) -> bool:
 
     sampling = None if request is None else request.sampling_params
     # A stop string is looked for in the API server, which would meet it pieces too late.
-    return sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY and not sampling.stop
+    return (
+        sampling is not None
+        and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        and not sampling.stop
+    )

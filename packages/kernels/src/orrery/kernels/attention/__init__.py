@@ -10,7 +10,12 @@
 - `documents.py` is what they need to know of the packing; a model builds it once and hands it to every layer.
 """
 
-from orrery.kernels.attention.dispatch import attention_backward, attention_forward, varlen_attention, varlen_attention_with_lse
+from orrery.kernels.attention.dispatch import (
+    attention_backward,
+    attention_forward,
+    varlen_attention,
+    varlen_attention_with_lse,
+)
 from orrery.kernels.attention.documents import Documents
 from orrery.kernels.attention.reference import varlen_attention as reference_varlen_attention
 

@@ -15,7 +15,13 @@ _SCORES = 1 << 26  # elements of scores at a time: 256 MiB in float32, three tim
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    return q.is_cuda and lse_dtype(q) == q.dtype and layout.causal and layout.shared and layout.max_q <= _LONGEST
+    return (
+        q.is_cuda
+        and lse_dtype(q) == q.dtype
+        and layout.causal
+        and layout.shared
+        and layout.max_q <= _LONGEST
+    )
 
 
 def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -31,7 +37,13 @@ def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tupl
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grids = Grids.of(layout.cu_seqlens_q)
     gradients: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
@@ -39,13 +51,21 @@ def backward(
     for grid in range(len(grids.sources)):
         others = _parts(grids, grid, q_THD, k_TGD, v_TGD, out_THD, lse_HT.t()[..., None])
         douts = _grouped(spread[grid], k_TGD.shape[1]).split(_rows(grids, grid, q_THD))
-        for dout_NGRLD, (q_NGRLD, k_NG1LD, v_NG1LD, out_NGRLD, lse_NGRL1) in zip(douts, others, strict=True):
+        for dout_NGRLD, (q_NGRLD, k_NG1LD, v_NG1LD, out_NGRLD, lse_NGRL1) in zip(
+            douts, others, strict=True
+        ):
             weights_NGRLS = (_scores(q_NGRLD, k_NG1LD, layout.scale) - lse_NGRL1).exp()
             mean_NGRL1 = (dout_NGRLD * out_NGRLD).sum(-1, keepdim=True)
-            dscores_NGRLS = weights_NGRLS * (dout_NGRLD @ v_NG1LD.transpose(-1, -2) - mean_NGRL1) * layout.scale
+            dscores_NGRLS = (
+                weights_NGRLS * (dout_NGRLD @ v_NG1LD.transpose(-1, -2) - mean_NGRL1) * layout.scale
+            )
             gradients[0].append(_cells(dscores_NGRLS @ k_NG1LD))
-            gradients[1].append(_cells((dscores_NGRLS.transpose(-1, -2) @ q_NGRLD).sum(2, keepdim=True)))
-            gradients[2].append(_cells((weights_NGRLS.transpose(-1, -2) @ dout_NGRLD).sum(2, keepdim=True)))
+            gradients[1].append(
+                _cells((dscores_NGRLS.transpose(-1, -2) @ q_NGRLD).sum(2, keepdim=True))
+            )
+            gradients[2].append(
+                _cells((weights_NGRLS.transpose(-1, -2) @ dout_NGRLD).sum(2, keepdim=True))
+            )
     dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
     return dq_THD, dk_TGD, dv_TGD
 
@@ -55,7 +75,9 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
     return max(1, _SCORES // (q_THD.shape[1] * grids.sources[grid].shape[1] ** 2))
 
 
-def _parts(grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor) -> list[tuple[Tensor, ...]]:
+def _parts(
+    grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
+) -> list[tuple[Tensor, ...]]:
     """[N, G, R, L, D] of each, R query heads for a key head, some documents at a time."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]

@@ -40,7 +40,13 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
     # cuDNN lines up a causal mask's beginnings, this room its ends: the same thing only where queries and keys are as many.
     square = not layout.causal or q.shape[0] == k.shape[0]
     again = q.shape[0] % (_STEP * max(layout.num_documents, 1)) == 0
-    return runs_on(q) and square and again and layout.dense(q.shape[0], k.shape[0]) and takes(_SIGNATURES)
+    return (
+        runs_on(q)
+        and square
+        and again
+        and layout.dense(q.shape[0], k.shape[0])
+        and takes(_SIGNATURES)
+    )
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -53,11 +59,23 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD = (_batch(x, layout.num_documents) for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD))
-    lse_NHL1 = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()[..., None]
-    random_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # of dropout, which there is none of
+    dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD = (
+        _batch(x, layout.num_documents) for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD)
+    )
+    lse_NHL1 = (
+        lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()[..., None]
+    )
+    random_state = torch.zeros(
+        (), dtype=torch.int64, device=q_THD.device
+    )  # of dropout, which there is none of
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout_NHLD,
         q_NHLD,

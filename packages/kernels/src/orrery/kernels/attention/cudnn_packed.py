@@ -31,15 +31,26 @@ def library() -> Any:
         import cudnn
 
         cudnn.pygraph.sdpa_backward, cudnn.diagonal_alignment.TOP_LEFT  # noqa: B018
-    except Exception as error:  # an installed package that does not load must not stop a run that can do without
-        log.info("packed documents run without cuDNN: %s: %s (`pip install nvidia-cudnn-frontend`)", type(error).__name__, error)
+    except (
+        Exception
+    ) as error:  # an installed package that does not load must not stop a run that can do without
+        log.info(
+            "packed documents run without cuDNN: %s: %s (`pip install nvidia-cudnn-frontend`)",
+            type(error).__name__,
+            error,
+        )
         return None
     return cudnn
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
     # cuDNN lines up a causal mask's beginnings, this room its ends: the same thing only for one set of tokens.
-    return cudnn_dense.runs_on(q) and (layout.shared or not layout.causal) and k.shape[0] > 0 and library() is not None
+    return (
+        cudnn_dense.runs_on(q)
+        and (layout.shared or not layout.causal)
+        and k.shape[0] > 0
+        and library() is not None
+    )
 
 
 class Shape(NamedTuple):
@@ -86,7 +97,12 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
     shape = Shape.of(q_THD, k_SGD, layout)
     out_THD = torch.empty_like(q_THD)
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-    _run(_plan(shape, False), shape, layout, {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH})
+    _run(
+        _plan(shape, False),
+        shape,
+        layout,
+        {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH},
+    )
     lse_HT = lse_TH.t().contiguous()
     if not layout.shared:
         alone_T = _without_keys(q_THD, layout)
@@ -96,15 +112,31 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = Shape.of(q_THD, k_SGD, layout)
     dq_THD, dk_SGD, dv_SGD = (torch.empty_like(x) for x in (q_THD, k_SGD, v_SGD))
-    inputs = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "do": dout_THD, "stats": lse_HT.t().contiguous()}
+    inputs = {
+        "q": q_THD,
+        "k": k_SGD,
+        "v": v_SGD,
+        "o": out_THD,
+        "do": dout_THD,
+        "stats": lse_HT.t().contiguous(),
+    }
     _run(_plan(shape, True), shape, layout, inputs | {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD})
     if not layout.shared:
         dq_THD.masked_fill_(_without_keys(q_THD, layout)[:, None, None], 0.0)
-        alone_S = _without_keys(k_SGD, layout._replace(cu_seqlens_q=layout.cu_seqlens_k, cu_seqlens_k=layout.cu_seqlens_q))
+        alone_S = _without_keys(
+            k_SGD,
+            layout._replace(cu_seqlens_q=layout.cu_seqlens_k, cu_seqlens_k=layout.cu_seqlens_q),
+        )
         for gradient_SGD in (dk_SGD, dv_SGD):
             gradient_SGD.masked_fill_(alone_S[:, None, None], 0.0)
     return dq_THD, dk_SGD, dv_SGD
@@ -135,16 +167,25 @@ def _plan(shape: Shape, backward: bool) -> Plan:
         return Plan(graph, tensors, graph.get_workspace_size())
 
 
-def described(cudnn: Any, shape: Shape, backward: bool, handle: Any = None) -> tuple[Any, dict[str, Any]]:
+def described(
+    cudnn: Any, shape: Shape, backward: bool, handle: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """cuDNN's graph of one pass, not built yet, and its tensors by name."""
     types = cudnn.data_type
     io = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[shape.dtype]
     options = {} if handle is None else {"handle": handle}
-    graph = cudnn.pygraph(io_data_type=io, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, **options)
+    graph = cudnn.pygraph(
+        io_data_type=io,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        **options,
+    )
     n, tensors = shape.num_documents, {}
 
     def whole_numbers(name: str, count: int, data_type: Any) -> None:
-        tensors[name] = graph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type)
+        tensors[name] = graph.tensor(
+            name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type
+        )
 
     for side in ("q", "k"):
         whole_numbers(f"lengths_{side}", n, types.INT32)
@@ -152,15 +193,40 @@ def described(cudnn: Any, shape: Shape, backward: bool, handle: Any = None) -> t
         whole_numbers(offsets, n + 1, types.INT64)
 
     # The strides of one document's [heads, tokens, head size] in the packed tensor; where a document begins, its offset says.
-    queries = [n, shape.num_heads, shape.max_q, shape.head_dim], [shape.max_q * shape.num_heads * shape.head_dim]
-    keys = [n, shape.num_groups, shape.max_k, shape.head_dim], [shape.max_k * shape.num_groups * shape.head_dim]
-    dims = {"q": queries, "k": keys, "v": keys, "o": queries, "do": queries, "dq": queries, "dk": keys, "dv": keys}
-    strides = {name: [*outer, shape.head_dim, dim[1] * shape.head_dim, 1] for name, (dim, outer) in dims.items()}
-    stats_dim, stats_stride = [n, shape.num_heads, shape.max_q, 1], [shape.num_heads * shape.max_q, 1, shape.num_heads, 1]
+    queries = (
+        [n, shape.num_heads, shape.max_q, shape.head_dim],
+        [shape.max_q * shape.num_heads * shape.head_dim],
+    )
+    keys = (
+        [n, shape.num_groups, shape.max_k, shape.head_dim],
+        [shape.max_k * shape.num_groups * shape.head_dim],
+    )
+    dims = {
+        "q": queries,
+        "k": keys,
+        "v": keys,
+        "o": queries,
+        "do": queries,
+        "dq": queries,
+        "dk": keys,
+        "dv": keys,
+    }
+    strides = {
+        name: [*outer, shape.head_dim, dim[1] * shape.head_dim, 1]
+        for name, (dim, outer) in dims.items()
+    }
+    stats_dim, stats_stride = (
+        [n, shape.num_heads, shape.max_q, 1],
+        [shape.num_heads * shape.max_q, 1, shape.num_heads, 1],
+    )
 
     def given(name: str) -> Any:
-        tensors[name] = graph.tensor(name=name, dim=dims[name][0], stride=strides[name], data_type=io)
-        tensors[name].set_ragged_offset(tensors["q_offsets" if dims[name] is queries else "k_offsets"])
+        tensors[name] = graph.tensor(
+            name=name, dim=dims[name][0], stride=strides[name], data_type=io
+        )
+        tensors[name].set_ragged_offset(
+            tensors["q_offsets" if dims[name] is queries else "k_offsets"]
+        )
         return tensors[name]
 
     def found(name: str, tensor: Any) -> None:
@@ -168,18 +234,31 @@ def described(cudnn: Any, shape: Shape, backward: bool, handle: Any = None) -> t
         tensor.set_ragged_offset(tensors["q_offsets" if dims[name] is queries else "k_offsets"])
         tensors[name] = tensor
 
-    masks = {"use_padding_mask": True, "seq_len_q": tensors["lengths_q"], "seq_len_kv": tensors["lengths_k"]}
+    masks = {
+        "use_padding_mask": True,
+        "seq_len_q": tensors["lengths_q"],
+        "seq_len_kv": tensors["lengths_k"],
+    }
     if shape.causal:
-        masks |= {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
+        masks |= {
+            "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+            "diagonal_band_right_bound": 0,
+        }
     inputs = {name: given(name) for name in ("q", "k", "v")}
     if not backward:
-        out, stats = graph.sdpa(name="attention", **inputs, attn_scale=shape.scale, generate_stats=True, **masks)
+        out, stats = graph.sdpa(
+            name="attention", **inputs, attn_scale=shape.scale, generate_stats=True, **masks
+        )
         found("o", out)
-        stats.set_output(True).set_data_type(types.FLOAT).set_dim(stats_dim).set_stride(stats_stride)
+        stats.set_output(True).set_data_type(types.FLOAT).set_dim(stats_dim).set_stride(
+            stats_stride
+        )
         stats.set_ragged_offset(tensors["stats_offsets"])
         tensors["stats"] = stats
         return graph, tensors
-    tensors["stats"] = graph.tensor(name="stats", dim=stats_dim, stride=stats_stride, data_type=types.FLOAT)
+    tensors["stats"] = graph.tensor(
+        name="stats", dim=stats_dim, stride=stats_stride, data_type=types.FLOAT
+    )
     tensors["stats"].set_ragged_offset(tensors["stats_offsets"])
     gradients = graph.sdpa_backward(
         name="attention_backward",
@@ -199,14 +278,22 @@ def described(cudnn: Any, shape: Shape, backward: bool, handle: Any = None) -> t
 
 def _run(plan: Plan, shape: Shape, layout: Layout, data: dict[str, Tensor]) -> None:
     cu_q, lengths_q = _padded(layout.cu_seqlens_q, shape.num_documents)
-    cu_k, lengths_k = (cu_q, lengths_q) if layout.shared else _padded(layout.cu_seqlens_k, shape.num_documents)
-    q_offsets, stats_offsets = _strides(shape.device, shape.num_heads * shape.head_dim, shape.num_heads) * cu_q
+    cu_k, lengths_k = (
+        (cu_q, lengths_q) if layout.shared else _padded(layout.cu_seqlens_k, shape.num_documents)
+    )
+    q_offsets, stats_offsets = (
+        _strides(shape.device, shape.num_heads * shape.head_dim, shape.num_heads) * cu_q
+    )
     (k_offsets,) = _strides(shape.device, shape.num_groups * shape.head_dim) * cu_k
     data = data | {"q_offsets": q_offsets, "k_offsets": k_offsets, "stats_offsets": stats_offsets}
     data |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
-    workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=data["q"].device)
+    workspace = torch.empty(
+        max(plan.workspace_bytes, 1), dtype=torch.uint8, device=data["q"].device
+    )
     with _ready(shape.device) as handle:
-        plan.graph.execute({plan.tensors[name]: tensor for name, tensor in data.items()}, workspace, handle=handle)
+        plan.graph.execute(
+            {plan.tensors[name]: tensor for name, tensor in data.items()}, workspace, handle=handle
+        )
 
 
 def _padded(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,13 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_q, cu_k, max_q, max_k, causal, scale = layout
     # The random state matters to dropout alone, and there is none.

@@ -46,7 +46,9 @@ def library() -> Any:
         ]
         if missing:
             raise AttributeError(f"no {', '.join(missing)}")
-    except Exception as error:  # an installed package that does not load must not stop a run that can do without
+    except (
+        Exception
+    ) as error:  # an installed package that does not load must not stop a run that can do without
         log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
         return None
     return interface
@@ -83,15 +85,25 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     with _as_one_that_cannot():
-        out_THD, lse_HT, *_ = library()._flash_attn_fwd(q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout))
+        out_THD, lse_HT, *_ = library()._flash_attn_fwd(
+            q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout)
+        )
     return out_THD, lse_HT
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _as_one_that_cannot():
-        dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout))
+        dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(
+            q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout)
+        )
     return dq_THD, dk_SGD, dv_SGD
 
 
@@ -106,5 +118,10 @@ def _as_one_that_cannot() -> Iterator[None]:
 
 def _documents(layout: Layout) -> dict[str, Any]:
     cu_q, cu_k, max_q, max_k, causal, scale = layout
-    names = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    names = {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
+    }
     return names | {"causal": causal, "softmax_scale": scale}

@@ -16,7 +16,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import batched, cudnn_dense, cudnn_packed, flash, flash4, padded, plain
+from orrery.kernels.attention import (
+    batched,
+    cudnn_dense,
+    cudnn_packed,
+    flash,
+    flash4,
+    padded,
+    plain,
+)
 from orrery.kernels.attention.layout import Layout, lse_dtype
 
 log = logging.getLogger("orrery.kernels.attention")
@@ -37,28 +45,44 @@ _failed: set[str] = set()
 
 def chosen(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
     """The forms that take this, best first; `plain` is always the last."""
-    return [name for name, form in FORMS.items() if name not in _failed and form.supports(q, k, layout)]
+    return [
+        name for name, form in FORMS.items() if name not in _failed and form.supports(q, k, layout)
+    ]
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and log-sum-exp [H, T], both contiguous."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
-        return q_THD.new_zeros(q_THD.shape), q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
+        return q_THD.new_zeros(q_THD.shape), q_THD.new_full(
+            q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD)
+        )
     q_THD, k_SGD, v_SGD = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
     return _first_that_runs("forward", q_THD, k_SGD, layout, q_THD, k_SGD, v_SGD)
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous and in their inputs' dtypes."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
-        return q_THD.new_zeros(q_THD.shape), k_SGD.new_zeros(k_SGD.shape), v_SGD.new_zeros(v_SGD.shape)
+        return (
+            q_THD.new_zeros(q_THD.shape),
+            k_SGD.new_zeros(k_SGD.shape),
+            v_SGD.new_zeros(v_SGD.shape),
+        )
     tensors = tuple(x.contiguous() for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT))
     return _first_that_runs("backward", q_THD, k_SGD, layout, *tensors)
 
 
-def _first_that_runs(pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _first_that_runs(
+    pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     *optional, last = chosen(q, k, layout)
     for name in optional:
         try:
@@ -66,7 +90,9 @@ def _first_that_runs(pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors:
         except Exception as error:
             # Out of memory and device faults are subclasses of RuntimeError, and no other form would mend them; a kernel library
             # that has no plan for a shape, or cannot compile one, raises RuntimeError itself, or an error type of its own.
-            if type(error) is not RuntimeError and not type(error).__module__.startswith(("cudnn", "cutlass")):
+            if type(error) is not RuntimeError and not type(error).__module__.startswith(
+                ("cudnn", "cutlass")
+            ):
                 raise
             _failed.add(name)
             log.warning(

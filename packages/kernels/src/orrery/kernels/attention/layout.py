@@ -35,11 +35,18 @@ class Layout(NamedTuple):
         """All documents are of one length, so that packed tensors are a batch. Told from counts alone: n documents of at most m
         tokens that have n·m tokens together have m each."""
         n = self.num_documents
-        return n > 0 and (n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)) and num_q > 0 and num_k > 0
+        return (
+            n > 0
+            and (n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k))
+            and num_q > 0
+            and num_k > 0
+        )
 
     def spans(self) -> list[tuple[int, int, int, int]]:
         """(first query, past its last, first key, past its last) of every document; reads device memory."""
-        pairs_q, pairs_k = (itertools.pairwise(x.tolist()) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        pairs_q, pairs_k = (
+            itertools.pairwise(x.tolist()) for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        )
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
 
 

@@ -15,10 +15,20 @@ from orrery.kernels.attention.layout import Layout, lse_dtype
 
 @torch.library.custom_op("orrery::varlen_attention_forward", mutates_args=())
 def varlen_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] of q [T, H, D], k and v [S, G, D]: see `Layout`."""
-    out, lse = forms.forward(q, k, v, Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale))
+    out, lse = forms.forward(
+        q, k, v, Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
+    )
     return out, lse
 
 
@@ -42,7 +52,9 @@ def varlen_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = forms.backward(dout, q, k, v, out, lse, Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale))
+    dq, dk, dv = forms.backward(
+        dout, q, k, v, out, lse, Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
+    )
     return dq, dk, dv
 
 
@@ -63,7 +75,9 @@ def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     if dout is None:
         return (None,) * 9
-    gradients = torch.ops.orrery.varlen_attention_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+    gradients = torch.ops.orrery.varlen_attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options
+    )
     return *gradients, *(None,) * 6
 
 

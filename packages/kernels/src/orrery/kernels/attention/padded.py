@@ -32,15 +32,25 @@ def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tupl
     grids = Grids.of(layout.cu_seqlens_q)
     outputs, lses = [], []
     for grid in range(len(grids.sources)):
-        q_NHLD, k_NHLD, v_NHLD = (_batch(x, grids, grid, q_THD.shape[1]) for x in (q_THD, k_TGD, v_TGD))
-        out_NHLD, lse_NHL = getattr(torch.ops.aten, _FORWARD)(q_NHLD, k_NHLD, v_NHLD, 0.0, True, scale=layout.scale)
+        q_NHLD, k_NHLD, v_NHLD = (
+            _batch(x, grids, grid, q_THD.shape[1]) for x in (q_THD, k_TGD, v_TGD)
+        )
+        out_NHLD, lse_NHL = getattr(torch.ops.aten, _FORWARD)(
+            q_NHLD, k_NHLD, v_NHLD, 0.0, True, scale=layout.scale
+        )
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
         lses.append(lse_NHL.transpose(1, 2).flatten(0, 1))
     return grids.packed(outputs).contiguous(), grids.packed(lses).t().contiguous()
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grids = Grids.of(layout.cu_seqlens_q)
     douts = grids.spread(dout_THD)
@@ -48,10 +58,16 @@ def backward(
     for grid, dout_NLHD in enumerate(douts):
         tensors = (_batch(x, grids, grid, q_THD.shape[1]) for x in (q_THD, k_TGD, v_TGD, out_THD))
         lse_NHL = grids.gather(lse_HT.t(), grid).transpose(1, 2)
-        found = getattr(torch.ops.aten, _BACKWARD)(dout_NLHD.transpose(1, 2), *tensors, lse_NHL, 0.0, True, scale=layout.scale)
+        found = getattr(torch.ops.aten, _BACKWARD)(
+            dout_NLHD.transpose(1, 2), *tensors, lse_NHL, 0.0, True, scale=layout.scale
+        )
         for kept, gradient_NHLD, x in zip(gradients, found, (q_THD, k_TGD, v_TGD), strict=True):
             cells = gradient_NHLD.transpose(1, 2).flatten(0, 1)
-            kept.append(cells if x.shape[1] == cells.shape[1] else cells.unflatten(1, (x.shape[1], -1)).sum(2))
+            kept.append(
+                cells
+                if x.shape[1] == cells.shape[1]
+                else cells.unflatten(1, (x.shape[1], -1)).sum(2)
+            )
     dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
     return dq_THD, dk_TGD, dv_TGD
 
@@ -82,15 +98,22 @@ class Grids:
     def gather(self, x: Tensor, grid: int) -> Tensor:
         """[N_b, L_b, …] of a packed [T, …]."""
         source_NL = self.sources[grid]
-        return (x if self.place is None else x.index_select(0, source_NL.view(-1))).unflatten(0, source_NL.shape)
+        return (x if self.place is None else x.index_select(0, source_NL.view(-1))).unflatten(
+            0, source_NL.shape
+        )
 
     def spread(self, x: Tensor) -> list[Tensor]:
         """Every grid's [N_b, L_b, …] of a packed [T, …], zeros in padding cells."""
         cells = x
         if self.place is not None:
-            cells = x.new_zeros(sum(source.numel() for source in self.sources), *x.shape[1:]).index_copy_(0, self.place, x)
+            cells = x.new_zeros(
+                sum(source.numel() for source in self.sources), *x.shape[1:]
+            ).index_copy_(0, self.place, x)
         parts = cells.split([source.numel() for source in self.sources])
-        return [part.unflatten(0, source.shape) for part, source in zip(parts, self.sources, strict=True)]
+        return [
+            part.unflatten(0, source.shape)
+            for part, source in zip(parts, self.sources, strict=True)
+        ]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
         """The packed [T, …] of every grid's [N_b · L_b, …], in as many pieces as the caller likes."""
@@ -116,8 +139,14 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
         place[source.reshape(-1)[real]] = num_cells + real
         num_cells += source.size
         sources.append(source)
-    in_order = num_cells == len(place) and bool((place == np.arange(num_cells)).all()) and len(sources) <= 1
-    return Grids([_there(source, device) for source in sources], None if in_order else _there(place, device))
+    in_order = (
+        num_cells == len(place)
+        and bool((place == np.arange(num_cells)).all())
+        and len(sources) <= 1
+    )
+    return Grids(
+        [_there(source, device) for source in sources], None if in_order else _there(place, device)
+    )
 
 
 def _there(index: np.ndarray, device: torch.device) -> Tensor:

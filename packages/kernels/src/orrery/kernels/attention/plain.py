@@ -19,20 +19,32 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    lse_HT = torch.full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=lse_dtype(q_THD), device=q_THD.device)
+    lse_HT = torch.full(
+        (q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=lse_dtype(q_THD), device=q_THD.device
+    )
     for q_slice, k_slice, ahead in _blocks(layout):
         v_HSD = _heads(v_SGD, k_slice, q_THD, lse_HT.dtype)
         scores_HTS, _, _ = _scores(q_THD, k_SGD, q_slice, k_slice, ahead, layout, lse_HT.dtype)
         lse_HT[:, q_slice] = scores_HTS.logsumexp(-1)
-        out_THD[q_slice] = (_weights(scores_HTS, lse_HT[:, q_slice]) @ v_HSD).transpose(0, 1).to(out_THD.dtype)
+        out_THD[q_slice] = (
+            (_weights(scores_HTS, lse_HT[:, q_slice]) @ v_HSD).transpose(0, 1).to(out_THD.dtype)
+        )
     return out_THD, lse_HT
 
 
 def backward(
-    dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor, layout: Layout
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = lse_HT.dtype
-    dq_THD, dk_SGD, dv_SGD = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_THD, k_SGD, v_SGD))
+    dq_THD, dk_SGD, dv_SGD = (
+        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_THD, k_SGD, v_SGD)
+    )
     for q_slice, k_slice, ahead in _blocks(layout):
         v_HSD = _heads(v_SGD, k_slice, q_THD, dtype)
         scores_HTS, q_HTD, k_HSD = _scores(q_THD, k_SGD, q_slice, k_slice, ahead, layout, dtype)
@@ -60,7 +72,12 @@ def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
 
 
 def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_SGD[part].repeat_interleave(q_THD.shape[1] // x_SGD.shape[1], dim=1).transpose(0, 1).to(dtype)
+    return (
+        x_SGD[part]
+        .repeat_interleave(q_THD.shape[1] // x_SGD.shape[1], dim=1)
+        .transpose(0, 1)
+        .to(dtype)
+    )
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
@@ -69,12 +86,20 @@ def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
 
 
 def _scores(
-    q_THD: Tensor, k_SGD: Tensor, q_slice: slice, k_slice: slice, ahead: int, layout: Layout, dtype: torch.dtype
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    q_slice: slice,
+    k_slice: slice,
+    ahead: int,
+    layout: Layout,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_HTD, k_HSD = q_THD[q_slice].transpose(0, 1).to(dtype), _heads(k_SGD, k_slice, q_THD, dtype)
     scores_HTS = q_HTD @ k_HSD.transpose(1, 2) * layout.scale
     if layout.causal:
-        hidden_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_THD.device).triu(ahead + 1)
+        hidden_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_THD.device).triu(
+            ahead + 1
+        )
         scores_HTS = scores_HTS.masked_fill(hidden_TS, -torch.inf)
     return scores_HTS, q_HTD, k_HSD
 

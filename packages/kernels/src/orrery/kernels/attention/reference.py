@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
+def varlen_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
+) -> Tensor:
     """Same contract as `orrery.kernels.attention.varlen_attention`; any device, any dtype, slow."""
     dtype = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
@@ -17,7 +19,9 @@ def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Te
         k_HLD = k_TGD[start:end].repeat_interleave(heads_per_group, dim=1).transpose(0, 1).to(dtype)
         v_HLD = v_TGD[start:end].repeat_interleave(heads_per_group, dim=1).transpose(0, 1).to(dtype)
         scores_HLL = q_HLD @ k_HLD.transpose(1, 2) * q_THD.shape[-1] ** -0.5
-        future_LL = torch.ones(end - start, end - start, dtype=torch.bool, device=q_THD.device).triu(1)
+        future_LL = torch.ones(
+            end - start, end - start, dtype=torch.bool, device=q_THD.device
+        ).triu(1)
         weights_HLL = scores_HLL.masked_fill(future_LL, -torch.inf).softmax(dim=-1)
         outputs.append((weights_HLL @ v_HLD).transpose(0, 1).to(q_THD.dtype))
     return torch.cat(outputs)

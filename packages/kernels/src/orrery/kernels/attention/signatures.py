@@ -20,7 +20,11 @@ def takes(signatures: dict[str, str]) -> bool:
 def _takes(name: str, expected: tuple[str, ...]) -> bool:
     operator = getattr(torch.ops.aten, name, None)
     if operator is None:
-        log.warning("aten::%s is not in torch %s: another form of attention runs in its place", name, torch.__version__)
+        log.warning(
+            "aten::%s is not in torch %s: another form of attention runs in its place",
+            name,
+            torch.__version__,
+        )
         return False
     found = tuple(argument.name for argument in operator.default._schema.arguments)
     if found[: len(expected)] != expected:

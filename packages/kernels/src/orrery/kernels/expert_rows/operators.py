@@ -67,7 +67,9 @@ def _(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("orrery::swiglu_rows_backward", mutates_args=())
-def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up and score."""
     if _runs_triton(gate_up_M2I):
         from orrery.kernels.expert_rows import triton

@@ -21,9 +21,13 @@ def plan(expert_TK: Tensor, num_experts: int) -> Plan:
     Deterministic, without atomics; the host waits for nothing.
     """
     # A radix sort passes once over each byte of its keys.
-    key_dtype = torch.uint8 if num_experts < 256 else torch.int16 if num_experts < 32768 else torch.int32
+    key_dtype = (
+        torch.uint8 if num_experts < 256 else torch.int16 if num_experts < 32768 else torch.int32
+    )
     expert_M, row_M = expert_TK.flatten().to(key_dtype).sort(stable=True)
-    place_M = torch.empty_like(row_M).scatter_(0, row_M, torch.arange(row_M.shape[0], device=row_M.device))
+    place_M = torch.empty_like(row_M).scatter_(
+        0, row_M, torch.arange(row_M.shape[0], device=row_M.device)
+    )
     experts_E = torch.arange(num_experts, dtype=key_dtype, device=row_M.device)
     ends_E = torch.searchsorted(expert_M, experts_E, right=True, out_int32=True)
     return Plan(row_M, place_M.view_as(expert_TK), ends_E)

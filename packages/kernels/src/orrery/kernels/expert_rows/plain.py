@@ -33,7 +33,9 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
     return cast(gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None], gate_up_M2I.dtype)
 
 
-def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up and score; silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
     dtype = wide(gate_up_M2I.dtype)
     gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)

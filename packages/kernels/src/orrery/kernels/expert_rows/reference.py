@@ -21,5 +21,7 @@ def combine_rows(y_MD: Tensor, plan: Plan) -> Tensor:
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    gate_MI, up_MI = gate_up_M2I.to(torch.promote_types(gate_up_M2I.dtype, torch.float32)).chunk(2, dim=1)
+    gate_MI, up_MI = gate_up_M2I.to(torch.promote_types(gate_up_M2I.dtype, torch.float32)).chunk(
+        2, dim=1
+    )
     return (F.silu(gate_MI) * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)

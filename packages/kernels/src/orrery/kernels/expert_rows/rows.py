@@ -40,7 +40,9 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, form: Form | None = None) 
     gate_up [M, 2·I] holds gate in its first I columns and up in the others; score [M] floating, commonly float32.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
-        raise ValueError(f"gate_up {list(gate_up_M2I.shape)} and score {list(score_M.shape)} must be [M, 2·I] and [M]")
+        raise ValueError(
+            f"gate_up {list(gate_up_M2I.shape)} and score {list(score_M.shape)} must be [M, 2·I] and [M]"
+        )
     return _Swiglu.apply(gate_up_M2I, score_M, form or _form(gate_up_M2I))
 
 
@@ -115,5 +117,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad_MI: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_M2I, score_M = ctx.saved_tensors
         if ctx.form == "triton":
-            return *operators.swiglu_rows_backward(grad_MI.contiguous(), gate_up_M2I.contiguous(), score_M.contiguous()), None
+            return *operators.swiglu_rows_backward(
+                grad_MI.contiguous(), gate_up_M2I.contiguous(), score_M.contiguous()
+            ), None
         return *plain.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M), None

@@ -18,7 +18,9 @@ def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
     out_MD = x_TD.new_empty(num_rows, width)
     if out_MD.numel():
         block = _block(width)
-        _spread_rows[(num_tokens, triton.cdiv(width, block))](x_TD, place_TK, out_MD, width, K=place_TK.shape[1], BLOCK=block)
+        _spread_rows[(num_tokens, triton.cdiv(width, block))](
+            x_TD, place_TK, out_MD, width, K=place_TK.shape[1], BLOCK=block
+        )
     return out_MD
 
 
@@ -27,7 +29,9 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
     out_TD = y_MD.new_empty(num_tokens, width)
     if out_TD.numel():
         block = _block(width)
-        _sum_rows[(num_tokens, triton.cdiv(width, block))](y_MD, place_TK, out_TD, width, K=place_TK.shape[1], BLOCK=block)
+        _sum_rows[(num_tokens, triton.cdiv(width, block))](
+            y_MD, place_TK, out_TD, width, K=place_TK.shape[1], BLOCK=block
+        )
     return out_TD
 
 
@@ -36,15 +40,27 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
     act_MI = gate_up_M2I.new_empty(num_rows, width)
     if act_MI.numel():
         block = _block(width)
-        _swiglu_rows[(num_rows, triton.cdiv(width, block))](gate_up_M2I, score_M, act_MI, width, BLOCK=block)
+        _swiglu_rows[(num_rows, triton.cdiv(width, block))](
+            gate_up_M2I, score_M, act_MI, width, BLOCK=block
+        )
     return act_MI
 
 
-def swiglu_rows_backward(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
+) -> tuple[Tensor, Tensor]:
     grad_gate_up_M2I, grad_score_M = torch.empty_like(gate_up_M2I), torch.empty_like(score_M)
     num_rows, width = grad_MI.shape
     if num_rows:
-        _swiglu_rows_backward[(num_rows,)](grad_MI, gate_up_M2I, score_M, grad_gate_up_M2I, grad_score_M, width, BLOCK=_block(width))
+        _swiglu_rows_backward[(num_rows,)](
+            grad_MI,
+            gate_up_M2I,
+            score_M,
+            grad_gate_up_M2I,
+            grad_score_M,
+            width,
+            BLOCK=_block(width),
+        )
     return grad_gate_up_M2I, grad_score_M
 
 
@@ -69,7 +85,9 @@ def _sum_rows(y, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     inside = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        total += tl.load(y + tl.load(place + token * K + k) * width + column, mask=inside).to(tl.float32)
+        total += tl.load(y + tl.load(place + token * K + k) * width + column, mask=inside).to(
+            tl.float32
+        )
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -85,7 +103,9 @@ def _swiglu_rows(gate_up, score, act, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_rows_backward(grad, gate_up, score, grad_gate_up, grad_score, width, BLOCK: tl.constexpr):
+def _swiglu_rows_backward(
+    grad, gate_up, score, grad_gate_up, grad_score, width, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(score + row).to(tl.float32)
     product = tl.zeros([BLOCK], tl.float32)
@@ -93,7 +113,9 @@ def _swiglu_rows_backward(grad, gate_up, score, grad_gate_up, grad_score, width,
         column = start + tl.arange(0, BLOCK)
         inside = column < width
         gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         arrived = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid

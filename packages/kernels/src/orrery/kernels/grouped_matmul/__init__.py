@@ -14,4 +14,9 @@ from orrery.kernels.grouped_matmul.multiprocessors import leave_multiprocessors
 from orrery.kernels.grouped_matmul.operators import grouped_matmul
 from orrery.kernels.grouped_matmul.reference import grouped_matmul as reference_grouped_matmul
 
-__all__ = ["adapted_grouped_matmul", "grouped_matmul", "leave_multiprocessors", "reference_grouped_matmul"]
+__all__ = [
+    "adapted_grouped_matmul",
+    "grouped_matmul",
+    "leave_multiprocessors",
+    "reference_grouped_matmul",
+]

@@ -16,20 +16,27 @@ from orrery.kernels.grouped_matmul import operators
 HAS_TRITON = find_spec("triton") is not None
 
 
-def adapted_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> Tensor:
+def adapted_grouped_matmul(
+    x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
+) -> Tensor:
     """Rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N] in x's dtype.
 
     x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends i32 [E], rising, at most M; a group may be empty.
     Rows from ends[-1] on are undefined, in the output and in x's gradient.
     """
     shapes = (weight_ENK.shape[::2], b_ENR.shape[:2], b_ENR.shape[2], ends_E.shape)
-    if shapes != (a_ERK.shape[::2], weight_ENK.shape[:2], a_ERK.shape[1], weight_ENK.shape[:1]) or x_MK.shape[1] != a_ERK.shape[2]:
+    if (
+        shapes != (a_ERK.shape[::2], weight_ENK.shape[:2], a_ERK.shape[1], weight_ENK.shape[:1])
+        or x_MK.shape[1] != a_ERK.shape[2]
+    ):
         raise ValueError(
             f"x {list(x_MK.shape)}, weight {list(weight_ENK.shape)}, a {list(a_ERK.shape)}, b {list(b_ENR.shape)} and ends "
             f"{list(ends_E.shape)} must be [M, K], [E, N, K], [E, R, K], [E, N, R] and [E]"
         )
     if {weight_ENK.dtype, a_ERK.dtype, b_ENR.dtype} != {x_MK.dtype}:
-        raise ValueError(f"x {x_MK.dtype}, weight {weight_ENK.dtype}, a {a_ERK.dtype} and b {b_ENR.dtype} must be of one dtype")
+        raise ValueError(
+            f"x {x_MK.dtype}, weight {weight_ENK.dtype}, a {a_ERK.dtype} and b {b_ENR.dtype} must be of one dtype"
+        )
     return _adapted(x_MK, weight_ENK, a_ERK, b_ENR, ends_E)[0]
 
 
@@ -42,7 +49,9 @@ def _is_fused(x: Tensor, rank: int) -> bool:
 
 
 @torch.library.custom_op("orrery::adapted_grouped_matmul", mutates_args=())
-def _adapted(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+def _adapted(
+    x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
     x_MK = x_MK.contiguous()
     y_MN = operators.product(x_MK, weight_ENK, ends_E)
     if _is_fused(x_MK, a_ERK.shape[1]):
@@ -54,8 +63,12 @@ def _adapted(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, end
 
 
 @_adapted.register_fake
-def _(x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1]), x_MK.new_empty(x_MK.shape[0], a_ERK.shape[1])
+def _(
+    x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1]), x_MK.new_empty(
+        x_MK.shape[0], a_ERK.shape[1]
+    )
 
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
@@ -75,7 +88,9 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("orrery::adapter_gradient", mutates_args=())
-def _adapter_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
+def _adapter_gradient(
+    wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
+) -> Tensor:
     """[E, W, R], or [E, R, W] where the narrow factor is first; zero for an empty group."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if _is_fused(wide_MW, narrow_MR.shape[1]):
@@ -115,10 +130,20 @@ def _backward(ctx: Any, grad_MN: Tensor | None, _: Tensor | None) -> tuple[Tenso
     wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
     grad_x_MK = grad_narrow_MR = None
     if wants_x:
-        grad_x_MK, grad_narrow_MR = _adapted(grad_MN, weight_ENK.transpose(1, 2), b_ENR.transpose(1, 2), a_ERK.transpose(1, 2), ends_E)
+        grad_x_MK, grad_narrow_MR = _adapted(
+            grad_MN,
+            weight_ENK.transpose(1, 2),
+            b_ENR.transpose(1, 2),
+            a_ERK.transpose(1, 2),
+            ends_E,
+        )
     elif wants_a:
         grad_narrow_MR = _narrow(grad_MN, b_ENR.transpose(1, 2), ends_E)
-    grad_weight_ENK = torch.ops.orrery.grouped_matmul_weight_gradient(grad_MN, x_MK, ends_E) if wants_weight else None
+    grad_weight_ENK = (
+        torch.ops.orrery.grouped_matmul_weight_gradient(grad_MN, x_MK, ends_E)
+        if wants_weight
+        else None
+    )
     grad_a_ERK = _adapter_gradient(x_MK, grad_narrow_MR, ends_E, True) if wants_a else None
     grad_b_ENR = _adapter_gradient(grad_MN, narrow_MR, ends_E, False) if wants_b else None
     return grad_x_MK, grad_weight_ENK, grad_a_ERK, grad_b_ENR, None

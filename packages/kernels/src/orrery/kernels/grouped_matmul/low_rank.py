@@ -19,7 +19,9 @@ ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}
 
 
-def add_low_rank(y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor) -> Tensor:
+def add_low_rank(
+    y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
+) -> Tensor:
     """y += (x a[e]ᵀ) b[e]ᵀ in the rows of each group e; gives x a[e]ᵀ [M, R].
 
     y and x are contiguous, a and b may be transposed; all of one dtype.
@@ -38,14 +40,24 @@ def add_low_rank(y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
     """x a[e]ᵀ [M, R] alone, of any rank, where a general product asks for a multiple of 8."""
-    return add_low_rank(x_MK.new_empty(len(x_MK), 0), x_MK, a_ERK, a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1]), ends_E)
+    return add_low_rank(
+        x_MK.new_empty(len(x_MK), 0),
+        x_MK,
+        a_ERK,
+        a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1]),
+        ends_E,
+    )
 
 
 def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
     """[E, W, R], or [E, R, W] where the narrow one is `first`: of each group, one factor transposed times the other. Both contiguous."""
     num_groups, width, rank = ends_E.shape[0], wide_MW.shape[1], narrow_MR.shape[1]
-    out = wide_MW.new_empty((num_groups, rank, width) if narrow_first else (num_groups, width, rank))
-    strides = (1, width) if narrow_first else (rank, 1)  # of a number of the wide factor, of the narrow one
+    out = wide_MW.new_empty(
+        (num_groups, rank, width) if narrow_first else (num_groups, width, rank)
+    )
+    strides = (
+        (1, width) if narrow_first else (rank, 1)
+    )  # of a number of the wide factor, of the narrow one
     _grouped_thin_gradient[(triton.cdiv(width, GRADIENT_WIDTH), num_groups)](
         out, wide_MW, narrow_MR, ends_E, width, *strides, R=rank, RANK=_padded(rank),
         ROWS=ROWS, WIDTH=GRADIENT_WIDTH, **LAUNCH,
@@ -81,8 +93,14 @@ def _grouped_low_rank(
         low = tl.zeros([ROWS, RANK], tl.float32)
         for start in range(0, inner, INNER):
             column = start + tl.arange(0, INNER)
-            x_tile = tl.load(x + row * inner + column[None, :], mask=here & (column < inner)[None, :], other=0.0)
-            a_tile = tl.load(a_here + column[:, None] * a_inner, mask=(column < inner)[:, None] & (rank < R)[None, :], other=0.0)
+            x_tile = tl.load(
+                x + row * inner + column[None, :], mask=here & (column < inner)[None, :], other=0.0
+            )
+            a_tile = tl.load(
+                a_here + column[:, None] * a_inner,
+                mask=(column < inner)[:, None] & (rank < R)[None, :],
+                other=0.0,
+            )
             low = tl.dot(x_tile, a_tile, low)
         low = low.to(x.dtype.element_ty)
         tl.store(narrow + row * R + rank[None, :], low, mask=here & (rank < R)[None, :])
@@ -90,7 +108,11 @@ def _grouped_low_rank(
         for start in range(0, width, OUTER):
             column = start + tl.arange(0, OUTER)
             inside = here & (column < width)[None, :]
-            b_tile = tl.load(b_here + column[None, :] * b_width, mask=(rank < R)[:, None] & (column < width)[None, :], other=0.0)
+            b_tile = tl.load(
+                b_here + column[None, :] * b_width,
+                mask=(rank < R)[:, None] & (column < width)[None, :],
+                other=0.0,
+            )
             place = y + row * width + column[None, :]
             value = tl.dot(low, b_tile, tl.load(place, mask=inside, other=0.0).to(tl.float32))
             tl.store(place, value.to(y.dtype.element_ty), mask=inside)
@@ -111,8 +133,19 @@ def _grouped_thin_gradient(
         row = start + tl.arange(0, ROWS)
         here = (row < end)[:, None]
         row = row.to(tl.int64)[:, None]
-        wide_tile = tl.load(wide + row * width + column[None, :], mask=here & (column < width)[None, :], other=0.0)
-        narrow_tile = tl.load(narrow + row * R + rank[None, :], mask=here & (rank < R)[None, :], other=0.0)
+        wide_tile = tl.load(
+            wide + row * width + column[None, :], mask=here & (column < width)[None, :], other=0.0
+        )
+        narrow_tile = tl.load(
+            narrow + row * R + rank[None, :], mask=here & (rank < R)[None, :], other=0.0
+        )
         total = tl.dot(tl.trans(wide_tile), narrow_tile, total)
-    place = out + group.to(tl.int64) * width * R + column[:, None] * wide_stride + rank[None, :] * narrow_stride
-    tl.store(place, total.to(out.dtype.element_ty), mask=(column < width)[:, None] & (rank < R)[None, :])
+    place = (
+        out
+        + group.to(tl.int64) * width * R
+        + column[:, None] * wide_stride
+        + rank[None, :] * narrow_stride
+    )
+    tl.store(
+        place, total.to(out.dtype.element_ty), mask=(column < width)[:, None] & (rank < R)[None, :]
+    )

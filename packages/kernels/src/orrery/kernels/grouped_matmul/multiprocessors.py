@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-_set = getattr(torch._C, "_set_sm_carveout_experimental", None)  # private; without it products stay slow beside collectives, and right
+_set = getattr(
+    torch._C, "_set_sm_carveout_experimental", None
+)  # private; without it products stay slow beside collectives, and right
 _num_left = 0
 
 

@@ -26,7 +26,11 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     x [M, K] and weight [E, N, K] of one dtype; ends i32 [E], rising, at most M; a group may be empty, M may be 0.
     Rows from ends[-1] on are undefined, in the output and in x's gradient.
     """
-    if x_MK.shape[1] != weight_ENK.shape[2] or x_MK.dtype != weight_ENK.dtype or ends_E.shape != weight_ENK.shape[:1]:
+    if (
+        x_MK.shape[1] != weight_ENK.shape[2]
+        or x_MK.dtype != weight_ENK.dtype
+        or ends_E.shape != weight_ENK.shape[:1]
+    ):
         raise ValueError(
             f"x {x_MK.dtype} {list(x_MK.shape)}, weight {weight_ENK.dtype} {list(weight_ENK.shape)} and ends {list(ends_E.shape)} "
             "must be [M, K], [E, N, K] and [E], x and weight of one dtype"
@@ -35,7 +39,12 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _fuses(a: Tensor, *widths: int) -> bool:
-    return _grouped_mm is not None and a.is_cuda and a.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return (
+        _grouped_mm is not None
+        and a.is_cuda
+        and a.dtype == torch.bfloat16
+        and all(width % 8 == 0 for width in widths)
+    )
 
 
 def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -96,7 +105,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
     grad_MN = grad_MN.contiguous()  # a plain sum's is expanded, which the grouped GEMM refuses
-    grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
+    grad_x_MK = (
+        _product(grad_MN, weight_ENK.transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
+    )
     grad_weight_ENK = _weight_gradient(grad_MN, x_MK, ends_E) if ctx.needs_input_grad[1] else None
     return grad_x_MK, grad_weight_ENK, None
 

@@ -9,5 +9,8 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul`; any device, any dtype."""
     ends = [0, *ends_E.tolist()]
     # One unbind, not E selects: the backward is then one stack instead of E full-size zero tensors.
-    outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in enumerate(weight_ENK.unbind(0))]
+    outputs = [
+        F.linear(x_MK[ends[e] : ends[e + 1]], weight)
+        for e, weight in enumerate(weight_ENK.unbind(0))
+    ]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])

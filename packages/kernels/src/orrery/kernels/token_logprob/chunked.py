@@ -30,7 +30,9 @@ from orrery.kernels.token_logprob import logits
 ChunkTokens = int | Literal["auto"]
 Form = Literal["plain", "triton"]
 
-AUTO_SHARE = 16  # of the device's memory, one part for a chunk's float32 logits and their 16-bit gradient
+AUTO_SHARE = (
+    16  # of the device's memory, one part for a chunk's float32 logits and their 16-bit gradient
+)
 AUTO_CPU_TOKENS = 256
 ALIGNMENT = 128  # blocks are whole tiles of the products where they are large enough
 
@@ -63,11 +65,23 @@ def token_logprob(
             f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and weight {weight_VD.dtype} {list(weight_VD.shape)} do not go together"
         )
     if target_T.shape != (num_tokens,) or temperature_T.shape != (num_tokens,):
-        raise ValueError(f"target {list(target_T.shape)} and temperature {list(temperature_T.shape)} must be [{num_tokens}]")
+        raise ValueError(
+            f"target {list(target_T.shape)} and temperature {list(temperature_T.shape)} must be [{num_tokens}]"
+        )
     if form is None:
-        form = "triton" if _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 else "plain"
-    chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0]) if chunk_tokens == "auto" else chunk_tokens
-    return _ChunkedTokenLogprob.apply(hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form, keep_logits)
+        form = (
+            "triton"
+            if _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64
+            else "plain"
+        )
+    chunk_tokens = (
+        auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])
+        if chunk_tokens == "auto"
+        else chunk_tokens
+    )
+    return _ChunkedTokenLogprob.apply(
+        hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form, keep_logits
+    )
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -78,11 +92,19 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
 
-def tiles(num_tokens: int, vocab_size: int, chunk_tokens: int, form: Form) -> list[tuple[slice, slice]]:
+def tiles(
+    num_tokens: int, vocab_size: int, chunk_tokens: int, form: Form
+) -> list[tuple[slice, slice]]:
     """(tokens, words) that cover all logits, each of at most `chunk_tokens` × V of them, one word for every token at least."""
     if form == "plain":
-        return [(slice(i, min(i + chunk_tokens, num_tokens)), slice(0, vocab_size)) for i in range(0, num_tokens, chunk_tokens)]
-    tokens, words = slice(0, num_tokens), blocks(vocab_size, chunk_tokens * vocab_size // max(1, num_tokens))
+        return [
+            (slice(i, min(i + chunk_tokens, num_tokens)), slice(0, vocab_size))
+            for i in range(0, num_tokens, chunk_tokens)
+        ]
+    tokens, words = (
+        slice(0, num_tokens),
+        blocks(vocab_size, chunk_tokens * vocab_size // max(1, num_tokens)),
+    )
     return [(tokens, block) for block in words]
 
 
@@ -145,27 +167,46 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
             if keep_logits:
-                ctx.logits.append(logits_CB.clone() if form == "plain" else logits_CB)  # the plain passes write over what they read
-            absorb(state_4T[:, tokens], logits_CB, target_T[tokens], temperature_T[tokens], words.start)
+                ctx.logits.append(
+                    logits_CB.clone() if form == "plain" else logits_CB
+                )  # the plain passes write over what they read
+            absorb(
+                state_4T[:, tokens], logits_CB, target_T[tokens], temperature_T[tokens], words.start
+            )
             del logits_CB  # a name would keep one tile's alive while the next one's are made
         logprob_T, entropy_T, log_normalizer_T = logits.finish(state_4T)
-        ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T)
+        ctx.save_for_backward(
+            hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T
+        )
         ctx.chunk_tokens, ctx.form = chunk_tokens, form
         return logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = (
+            ctx.saved_tensors
+        )
         gradient = _passes(ctx.form).gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = (target_T, temperature_T, log_normalizer_T, entropy_T, grad_logprob_T, grad_entropy_T)
+        rows = (
+            target_T,
+            temperature_T,
+            log_normalizer_T,
+            entropy_T,
+            grad_logprob_T,
+            grad_entropy_T,
+        )
         every = tiles(hidden_TD.shape[0], weight_VD.shape[0], ctx.chunk_tokens, ctx.form)
         dtype, summed = log_normalizer_T.dtype, len({tokens.start for tokens, _ in every}) != 1
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype) if wants_hidden else None
         grad_weight_VD = None
         if wants_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if summed else torch.empty_like(weight_VD)
+            grad_weight_VD = (
+                torch.zeros_like(weight_VD, dtype=dtype) if summed else torch.empty_like(weight_VD)
+            )
         for tokens, words in every:
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
             rows_C = (row[tokens] for row in rows)
@@ -175,7 +216,9 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             if grad_hidden_TD is not None:
                 _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
             if grad_weight_VD is not None:
-                (_add_matmul if summed else _write_matmul)(grad_weight_VD[words], grad_logits_CB.T, hidden_CD)
+                (_add_matmul if summed else _write_matmul)(
+                    grad_weight_VD[words], grad_logits_CB.T, hidden_CD
+                )
             del grad_logits_CB
         grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if grad_hidden_TD is not None else None
         grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None

@@ -22,7 +22,9 @@ def nothing_seen(num_tokens: int, dtype: torch.dtype, device: torch.device) -> T
     return state_4T
 
 
-def absorb(state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int) -> None:
+def absorb(
+    state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
+) -> None:
     """Take the logits of columns `first_column` and on into the state."""
     m_T, s_T, w_T, target_logit_T = state_4T
     z_TB = logits_TB.div_(temperature_T.to(logits_TB.dtype)[:, None])
@@ -58,11 +60,21 @@ def gradient(
 ) -> Tensor:
     """Gradient [T, B] of the logits in columns `first_column` and on, rounded once to `out_dtype`."""
     dtype = logits_TB.dtype
-    g_T, h_T, temperature_T = grad_logprob_T.to(dtype), grad_entropy_T.to(dtype), temperature_T.to(dtype)
+    g_T, h_T, temperature_T = (
+        grad_logprob_T.to(dtype),
+        grad_entropy_T.to(dtype),
+        temperature_T.to(dtype),
+    )
     log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
     softmax_TB = log_softmax_TB.exp()
     # −p (g + h (log p + H)), written into the log-softmax, then g added at the target where it is in this block.
-    grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None]).mul_(softmax_TB).neg_()
+    grad_TB = (
+        log_softmax_TB.add_(entropy_T[:, None])
+        .mul_(h_T[:, None])
+        .add_(g_T[:, None])
+        .mul_(softmax_TB)
+        .neg_()
+    )
     column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])
     grad_TB.scatter_add_(1, column_T, torch.where(inside_T, g_T, 0)[:, None])
     return grad_TB.div_(temperature_T[:, None]).to(out_dtype)

@@ -16,7 +16,9 @@ GRADIENT_BLOCK = 4096
 NUM_WARPS = 8
 
 
-def absorb(state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int) -> None:
+def absorb(
+    state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
+) -> None:
     """Take the logits of columns `first_column` and on into the state, f32 [4, T]; logits f32 [T, B] contiguous."""
     num_rows, width = logits_TB.shape
     if logits_TB.numel():
@@ -42,8 +44,17 @@ def gradient(
     if grad_TB.numel():
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
         # An expanded gradient, such as a plain sum's, has stride 0.
-        rows = (target_T, temperature_T, log_normalizer_T, entropy_T, grad_logprob_T.contiguous(), grad_entropy_T.contiguous())
-        _gradient[(num_rows, triton.cdiv(width, block))](logits_TB, *rows, grad_TB, first_column, width, BLOCK=block, num_warps=NUM_WARPS)
+        rows = (
+            target_T,
+            temperature_T,
+            log_normalizer_T,
+            entropy_T,
+            grad_logprob_T.contiguous(),
+            grad_entropy_T.contiguous(),
+        )
+        _gradient[(num_rows, triton.cdiv(width, block))](
+            logits_TB, *rows, grad_TB, first_column, width, BLOCK=block, num_warps=NUM_WARPS
+        )
     return grad_TB
 
 
@@ -80,7 +91,17 @@ def _absorb(logits, target, temperature, state, first_column, num_rows, width, B
 
 @triton.jit
 def _gradient(
-    logits, target, temperature, log_normalizer, entropy, grad_logprob, grad_entropy, out, first_column, width, BLOCK: tl.constexpr
+    logits,
+    target,
+    temperature,
+    log_normalizer,
+    entropy,
+    grad_logprob,
+    grad_entropy,
+    out,
+    first_column,
+    width,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +109,9 @@ def _gradient(
     scale = 1.0 / tl.load(temperature + row).to(tl.float32)
     g = tl.load(grad_logprob + row).to(tl.float32)
     h = tl.load(grad_entropy + row).to(tl.float32)
-    log_p = tl.load(logits + row * width + column, mask=inside, other=0.0) * scale - tl.load(log_normalizer + row)
+    log_p = tl.load(logits + row * width + column, mask=inside, other=0.0) * scale - tl.load(
+        log_normalizer + row
+    )
     at_target = column == tl.load(target + row) - first_column
     value = tl.where(at_target, g, 0.0) - tl.exp(log_p) * (g + h * (log_p + tl.load(entropy + row)))
     tl.store(out + row * width + column, (value * scale).to(out.dtype.element_ty), mask=inside)

@@ -35,7 +35,9 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))
     grad_weight = _wide_mm(parts.T, x)
-    return grad_x, (grad_weight[: weight.shape[0]] + grad_weight[weight.shape[0] :]).to(weight.dtype)
+    return grad_x, (grad_weight[: weight.shape[0]] + grad_weight[weight.shape[0] :]).to(
+        weight.dtype
+    )
 
 
 @_backward.register_fake

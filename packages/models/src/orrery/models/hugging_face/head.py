@@ -54,10 +54,14 @@ class Head(nn.Module):
     a head stand that pass on what they get; such logits are whole for a chunk, and are made again in the backward pass.
     """
 
-    def __init__(self, network: PreTrainedModel, body_name: str, head_name: str, embedding: nn.Module | None) -> None:
+    def __init__(
+        self, network: PreTrainedModel, body_name: str, head_name: str, embedding: nn.Module | None
+    ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (embedding,)  # in a tuple, and so not a part: a tied head has no parameters of its own
+        self._embedding = (
+            embedding,
+        )  # in a tuple, and so not a part: a tied head has no parameters of its own
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -68,16 +72,31 @@ class Head(nn.Module):
             self.plain = self.bias is None and torch.equal(self._finished(probe[None]), probe[None])
 
     def forward(
-        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor, chunk_tokens: ChunkTokens, keep_logits: bool = False
+        self,
+        hidden_TD: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        chunk_tokens: ChunkTokens,
+        keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if self.plain:
-            return token_logprob(hidden_TD, self._weight(), target_T, temperature_T, chunk_tokens, keep_logits=keep_logits)
+            return token_logprob(
+                hidden_TD,
+                self._weight(),
+                target_T,
+                temperature_T,
+                chunk_tokens,
+                keep_logits=keep_logits,
+            )
         if keep_logits:
             return self._chunk(hidden_TD, target_T, temperature_T)
         if chunk_tokens == "auto":
             chunk_tokens = auto_chunk_tokens(hidden_TD.device, self._weight().shape[0])
         rows = [x.split(chunk_tokens) for x in (hidden_TD, target_T, temperature_T)]
-        chunks = [checkpoint(self._chunk, *chunk, use_reentrant=False) for chunk in zip(*rows, strict=True)]
+        chunks = [
+            checkpoint(self._chunk, *chunk, use_reentrant=False)
+            for chunk in zip(*rows, strict=True)
+        ]
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -86,9 +105,13 @@ class Head(nn.Module):
         logits_TV = _Products.apply(hidden_TD, self._weight())
         return self._finished(logits_TV if self.bias is None else logits_TV + self.bias).float()
 
-    def _chunk(self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunk(
+        self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         logprob_TV = (self.logits(hidden_TD) / temperature_T[:, None]).log_softmax(dim=-1)
-        return logprob_TV.gather(1, target_T[:, None])[:, 0], -(logprob_TV.exp() * logprob_TV).sum(dim=-1)
+        return logprob_TV.gather(1, target_T[:, None])[:, 0], -(logprob_TV.exp() * logprob_TV).sum(
+            dim=-1
+        )
 
     def _finished(self, logits_TV: Tensor) -> Tensor:
         return self._shell[0](inputs_embeds=logits_TV[None], use_cache=False).logits[0]
@@ -110,5 +133,11 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logits_TV: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden_TD, weight_VD = ctx.saved_tensors
-        grad_TV, (wants_hidden, wants_weight) = grad_logits_TV.to(hidden_TD.dtype), ctx.needs_input_grad
-        return grad_TV @ weight_VD if wants_hidden else None, grad_TV.T @ hidden_TD if wants_weight else None
+        grad_TV, (wants_hidden, wants_weight) = (
+            grad_logits_TV.to(hidden_TD.dtype),
+            ctx.needs_input_grad,
+        )
+        return (
+            grad_TV @ weight_VD if wants_hidden else None,
+            grad_TV.T @ hidden_TD if wants_weight else None,
+        )

@@ -15,4 +15,8 @@ def names(module: HuggingFaceLm) -> Names:
 def hf_config(config: Model) -> dict[str, Any]:
     """The manifest's, without the dtype, which is the weights' own."""
     assert config.hf_config is not None  # the schema's law for this family
-    return {name: value for name, value in config.hf_config.items() if name not in ("dtype", "torch_dtype")}
+    return {
+        name: value
+        for name, value in config.hf_config.items()
+        if name not in ("dtype", "torch_dtype")
+    }

@@ -10,4 +10,9 @@ NAMES = {**DECODER_NAMES, **QK_NORM_NAMES, **FEED_FORWARD_NAMES}
 
 def hf_config(config: Model) -> dict[str, Any]:
     """The content of `config.json`, without the dtype, which is the weights' own."""
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **decoder_config(config), "use_sliding_window": False}
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **decoder_config(config),
+        "use_sliding_window": False,
+    }

@@ -53,13 +53,17 @@ class RunData:
     validation: Table  # losses on examples that SFT never trains
     compared: Table  # log-probs of the last version, trainer against engine
     batches: Table
-    stopped_early: Table  # the end of an RL stage whose held-out reward reached `evaluation.stop_at`
+    stopped_early: (
+        Table  # the end of an RL stage whose held-out reward reached `evaluation.stop_at`
+    )
     evaluations: Table
     updates: Table
     engine_restarts: Table
     admission: Table  # rollouts in flight and their limit, where it follows the engines
     engines: Mapping[int, Table]  # what each engine says of itself
-    usage: Sequence[Row]  # of each attempt of a stage: when its processes said first and last what they used
+    usage: Sequence[
+        Row
+    ]  # of each attempt of a stage: when its processes said first and last what they used
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row  # stages/evaluate/result.json
@@ -87,10 +91,14 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OrreryError(f"{explain(error)}; put the file back, or remove what stands there") from error
+        raise OrreryError(
+            f"{explain(error)}; put the file back, or remove what stands there"
+        ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)
-        raise OrreryError(f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery report` again") from error
+        raise OrreryError(
+            f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery report` again"
+        ) from error
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
@@ -102,7 +110,11 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 def without_signal(run: RunData) -> float | None:
     """Return the share of sampled training rollouts without signal; None if no batch counts it."""
-    counts = [(num, sampled) for num, sampled in run.batches.each("num_without_signal", "num_sampled") if sampled]
+    counts = [
+        (num, sampled)
+        for num, sampled in run.batches.each("num_without_signal", "num_sampled")
+        if sampled
+    ]
     return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
 
 
@@ -116,7 +128,9 @@ def _done(path: Path) -> Row:
     row = read_object(path, remedy)
     for key in ("attempt", "started_s", "ended_s", "wall_s"):
         if not isinstance(row.get(key), int | float):
-            raise OrreryError(f"{path}: {key}: a launcher writes a number there, so no launcher wrote this marker; {remedy}")
+            raise OrreryError(
+                f"{path}: {key}: a launcher writes a number there, so no launcher wrote this marker; {remedy}"
+            )
     return row
 
 
@@ -132,13 +146,19 @@ def _result(path: Path) -> Row:
             raise OrreryError(f"{path}: {when}: the evaluation writes an object there; {remedy}")
         for key in ("reward_mean", "num_rollouts", "num_failed"):
             if not isinstance(policy.get(key), int | float | None):
-                raise OrreryError(f"{path}: {when}.{key}: the evaluation writes a number there; {remedy}")
+                raise OrreryError(
+                    f"{path}: {when}.{key}: the evaluation writes a number there; {remedy}"
+                )
     return result
 
 
 def unfinished(run: RunData) -> list[str]:
     """Stages that are still to be done, but for the report's own, in their order."""
-    return [stage.name for stage in plan(run.manifest) if stage.name not in run.stages and stage.name != "report"]
+    return [
+        stage.name
+        for stage in plan(run.manifest)
+        if stage.name not in run.stages and stage.name != "report"
+    ]
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
@@ -184,13 +204,19 @@ def _kind(process: str, row: Row) -> str | None:
     """The table that a row belongs in."""
     event, stage = row.get("event"), row.get("stage")
     if event is None:
-        return stage if process == "trainer.0" and stage in ("rl", "sft") and row.get("step") is not None else None
+        return (
+            stage
+            if process == "trainer.0" and stage in ("rl", "sft") and row.get("step") is not None
+            else None
+        )
     return KINDS.get((process, event)) if process != "orchestrator.0" or stage == "rl" else None
 
 
 def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[str, Table]) -> None:
     time_s, stage, attempt = row["time_s"], row["stage"], row["attempt"]
-    ends = usage.setdefault((stage, attempt), {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s})
+    ends = usage.setdefault(
+        (stage, attempt), {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s}
+    )
     ends["first_s"], ends["last_s"] = min(ends["first_s"], time_s), max(ends["last_s"], time_s)
     if stage == "rl":
         for process, used in used_by_process(row).items():
@@ -210,7 +236,9 @@ def _spans(metrics: Path) -> Spans:
                     found, newest = Spans(), row["attempt"]
                 if row["attempt"] == newest:
                     role = f"inference.{row['engine']}" if "engine" in row else process
-                    found.add(Span(role, row["name"], row["start_s"], row["end_s"], row.get("step")))
+                    found.add(
+                        Span(role, row["name"], row["start_s"], row["end_s"], row.get("step"))
+                    )
     return found
 
 
@@ -263,7 +291,12 @@ def shares(spans: Iterable[Span]) -> Shares | None:
     window = [(start, max(end for _, end in trained))]
     window_s = window[0][1] - start
     busy_s = overlap_s(trained, window)
-    return Shares(window_s, busy_s / window_s, overlap_s(generated, window) / window_s, overlap_s(trained, generated) / busy_s)
+    return Shares(
+        window_s,
+        busy_s / window_s,
+        overlap_s(generated, window) / window_s,
+        overlap_s(trained, generated) / busy_s,
+    )
 
 
 def _join(intervals: list[Interval], start_s: float, end_s: float) -> None:

@@ -56,7 +56,9 @@ def _figure(x: str, y: str, **axes) -> go.Figure:
     return figure
 
 
-def _scatter(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any) -> None:
+def _scatter(
+    figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any
+) -> None:
     """A line, or markers, of all points or of what `thin` makes of too many."""
     xs, ys = _thinned(figure, xs, ys, thin)
     if len(xs) == 1 and style.get("mode") == "lines":
@@ -64,7 +66,9 @@ def _scatter(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thin
     figure.add_scatter(x=xs, y=ys, **style)
 
 
-def _thinned(figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning) -> tuple[Sequence[Any], Sequence[Any]]:
+def _thinned(
+    figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning
+) -> tuple[Sequence[Any], Sequence[Any]]:
     if len(xs) <= POINTS:
         return xs, ys
     _say(figure, SAYS[thin], piece_size(len(xs), thin))
@@ -79,27 +83,56 @@ def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
 
 def about(doc: str, figure: go.Figure) -> str:
     """The caption: what the figure's function says of it, and what is thinned or cut."""
-    notes = [sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()]
+    notes = [
+        sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()
+    ]
     return " ".join([*doc.splitlines()[:1], *notes])
 
 
-def _line(figure: go.Figure, rows: Table, key: str, name: str, color: str, thin: Thinning, shape: str = "linear") -> None:
+def _line(
+    figure: go.Figure,
+    rows: Table,
+    key: str,
+    name: str,
+    color: str,
+    thin: Thinning,
+    shape: str = "linear",
+) -> None:
     points = [(step, value) for step, value in rows.each("step", key) if value is not None]
     line = {"color": color, "width": 2, "shape": shape}
-    _scatter(figure, [x for x, _ in points], [y for _, y in points], thin, name=name, line=line, mode="lines")
+    _scatter(
+        figure,
+        [x for x, _ in points],
+        [y for _, y in points],
+        thin,
+        name=name,
+        line=line,
+        mode="lines",
+    )
 
 
 def _since(start_s: float, end_s: float) -> tuple[float, str]:
     """The unit of an axis of time, in seconds, and its name."""
     hours = (end_s - start_s) / 3600
-    return (1.0, "seconds") if hours < 24 else (3600.0, "hours") if hours < 24 * 7 else (86400.0, "days")
+    return (
+        (1.0, "seconds")
+        if hours < 24
+        else (3600.0, "hours")
+        if hours < 24 * 7
+        else (86400.0, "days")
+    )
 
 
 def reward(run: RunData) -> go.Figure | None:
     """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward; failed rollouts count in neither."""
     if not run.batches and not run.evaluations:
         return None
-    rewards = [each for table in (run.batches, run.evaluations) for each in table.column("reward_mean") if each is not None]
+    rewards = [
+        each
+        for table in (run.batches, run.evaluations)
+        for each in table.column("reward_mean")
+        if each is not None
+    ]
     figure = _figure("step", "mean reward", yaxis_range=[min([0, *rewards]), max([1.02, *rewards])])
     if run.batches:
         _line(figure, run.batches, "reward_mean", "training batch", ENGINE, means)
@@ -144,7 +177,10 @@ def staleness(run: RunData) -> go.Figure | None:
     figure.update_xaxes(dtick=1, range=[-0.5, max(bound, *counts) + 0.6])
     figure.add_bar(x=list(counts), y=list(counts.values()), marker_color=ENGINE, name="tokens")
     figure.add_vline(
-        x=bound + 0.5, line={"color": "#d64545", "dash": "dash"}, annotation_text=f"bound {bound}", annotation_position="top left"
+        x=bound + 0.5,
+        line={"color": "#d64545", "dash": "dash"},
+        annotation_text=f"bound {bound}",
+        annotation_position="top left",
     )
     return figure
 
@@ -154,8 +190,17 @@ def versions(run: RunData) -> go.Figure | None:
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")
-    _line(figure, run.batches, "num_versions", "versions in the batch", ENGINE, extremes, shape="hv")
-    _line(figure, run.batches, "num_mixed_rollouts", "rollouts that mix versions", ORCHESTRATOR, extremes)
+    _line(
+        figure, run.batches, "num_versions", "versions in the batch", ENGINE, extremes, shape="hv"
+    )
+    _line(
+        figure,
+        run.batches,
+        "num_mixed_rollouts",
+        "rollouts that mix versions",
+        ORCHESTRATOR,
+        extremes,
+    )
     return figure
 
 
@@ -167,7 +212,9 @@ def agreement(run: RunData) -> go.Figure | None:
     figure.update_yaxes(exponentformat="power")
     kl = [(step - 1, value) for step, value in run.rl.each("step", "mismatch_kl") if value]
     name = "mismatch KL, all trained tokens, stale ones too"
-    _scatter(figure, [x for x, _ in kl], [y for _, y in kl], extremes, name=name, line_color=ORCHESTRATOR)
+    _scatter(
+        figure, [x for x, _ in kl], [y for _, y in kl], extremes, name=name, line_color=ORCHESTRATOR
+    )
     same = same_weights(run)
     _scatter(
         figure,
@@ -182,7 +229,14 @@ def agreement(run: RunData) -> go.Figure | None:
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
         # plotly places annotations of a log axis by exponent, and its hline annotations do not know that
         figure.add_annotation(
-            x=1, xref="paper", y=-4, text="1e-4", showarrow=False, yanchor="bottom", xanchor="right", font_color="#d64545"
+            x=1,
+            xref="paper",
+            y=-4,
+            text="1e-4",
+            showarrow=False,
+            yanchor="bottom",
+            xanchor="right",
+            font_color="#d64545",
         )
     return figure
 
@@ -212,15 +266,30 @@ def admission(run: RunData) -> go.Figure | None:
     times_s = run.admission.column("time_s")
     unit_s, unit = _since(times_s[0], times_s[-1])
     figure = _figure(unit, "rollouts", yaxis_rangemode="tozero")
-    figure.update_layout(yaxis2={"overlaying": "y", "side": "right", "range": [0, 1.02], "title": "cache in use", "showgrid": False})
-    for key, name, color, shape in (("limit", "limit", REFERENCE, "hv"), ("num_in_flight", "in flight", ENGINE, "linear")):
+    figure.update_layout(
+        yaxis2={
+            "overlaying": "y",
+            "side": "right",
+            "range": [0, 1.02],
+            "title": "cache in use",
+            "showgrid": False,
+        }
+    )
+    for key, name, color, shape in (
+        ("limit", "limit", REFERENCE, "hv"),
+        ("num_in_flight", "in flight", ENGINE, "linear"),
+    ):
         line = {"color": color, "width": 2, "shape": shape}
         xs = [(time_s - times_s[0]) / unit_s for time_s in times_s]
-        _scatter(figure, xs, run.admission.column(key), extremes, name=name, mode="lines", line=line)
+        _scatter(
+            figure, xs, run.admission.column(key), extremes, name=name, mode="lines", line=line
+        )
     for engine, rows in sorted(run.engines.items()):
         xs = [(time_s - times_s[0]) / unit_s for time_s in rows.column("time_s")]
         style = {"mode": "lines", "line": {"width": 1}, "yaxis": "y2"}
-        _scatter(figure, xs, rows.column("kv_usage"), extremes, name=f"cache of engine {engine}", **style)
+        _scatter(
+            figure, xs, rows.column("kv_usage"), extremes, name=f"cache of engine {engine}", **style
+        )
     return figure
 
 
@@ -249,16 +318,22 @@ def timeline(run: RunData) -> go.Figure | None:
         return None
     start, since = min(span.start_s for span in run.spans), _newest_part(run.spans)
     drawn = [span for span in run.spans if since is None or span.end_s > since]
-    figure = _figure("seconds since the first span of the RL stage", "", barmode="overlay", bargap=0.25)
+    figure = _figure(
+        "seconds since the first span of the RL stage", "", barmode="overlay", bargap=0.25
+    )
     figure.update_layout(height=110 + 46 * len({span.role for span in drawn}), hovermode="closest")
     if since is not None:
         _say(figure, _what_is_cut(drawn, since - start))
-        figure.update_xaxes(title="seconds of the part shown", range=[0, max(span.end_s for span in drawn) - since])
+        figure.update_xaxes(
+            title="seconds of the part shown", range=[0, max(span.end_s for span in drawn) - since]
+        )
         start = since
     by_name = defaultdict(list)
     for span in drawn:
         by_name[span.name].append(span)
-    for name in sorted(by_name, key=lambda name: list(SPAN_COLORS).index(name) if name in SPAN_COLORS else 99):
+    for name in sorted(
+        by_name, key=lambda name: list(SPAN_COLORS).index(name) if name in SPAN_COLORS else 99
+    ):
         spans = by_name[name]
         figure.add_bar(
             orientation="h",
@@ -287,7 +362,9 @@ def _newest_part(spans: Sequence[Span]) -> float | None:
 
 
 def _what_is_cut(drawn: Sequence[Span], after_s: float) -> str:
-    steps = [span.step for span in drawn if span.role.startswith("trainer.") and span.step is not None]
+    steps = [
+        span.step for span in drawn if span.role.startswith("trainer.") and span.step is not None
+    ]
     which = f", steps {min(steps)} to {max(steps)}" if steps else ""
     return f"Only the newest part{which}: from {duration(after_s)} after the stage's first span on."
 

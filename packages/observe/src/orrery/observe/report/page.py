@@ -9,13 +9,31 @@ from plotly.offline import get_plotlyjs
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.observe.duration import duration
 from orrery.observe.report import figures
-from orrery.observe.report.data import RunData, reading, same_weights, shares, unfinished, without_signal
+from orrery.observe.report.data import (
+    RunData,
+    reading,
+    same_weights,
+    shares,
+    unfinished,
+    without_signal,
+)
 
 SECTIONS = (
-    ("Learning", (("Reward", figures.reward), ("Warm start", figures.warm_start), ("Entropy", figures.entropy))),
+    (
+        "Learning",
+        (
+            ("Reward", figures.reward),
+            ("Warm start", figures.warm_start),
+            ("Entropy", figures.entropy),
+        ),
+    ),
     (
         "Asynchrony",
-        (("What each role did", figures.timeline), ("Staleness of trained tokens", figures.staleness), ("Versions", figures.versions)),
+        (
+            ("What each role did", figures.timeline),
+            ("Staleness of trained tokens", figures.staleness),
+            ("Versions", figures.versions),
+        ),
     ),
     ("Agreement of trainer and engine", (("Log-probs", figures.agreement),)),
     (
@@ -39,8 +57,20 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
     wall time and the report's path.
     """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
-    reward = f"held-out reward {after:.2f} ({before:.2f} before RL)" if before is not None and after is not None else "not evaluated"
-    parts = [reward, _left_out(run), _timed_out(run), _without_signal(run), _stopped_early(run), duration(wall_s), f"report: {page}"]
+    reward = (
+        f"held-out reward {after:.2f} ({before:.2f} before RL)"
+        if before is not None and after is not None
+        else "not evaluated"
+    )
+    parts = [
+        reward,
+        _left_out(run),
+        _timed_out(run),
+        _without_signal(run),
+        _stopped_early(run),
+        duration(wall_s),
+        f"report: {page}",
+    ]
     return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
 
 
@@ -49,14 +79,23 @@ def _left_out(run: RunData) -> str:
     policies = [(when, run.result.get(when, {})) for when in ("before", "after")]
     if not any(policy.get("num_failed") for _, policy in policies):
         return ""
-    counts = [f"{policy['num_failed']} of {policy['num_failed'] + policy['num_rollouts']} {when} RL" for when, policy in policies]
+    counts = [
+        f"{policy['num_failed']} of {policy['num_failed'] + policy['num_rollouts']} {when} RL"
+        for when, policy in policies
+    ]
     return f"without failed rollouts: {' and '.join(counts)}"
 
 
 def _timed_out(run: RunData) -> str:
     """Return the number of held-out rollouts that ran out of time, in words, or ""."""
-    counts = [(run.result.get(when, {}).get("num_timeouts", 0), when) for when in ("before", "after")]
-    return f"timed out: {' and '.join(f'{num} {when} RL' for num, when in counts)}" if any(num for num, _ in counts) else ""
+    counts = [
+        (run.result.get(when, {}).get("num_timeouts", 0), when) for when in ("before", "after")
+    ]
+    return (
+        f"timed out: {' and '.join(f'{num} {when} RL' for num, when in counts)}"
+        if any(num for num, _ in counts)
+        else ""
+    )
 
 
 def _without_signal(run: RunData) -> str:
@@ -77,8 +116,15 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
     """(value, what it is) for the head of the page; only what the run recorded."""
     tiles = []
     if run.result:
-        rewards = f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}"
-        tiles.append((rewards, ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)]))))
+        rewards = (
+            f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}"
+        )
+        tiles.append(
+            (
+                rewards,
+                ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)])),
+            )
+        )
     for row in run.stopped_early[-1:]:
         tiles.append((f"{row['version']} of {row['num_steps']}", _stopped_early(run)))
     if run.batches:
@@ -90,15 +136,33 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
             )
         )
         if (share := without_signal(run)) is not None:
-            size, filled = run.manifest.orchestrator.rollouts_per_batch, run.batches.column("num_zero_advantage")
+            size, filled = (
+                run.manifest.orchestrator.rollouts_per_batch,
+                run.batches.column("num_zero_advantage"),
+            )
             whole = f"{filled.count(size)} of {len(filled)} batches"
             tiles.append(
-                (f"{share:.0%}", f"of training rollouts carried no signal (equal rewards in their group); {whole} had none at all")
+                (
+                    f"{share:.0%}",
+                    f"of training rollouts carried no signal (equal rewards in their group); {whole} had none at all",
+                )
             )
         in_training = dict(_drops(run)).get("timeout", 0)
-        means = "each a reward of 0" if run.manifest.orchestrator.on_timeout == "zero" else "left out"
-        tiles.append((str(in_training), f"training rollouts timed out ({means}); held-out rollouts {_timed_out(run) or 'timed out: none'}"))
-        tiles.append((f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}", "batches with tokens of several versions"))
+        means = (
+            "each a reward of 0" if run.manifest.orchestrator.on_timeout == "zero" else "left out"
+        )
+        tiles.append(
+            (
+                str(in_training),
+                f"training rollouts timed out ({means}); held-out rollouts {_timed_out(run) or 'timed out: none'}",
+            )
+        )
+        tiles.append(
+            (
+                f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}",
+                "batches with tokens of several versions",
+            )
+        )
     if differences := same_weights(run):
         tiles.append(
             (
@@ -107,22 +171,39 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
             )
         )
     if spent := shares(run.spans):
-        tiles.append((f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}", "of the RL time the engine · the trainer was busy"))
-        tiles.append((f"{spent.overlapped:.0%}", "of the training time an engine was generating too"))
+        tiles.append(
+            (
+                f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}",
+                "of the RL time the engine · the trainer was busy",
+            )
+        )
+        tiles.append(
+            (f"{spent.overlapped:.0%}", "of the training time an engine was generating too")
+        )
     if run.engine_restarts:
         tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
     missing = unfinished(run)
     tiles.append(
-        (duration(wall_s), f"finished stages, all attempts; not yet {', '.join(missing)}" if missing else "all stages, all attempts")
+        (
+            duration(wall_s),
+            f"finished stages, all attempts; not yet {', '.join(missing)}"
+            if missing
+            else "all stages, all attempts",
+        )
     )
     return tiles
 
 
 def _drops(run: RunData) -> list[tuple[str, int]]:
     """Reasons and counts of rollouts that did not train, as the last batch of each attempt counted them."""
-    last_by_attempt = {attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")}
+    last_by_attempt = {
+        attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")
+    }
     reasons = sorted({reason for dropped in last_by_attempt.values() for reason in dropped})
-    return [(reason, sum(dropped.get(reason, 0) for dropped in last_by_attempt.values())) for reason in reasons]
+    return [
+        (reason, sum(dropped.get(reason, 0) for dropped in last_by_attempt.values()))
+        for reason in reasons
+    ]
 
 
 def _pairs(run: RunData) -> list[dict]:
@@ -144,13 +225,20 @@ def render(run: RunData, wall_s: float) -> str:
             if figure is not None:
                 plots += 1
                 html = figure.to_html(
-                    full_html=False, include_plotlyjs=False, div_id=f"figure-{plots}", config={"displayModeBar": False, "responsive": True}
+                    full_html=False,
+                    include_plotlyjs=False,
+                    div_id=f"figure-{plots}",
+                    config={"displayModeBar": False, "responsive": True},
                 )
                 about = figures.about(draw.__doc__ or "", figure)
-                drawn.append({"caption": caption, "about": about, "html": html, "wide": draw in WIDE})
+                drawn.append(
+                    {"caption": caption, "about": about, "html": html, "wide": draw in WIDE}
+                )
         if drawn:
             sections.append({"title": title, "figures": drawn})
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["duration"] = duration
     template = environment.from_string((Path(__file__).parent / "page.html").read_text())
     with reading("metrics/ or rollouts/evaluate.jsonl"):

@@ -111,7 +111,10 @@ class _Column:
         return self._plain(self._values[index]) if index < len(self._values) else None
 
     def choose(self, indices: list[int]) -> None:
-        chosen = [self._values[index] if index < len(self._values) else NOTHING[self._code] for index in indices]
+        chosen = [
+            self._values[index] if index < len(self._values) else NOTHING[self._code]
+            for index in indices
+        ]
         self._values = chosen if self._code is None else array(self._code, chosen)
 
     def _plain(self, value: Any) -> Any:

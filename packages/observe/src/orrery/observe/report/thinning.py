@@ -16,9 +16,13 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 def means(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
     """Each piece's mean, at the piece's begin."""
-    pieces = [[index for index in piece if ys[index] is not None] for piece in _pieces(len(xs), means)]
+    pieces = [
+        [index for index in piece if ys[index] is not None] for piece in _pieces(len(xs), means)
+    ]
     said = [piece for piece in pieces if piece]
-    return [xs[piece[0]] for piece in said], [sum(ys[index] for index in piece) / len(piece) for piece in said]
+    return [xs[piece[0]] for piece in said], [
+        sum(ys[index] for index in piece) / len(piece) for piece in said
+    ]
 
 
 def extremes(xs: Sequence[Any], ys: Sequence[Any]) -> Line:

@@ -8,7 +8,9 @@ import numpy as np
 
 from orrery.manifest.schema import Grpo
 
-STD_FLOOR = 1e-6  # a group of nearly equal rewards has nothing to say; do not let rounding speak for it
+STD_FLOOR = (
+    1e-6  # a group of nearly equal rewards has nothing to say; do not let rounding speak for it
+)
 
 
 def advantages(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:

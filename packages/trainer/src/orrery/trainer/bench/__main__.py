@@ -44,7 +44,11 @@ def measure(arguments: argparse.Namespace) -> None:
     from orrery.trainer.bench import report
     from orrery.trainer.bench.start import run_ranks
 
-    print(f"{manifest.name}: measured with {words(described(options))}" + (f" (its row: {words(row)})" if row else ""), flush=True)
+    print(
+        f"{manifest.name}: measured with {words(described(options))}"
+        + (f" (its row: {words(row)})" if row else ""),
+        flush=True,
+    )
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orrery-bench-") as folder:
         answers = run_ranks(asked, Path(folder), arguments.deadline_s)
@@ -58,7 +62,11 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def chosen(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
     """The options of a measurement of the run `name`, and of these what only the run's row says."""
-    told = {field: getattr(arguments, field) for field in Options.__dataclass_fields__ if hasattr(arguments, field)}
+    told = {
+        field: getattr(arguments, field)
+        for field in Options.__dataclass_fields__
+        if hasattr(arguments, field)
+    }
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in told}
     return Options(**told, **row), row
 
@@ -68,7 +76,11 @@ def words(options: dict[str, Any]) -> str:
     return shlex.join(
         word
         for field, value in options.items()
-        for word in ([f"--{'' if value else 'no-'}{field}"] if isinstance(value, bool) else [f"--{field.replace('_', '-')}", str(value)])
+        for word in (
+            [f"--{'' if value else 'no-'}{field}"]
+            if isinstance(value, bool)
+            else [f"--{field.replace('_', '-')}", str(value)]
+        )
     )
 
 
@@ -76,7 +88,9 @@ def check_outputs(file: Path | None, folder: Path | None) -> None:
     """Makes the folders of what is to be written. Raises `OrreryError` where nothing can be: a measurement would be lost."""
     if file is not None:
         if file.is_dir():
-            raise OrreryError(f"--json: {file} is a folder; name a file in it, such as {file / 'result.json'}")
+            raise OrreryError(
+                f"--json: {file} is a folder; name a file in it, such as {file / 'result.json'}"
+            )
         if not file.exists():
             check_folder("--json", file.parent, "name a file in a folder of yours")
         elif not os.access(file, os.W_OK):
@@ -90,32 +104,93 @@ def check_folder(option: str, folder: Path, instead: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OrreryError(f"{option}: nothing can be written in {folder} ({error.strerror}); {instead}") from None
+        raise OrreryError(
+            f"{option}: nothing can be written in {folder} ({error.strerror}); {instead}"
+        ) from None
 
 
 def parser() -> argparse.ArgumentParser:
     default = Options()
-    one = argparse.ArgumentParser(prog="orrery bench trainer", description=__doc__, argument_default=argparse.SUPPRESS)
+    one = argparse.ArgumentParser(
+        prog="orrery bench trainer", description=__doc__, argument_default=argparse.SUPPRESS
+    )
     one.add_argument("manifest", metavar="MANIFEST")
-    one.add_argument("--device", choices=["cpu"], help="measure on the CPU, in float32, whatever the manifest is for")
-    one.add_argument("--devices", type=positive, metavar="N", help="so many devices instead of the mesh's; dp_shard follows")
-    one.add_argument("--steps", type=positive, metavar="N", help=f"measured (default {default.steps})")
-    one.add_argument("--warmup", type=positive, metavar="N", help=f"before them (default {default.warmup})")
-    one.add_argument("--lengths", choices=["fixed", "variable"], help="of documents (default fixed: the longest)")
-    one.add_argument("--routing", choices=["natural", "balanced"], help=f"experts by the router, or all evenly (default {default.routing})")
-    one.add_argument("--loss", choices=["sft", "rl"], help=f"which one is trained (default {default.loss})")
-    one.add_argument("--micro-batches", type=positive, metavar="M", help="of a rank and step (default 1)")
-    one.add_argument("--tokens-per-micro-batch", type=positive, metavar="T", help="instead of trainer.memory.max_tokens_per_micro_batch")
-    one.add_argument("--document-tokens", type=positive, metavar="T", help="the longest document; without it the engines' context")
+    one.add_argument(
+        "--device",
+        choices=["cpu"],
+        help="measure on the CPU, in float32, whatever the manifest is for",
+    )
+    one.add_argument(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="so many devices instead of the mesh's; dp_shard follows",
+    )
+    one.add_argument(
+        "--steps", type=positive, metavar="N", help=f"measured (default {default.steps})"
+    )
+    one.add_argument(
+        "--warmup", type=positive, metavar="N", help=f"before them (default {default.warmup})"
+    )
+    one.add_argument(
+        "--lengths", choices=["fixed", "variable"], help="of documents (default fixed: the longest)"
+    )
+    one.add_argument(
+        "--routing",
+        choices=["natural", "balanced"],
+        help=f"experts by the router, or all evenly (default {default.routing})",
+    )
+    one.add_argument(
+        "--loss", choices=["sft", "rl"], help=f"which one is trained (default {default.loss})"
+    )
+    one.add_argument(
+        "--micro-batches", type=positive, metavar="M", help="of a rank and step (default 1)"
+    )
+    one.add_argument(
+        "--tokens-per-micro-batch",
+        type=positive,
+        metavar="T",
+        help="instead of trainer.memory.max_tokens_per_micro_batch",
+    )
+    one.add_argument(
+        "--document-tokens",
+        type=positive,
+        metavar="T",
+        help="the longest document; without it the engines' context",
+    )
     one.add_argument("--layers", type=positive, metavar="L", help="so many layers of the model's")
-    one.add_argument("--memory", metavar="JSON", help='merged over trainer.memory, as {"activation_offload": true}')
+    one.add_argument(
+        "--memory",
+        metavar="JSON",
+        help='merged over trainer.memory, as {"activation_offload": true}',
+    )
     one.add_argument("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
     one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
-    one.add_argument("--trainer", metavar="JSON", help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}')
-    one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile")
-    one.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all that was measured there")
-    one.add_argument("--profile", type=Path, default=None, metavar="FOLDER", help="keep the trace of the profiled step there")
-    one.add_argument("--deadline-s", type=float, default=1800.0, metavar="S", help="after which it has failed (default 1800)")
+    one.add_argument(
+        "--trainer",
+        metavar="JSON",
+        help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}',
+    )
+    one.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile"
+    )
+    one.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="write all that was measured there"
+    )
+    one.add_argument(
+        "--profile",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="keep the trace of the profiled step there",
+    )
+    one.add_argument(
+        "--deadline-s",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="after which it has failed (default 1800)",
+    )
     return one
 
 
@@ -154,9 +229,13 @@ def check_devices(asked: Request) -> None:
         return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
-        raise OrreryError(f"{asked.name}: is for {asked.accelerator} and this machine has no GPU; add --device cpu to measure on the CPU")
+        raise OrreryError(
+            f"{asked.name}: is for {asked.accelerator} and this machine has no GPU; add --device cpu to measure on the CPU"
+        )
     if found < asked.num_devices:
-        raise OrreryError(f"{asked.name}: is for {asked.num_devices} devices and this machine has {found}; add --devices {found}")
+        raise OrreryError(
+            f"{asked.name}: is for {asked.num_devices} devices and this machine has {found}; add --devices {found}"
+        )
 
 
 def float32_bytes(asked: Request) -> int:
@@ -165,12 +244,21 @@ def float32_bytes(asked: Request) -> int:
     from orrery.trainer.memory_plan.sizes import sizes
 
     counted = sizes(asked.model, asked.trainer.lora)
-    values = 2 * sum(unit.trained for unit in counted.units) + sum(unit.frozen for unit in counted.units)
-    return 4 * asked.trainer.mesh.dp_replicate * (values + num_states(asked.trainer.optimizer, counted))
+    values = 2 * sum(unit.trained for unit in counted.units) + sum(
+        unit.frozen for unit in counted.units
+    )
+    return (
+        4
+        * asked.trainer.mesh.dp_replicate
+        * (values + num_states(asked.trainer.optimizer, counted))
+    )
 
 
 def keep_trace(trace: Path, folder: Path, asked: Request) -> None:
-    with trace.open("rb") as source, gzip.open(folder / f"{asked.name}.trace.json.gz", "wb", compresslevel=4) as target:
+    with (
+        trace.open("rb") as source,
+        gzip.open(folder / f"{asked.name}.trace.json.gz", "wb", compresslevel=4) as target,
+    ):
         shutil.copyfileobj(source, target)
 
 

@@ -19,7 +19,9 @@ from orrery.transport.routed_experts import route_shape
 def micro_batches(request: Request, step: int, data_rank: int) -> list[Columns]:
     """One step's micro-batches of one data rank; the same for the same arguments."""
     rng = np.random.default_rng([request.seed, step, data_rank])
-    return [_columns(request, document_lengths(request, rng), rng) for _ in range(request.micro_batches)]
+    return [
+        _columns(request, document_lengths(request, rng), rng) for _ in range(request.micro_batches)
+    ]
 
 
 def document_lengths(request: Request, rng: np.random.Generator) -> np.ndarray:
@@ -30,10 +32,17 @@ def document_lengths(request: Request, rng: np.random.Generator) -> np.ndarray:
         length = (
             longest
             if request.lengths == "fixed"
-            else round(float(np.exp(rng.uniform(np.log(min(max(longest / 16, 2), longest)), np.log(longest)))))
+            else round(
+                float(
+                    np.exp(rng.uniform(np.log(min(max(longest / 16, 2), longest)), np.log(longest)))
+                )
+            )
         )
         length = min(length, left)
-        if is_padded(request.model) and (len(lengths) + 1) * max([*lengths, length]) > request.tokens_per_micro_batch:
+        if (
+            is_padded(request.model)
+            and (len(lengths) + 1) * max([*lengths, length]) > request.tokens_per_micro_batch
+        ):
             break
         lengths.append(length)
         left -= length
@@ -64,7 +73,10 @@ def _columns(request: Request, lengths: np.ndarray, rng: np.random.Generator) ->
         }
     if request.routing == "balanced" and request.model.moe is not None:
         token["routed_experts"] = balanced_experts(request.model, total)
-    sample = {"temperature": np.ones(len(lengths), dtype=np.float32), "dispatch_version": np.full(len(lengths), -1, dtype=np.int32)}
+    sample = {
+        "temperature": np.ones(len(lengths), dtype=np.float32),
+        "dispatch_version": np.full(len(lengths), -1, dtype=np.int32),
+    }
     return Columns(offsets, token, sample)
 
 
@@ -72,5 +84,7 @@ def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
     """Routes [T, L, K]: token t takes the K experts after those of token t − 1, around and around."""
     shape = route_shape(model)
     assert shape is not None
-    turn = (np.arange(num_tokens * shape.top_k) % shape.num_experts).reshape(num_tokens, 1, shape.top_k)
+    turn = (np.arange(num_tokens * shape.top_k) % shape.num_experts).reshape(
+        num_tokens, 1, shape.top_k
+    )
     return np.broadcast_to(turn, (num_tokens, shape.num_layers, shape.top_k)).astype(shape.dtype)

@@ -14,7 +14,12 @@ import torch
 
 from orrery.observe.lifeline import die_with_parent
 
-FIELDS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "most_sm_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
+FIELDS = {
+    "sm_mhz": "clocks.sm",
+    "power_w": "power.draw",
+    "most_sm_mhz": "clocks.max.sm",
+    "power_limit_w": "power.limit",
+}
 EVERY_MS = 50
 
 
@@ -37,8 +42,15 @@ def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[st
 @contextmanager
 def watch(command: str, identity: str, output: int) -> Iterator["subprocess.Popen[bytes]"]:
     """The process that reads; it ends with the block, and with this process however that ends."""
-    asked = [f"--id={identity}", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
-    process = subprocess.Popen([command, *asked], stdout=output, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    asked = [
+        f"--id={identity}",
+        f"--query-gpu={','.join(FIELDS.values())}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={EVERY_MS}",
+    ]
+    process = subprocess.Popen(
+        [command, *asked], stdout=output, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
+    )
     try:
         yield process
     finally:

@@ -56,17 +56,26 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
         "dense products": work.projections / mesh.cp / rates.dense_flops,
         "grouped products": work.experts / mesh.cp / rates.grouped_flops,
         "attention": work.attention / mesh.cp / rates.attention_flops,
-        "lm head": work.lm_head / mesh.cp / rates.dense_flops + tokens * model.vocab_size * 22 / rates.memory_bytes,
+        "lm head": work.lm_head / mesh.cp / rates.dense_flops
+        + tokens * model.vocab_size * 22 / rates.memory_bytes,
         "elementwise": tokens * model.num_layers * _elementwise_bytes(request) / rates.memory_bytes,
     }
-    computing_s, offloaded_s, dealt_s = _optimizer_s(request, trained, shards, rates) if trained else (0.0, 0.0, 0.0)
+    computing_s, offloaded_s, dealt_s = (
+        _optimizer_s(request, trained, shards, rates) if trained else (0.0, 0.0, 0.0)
+    )
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    dealing_s = max(computing_s + dealt_s, offloaded_s) - seconds["optimizer"]  # what copies of offloaded states do not hide
+    dealing_s = (
+        max(computing_s + dealt_s, offloaded_s) - seconds["optimizer"]
+    )  # what copies of offloaded states do not hide
     gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
     reductions = request.micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     over_ranks = (shards - 1) / shards
     gathered = gathers * _bytes(trainer.compute_dtype) * (blocks / mesh.ep + rest) * over_ranks
-    reduced = reductions * _bytes(trainer.reduce_dtype) * (blocks / mesh.ep + rest) * over_ranks if trained else 0.0
+    reduced = (
+        reductions * _bytes(trainer.reduce_dtype) * (blocks / mesh.ep + rest) * over_ranks
+        if trained
+        else 0.0
+    )
     exchanged = 0.0
     if mesh.ep > 1 and model.moe is not None:
         # rows to the experts and back, forward and backward, and again where experts are computed again
@@ -75,7 +84,9 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
         exchanged += passes * rows * model.hidden_size * 2 * model.num_layers
     if mesh.cp > 1:
         heads = 2 * model.num_heads + 2 * model.num_kv_heads
-        exchanged += 3 * tokens * heads * model.head_dim * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
+        exchanged += (
+            3 * tokens * heads * model.head_dim * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
+        )
     communication = (gathered + reduced + exchanged) / rates.link_bytes
     computation = sum(seconds.values()) - seconds["optimizer"]
     return {
@@ -86,7 +97,9 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
     }
 
 
-def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) -> tuple[float, float, float]:
+def _optimizer_s(
+    request: Request, trained: float, shards: int, rates: Rates
+) -> tuple[float, float, float]:
     """Seconds of its kernels, of offloaded states' copies beside them, and of its all-to-alls, for `trained` float32 values on this device.
 
     Bytes a value, by the kernels that `optim/` calls:
@@ -114,10 +127,14 @@ def _optimizer_s(request: Request, trained: float, shards: int, rates: Rates) ->
     elif optimizer.kind == "adamw":
         num_bytes, num_states = trained * 40, 2 * trained
     elif optimizer.kind == "sgd":
-        num_bytes, num_states = (trained * 32, trained) if optimizer.momentum else (trained * 24, 0.0)
+        num_bytes, num_states = (
+            (trained * 32, trained) if optimizer.momentum else (trained * 24, 0.0)
+        )
     else:
         num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
-    offloaded_s = 4 * num_states / rates.host_link_bytes if request.trainer.memory.optimizer_offload else 0.0
+    offloaded_s = (
+        4 * num_states / rates.host_link_bytes if request.trainer.memory.optimizer_offload else 0.0
+    )
     return num_bytes / rates.memory_bytes + products_s, offloaded_s, dealt_bytes / rates.link_bytes
 
 
@@ -144,7 +161,9 @@ def _parameters(request: Request) -> tuple[float, float]:
         sparse = model.num_layers - moe.num_dense_layers
         expert = 3 * model.hidden_size * moe.expert_intermediate_size
         experts = float(sparse * moe.num_experts * expert)
-        rest = model.num_layers * layer + sparse * (moe.num_experts * model.hidden_size + moe.num_shared_experts * expert)
+        rest = model.num_layers * layer + sparse * (
+            moe.num_experts * model.hidden_size + moe.num_shared_experts * expert
+        )
         rest += moe.num_dense_layers * 3 * model.hidden_size * model.intermediate_size
     else:
         rest = model.num_layers * (layer + 3 * model.hidden_size * model.intermediate_size)
@@ -158,8 +177,12 @@ def _elementwise_bytes(request: Request) -> float:
     """
     model = request.model
     hidden = model.hidden_size
-    numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms read and write, two residual sums read two and write one
-    numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim  # head norms and rotation, fused
+    numbers = (
+        2 * 2 * hidden + 2 * 3 * hidden
+    )  # two norms read and write, two residual sums read two and write one
+    numbers += (
+        2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    )  # head norms and rotation, fused
     if (moe := model.moe) is not None:
         numbers += 2 * moe.num_experts_per_token * hidden  # rows spread over experts
         numbers += (moe.num_experts_per_token + 1) * hidden  # and summed again

@@ -33,17 +33,28 @@ def host_copies(events: list[dict[str, Any]], step: str) -> dict[str, Copies]:
     def spans(found: list[dict[str, Any]]) -> Spans:
         return joined([(max(one["ts"], begin), min(one["ts"] + one["dur"], end)) for one in found])
 
-    inside = [one for one in events if one.get("ph") == "X" and "dur" in one and one["ts"] < end and one["ts"] + one["dur"] > begin]
+    inside = [
+        one
+        for one in events
+        if one.get("ph") == "X"
+        and "dur" in one
+        and one["ts"] < end
+        and one["ts"] + one["dur"] > begin
+    ]
     kernels = [one for one in inside if one.get("cat") == "kernel"]
     if not kernels:
         return {}
     computing = spans([one for one in kernels if kind_of(one["name"], ()) != COMMUNICATION])
     result = {}
     for direction, pattern in DIRECTIONS.items():
-        copies = [one for one in inside if one.get("cat") == "gpu_memcpy" and pattern.match(one["name"])]
+        copies = [
+            one for one in inside if one.get("cat") == "gpu_memcpy" and pattern.match(one["name"])
+        ]
         copying = spans(copies)
         num_bytes = sum(int(one.get("args", {}).get("bytes", 0)) for one in copies)
-        result[direction] = Copies(num_bytes, len(copies), length(copying) / 1e6, length(common(copying, computing)) / 1e6)
+        result[direction] = Copies(
+            num_bytes, len(copies), length(copying) / 1e6, length(common(copying, computing)) / 1e6
+        )
     return result
 
 

@@ -22,17 +22,29 @@ COPIES = "copies"
 # (kind, what the kernel's own name holds, what one of the open host ranges' names holds); the first row that fits decides
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # torch._foreach_copy_ into gathers has the name of the optimizer's kernels
+    (
+        "sharding copies",
+        None,
+        r"FSDP::",
+    ),  # torch._foreach_copy_ into gathers has the name of the optimizer's kernels
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # what the compiler fuses, whatever operators its name lists
+    (
+        "elementwise",
+        r"^triton_(poi|red|per|fused)_",
+        None,
+    ),  # what the compiler fuses, whatever operators its name lists
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
     ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m"),
     ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
-    ("dense products", r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$", None),
+    (
+        "dense products",
+        r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$",
+        None,
+    ),
     ("sharding copies", r"split_with_sizes|chunk_cat", None),
 )
 KINDS = (
@@ -40,7 +52,12 @@ KINDS = (
     COMMUNICATION, IDLE,
 )  # fmt: skip
 _PATTERNS = tuple(
-    (kind, None if name is None else re.compile(name), None if around is None else re.compile(around)) for kind, name, around in _RULES
+    (
+        kind,
+        None if name is None else re.compile(name),
+        None if around is None else re.compile(around),
+    )
+    for kind, name, around in _RULES
 )
 
 
@@ -50,10 +67,14 @@ class Phases:
 
     step_s: float
     by_kind: dict[str, float]
-    by_pass: dict[str, dict[str, float]]  # forward, backward, optimizer → kind → seconds that its kernels ran, overlaps not taken off
+    by_pass: dict[
+        str, dict[str, float]
+    ]  # forward, backward, optimizer → kind → seconds that its kernels ran, overlaps not taken off
     communication_total_s: float  # communication, hidden or not
     num_kernels: int
-    longest: list[tuple[str, str, float, int]]  # (kernel, kind, seconds in all, how many) of the kernels that took longest
+    longest: list[
+        tuple[str, str, float, int]
+    ]  # (kernel, kind, seconds in all, how many) of the kernels that took longest
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,10 @@ def divide(events: list[dict[str, Any]], step: str) -> Phases:
         row[piece.kind] = row.get(piece.kind, 0.0) + (piece.end - piece.begin) / 1e6
         seconds, count = totals.get((piece.name, piece.kind), (0.0, 0))
         totals[piece.name, piece.kind] = seconds + (piece.end - piece.begin) / 1e6, count + 1
-    longest = sorted(((name[:120], kind, *total) for (name, kind), total in totals.items()), key=lambda one: -one[2])[:25]
+    longest = sorted(
+        ((name[:120], kind, *total) for (name, kind), total in totals.items()),
+        key=lambda one: -one[2],
+    )[:25]
     spoken = _union(sorted((p.begin, p.end) for p in found if p.kind == COMMUNICATION))
     return Phases((end - begin) / 1e6, by_kind, by_pass, spoken / 1e6, len(found), longest)
 
@@ -94,7 +118,9 @@ def kind_of(name: str, around: Iterable[str]) -> str:
     """The kind of a kernel by its own name and the names of the host ranges that were open at its launch."""
     around = tuple(around)
     for kind, own, outer in _PATTERNS:
-        if (own is None or own.search(name)) and (outer is None or any(outer.search(one) for one in around)):
+        if (own is None or own.search(name)) and (
+            outer is None or any(outer.search(one) for one in around)
+        ):
             return kind
     return "elementwise"
 
@@ -109,11 +135,22 @@ def stage_of(around: Iterable[str]) -> str:
 def pieces(events: list[dict[str, Any]], step: str) -> list[Piece]:
     """Everything that ran, on the device where the trace has one."""
     launches: dict[int, tuple[str, ...]] = {}
-    on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    host = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation")]
+    on_device = [
+        event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    host = [
+        event
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation")
+    ]
     if not on_device:
         return [piece for piece in _host_pieces(host) if piece.name != step]
-    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})]
+    calls = [
+        event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and "correlation" in event.get("args", {})
+    ]
     for call, around in _enclosing(host, calls):
         launches[call["args"]["correlation"]] = around
     found = []
@@ -122,14 +159,20 @@ def pieces(events: list[dict[str, Any]], step: str) -> list[Piece]:
         kind = kind_of(event["name"], around)
         if event["cat"] != "kernel" and kind not in ("optimizer",):
             kind = COPIES
-        found.append(Piece(event["ts"], event["ts"] + event["dur"], kind, event["name"], stage_of(around)))
+        found.append(
+            Piece(event["ts"], event["ts"] + event["dur"], kind, event["name"], stage_of(around))
+        )
     return found
 
 
 def window(events: list[dict[str, Any]], step: str) -> tuple[float, float]:
     """When the host range `step` began and ended, in microseconds of the trace's clock. Raises ValueError where there is none."""
     for event in events:
-        if event.get("ph") == "X" and event.get("name") == step and event.get("cat") == "user_annotation":
+        if (
+            event.get("ph") == "X"
+            and event.get("name") == step
+            and event.get("cat") == "user_annotation"
+        ):
             return event["ts"], event["ts"] + event["dur"]
     raise ValueError(f"the trace has no range {step!r}")
 
@@ -143,7 +186,9 @@ def _by_thread(events: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
     return threads
 
 
-def _enclosing(ranges: list[dict[str, Any]], calls: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+def _enclosing(
+    ranges: list[dict[str, Any]], calls: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """Each call with the names of the ranges of its thread that were open when it began, the outermost first."""
     outer = _by_thread(ranges)
     for thread, inner in _by_thread(calls).items():
@@ -167,7 +212,9 @@ def _host_pieces(host: list[dict[str, Any]]) -> Iterator[Piece]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # at one instant the inner ends first, then the outer begins first
+        edges.sort(
+            key=lambda edge: edge[:3]
+        )  # at one instant the inner ends first, then the outer begins first
         open_ranges: list[dict[str, Any]] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -190,8 +237,14 @@ def _exclusive(found: list[Piece], begin: float, end: float) -> dict[str, float]
     time, running, clock = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0), begin
     for at, change, kind in [*edges, (end, 0, IDLE)]:
         if at > clock:
-            work = [each for each, count in running.items() if count and each not in (COPIES, COMMUNICATION)]
-            owners = work or [each for each in (COPIES, COMMUNICATION) if running[each]][:1] or [IDLE]
+            work = [
+                each
+                for each, count in running.items()
+                if count and each not in (COPIES, COMMUNICATION)
+            ]
+            owners = (
+                work or [each for each in (COPIES, COMMUNICATION) if running[each]][:1] or [IDLE]
+            )
             for owner in owners:
                 time[owner] += (at - clock) / len(owners)
             clock = at

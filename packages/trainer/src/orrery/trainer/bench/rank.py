@@ -46,14 +46,21 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # collectives of the other ranks may be in flight: an orderly end would wait for them
+        os._exit(
+            1
+        )  # collectives of the other ranks may be in flight: an orderly end would wait for them
 
 
 def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
     """This rank's numbers."""
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
-    world = form(request.trainer.mesh, rank, device, store(request) if fsdp.is_needed(request.trainer) else None)
+    world = form(
+        request.trainer.mesh,
+        rank,
+        device,
+        store(request) if fsdp.is_needed(request.trainer) else None,
+    )
     learner = None
     try:
         begin_s = time.perf_counter()
@@ -82,14 +89,26 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         step = None if learner is None else learner.step + 1
-        return {"out_of_memory": explain(error, rank, step, request.model, request.trainer, request.load, request.num_devices)}
-    dissolve(world)  # here alone: ranks that failed leave collectives in flight, and end without order
+        return {
+            "out_of_memory": explain(
+                error, rank, step, request.model, request.trainer, request.load, request.num_devices
+            )
+        }
+    dissolve(
+        world
+    )  # here alone: ranks that failed leave collectives in flight, and end without order
     return answer
 
 
 def store(request: Request) -> dist.Store:
     """The store that `start.py` serves on loopback."""
-    return dist.TCPStore("127.0.0.1", int(os.environ["ORRERY_BENCH_PORT"]), request.num_devices, False, wait_for_workers=False)
+    return dist.TCPStore(
+        "127.0.0.1",
+        int(os.environ["ORRERY_BENCH_PORT"]),
+        request.num_devices,
+        False,
+        wait_for_workers=False,
+    )
 
 
 def make_learner(request: Request, world: World) -> Learner:
@@ -99,7 +118,10 @@ def make_learner(request: Request, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # neither is zero: products of zeros draw less power, and so run faster
+            for weight in (
+                adapter.a,
+                adapter.b,
+            ):  # neither is zero: products of zeros draw less power, and so run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -131,7 +153,9 @@ def profiled_step(learner: Learner, request: Request, folder: Path, world: World
 
     The trace stays as FOLDER/trace.json.
     """
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    )
     batches = micro_batches(request, request.warmup + request.steps, world.data_rank)
     totals = count_totals(batches, world)
     step = learner.optimizer.step
@@ -142,7 +166,10 @@ def profiled_step(learner: Learner, request: Request, folder: Path, world: World
 
     learner.optimizer.step = named_step  # type: ignore[method-assign]
     wait_for(world.device)
-    with profile(activities=activities) if world.is_first else nullcontext() as trace, record_function(STEP):
+    with (
+        profile(activities=activities) if world.is_first else nullcontext() as trace,
+        record_function(STEP),
+    ):
         learner.learn(iter(batches), len(batches), totals, 1.0)
         wait_for(world.device)
     if trace is None:
@@ -162,7 +189,12 @@ def wait_for(device: torch.device) -> None:
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes; zero on a CPU, where torch does not count."""
     if device.type != "cuda":
-        return {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0, "allocated_bytes": 0, "num_allocation_retries": 0}
+        return {
+            "peak_allocated_bytes": 0,
+            "peak_reserved_bytes": 0,
+            "allocated_bytes": 0,
+            "num_allocation_retries": 0,
+        }
     return {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
-from orrery.manifest.schema import Fsdp, Manifest, Memory, Mesh, Model, Record, Trainer, context_misfits, fit_model
+from orrery.manifest.schema import (
+    Fsdp,
+    Manifest,
+    Memory,
+    Mesh,
+    Model,
+    Record,
+    Trainer,
+    context_misfits,
+    fit_model,
+)
 
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Load
@@ -39,7 +49,9 @@ class Options:
     memory: str | None = None  # JSON merged over trainer.memory
     fsdp: str | None = None  # the same over trainer.fsdp
     mesh: str | None = None  # the same over trainer.mesh
-    trainer: str | None = None  # the same over the trainer itself: its optimizer, its adapters, its dtypes
+    trainer: str | None = (
+        None  # the same over the trainer itself: its optimizer, its adapters, its dtypes
+    )
     compile: bool | None = None
 
 
@@ -69,18 +81,30 @@ class Request:
 
     @property
     def load(self) -> "Load":
-        from orrery.trainer.memory_plan.plan import Load  # here: a misspelt option does not wait for torch
+        from orrery.trainer.memory_plan.plan import (
+            Load,
+        )  # here: a misspelt option does not wait for torch
 
         return Load(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
 
     def write(self, path: Path) -> None:
-        fields = {**self.__dict__, "model": self.model.model_dump(mode="json"), "trainer": self.trainer.model_dump(mode="json")}
+        fields = {
+            **self.__dict__,
+            "model": self.model.model_dump(mode="json"),
+            "trainer": self.trainer.model_dump(mode="json"),
+        }
         path.write_text(json.dumps(fields))
 
     @classmethod
     def read(cls, path: Path) -> "Request":
         fields = json.loads(path.read_text())
-        return cls(**{**fields, "model": Model.model_validate(fields["model"]), "trainer": Trainer.model_validate(fields["trainer"])})
+        return cls(
+            **{
+                **fields,
+                "model": Model.model_validate(fields["model"]),
+                "trainer": Trainer.model_validate(fields["trainer"]),
+            }
+        )
 
 
 def request(manifest: Manifest, options: Options) -> Request:
@@ -91,7 +115,9 @@ def request(manifest: Manifest, options: Options) -> Request:
             raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
         model = model.model_copy(update={"num_layers": options.layers})
     if options.loss == "sft" and (sft := manifest.stages.sft) is not None:
-        trainer = trainer.model_copy(update={"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm})
+        trainer = trainer.model_copy(
+            update={"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm}
+        )
     told = trainer
     asked_mesh: dict[str, Any] = {}
     for section in ("memory", "fsdp", "mesh", "trainer"):
@@ -105,22 +131,32 @@ def request(manifest: Manifest, options: Options) -> Request:
     if misfits := list(context_misfits(trainer.mesh, model, devices)):
         raise OrreryError(misfits[0])
     if options.devices is not None:
-        trainer = trainer.model_copy(update={"mesh": fitted(trainer.mesh, options.devices, asked_mesh)})
+        trainer = trainer.model_copy(
+            update={"mesh": fitted(trainer.mesh, options.devices, asked_mesh)}
+        )
     if options.device == "cpu":
-        trainer = trainer.model_copy(update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"})
+        trainer = trainer.model_copy(
+            update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"}
+        )
     accelerator = options.device or manifest.hardware.accelerator
     try:
         fit_model(trainer, model, accelerator, devices)
     except ValueError as error:
         raise OrreryError(str(error)) from None
     tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
-    trainer = trainer.model_copy(update={"memory": trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})})
+    trainer = trainer.model_copy(
+        update={"memory": trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})}
+    )
     longest = manifest.inference.max_model_len_tokens
     document = min(tokens, options.document_tokens or longest)
     if document < 2:
-        raise OrreryError(f"--document-tokens: a document of {document} token has none to train; give at least 2")
+        raise OrreryError(
+            f"--document-tokens: a document of {document} token has none to train; give at least 2"
+        )
     if document > model.max_positions:
-        raise OrreryError(f"--document-tokens: {document} exceed model.max_positions {model.max_positions}")
+        raise OrreryError(
+            f"--document-tokens: {document} exceed model.max_positions {model.max_positions}"
+        )
     return Request(
         name=manifest.name,
         id12=id12(manifest),
@@ -139,9 +175,15 @@ def request(manifest: Manifest, options: Options) -> Request:
         overrides=differences(
             {
                 "model.num_layers": (manifest.model.num_layers, model.num_layers),
-                **{f"trainer.{field}": (getattr(told, field), getattr(trainer, field)) for field in Trainer.model_fields},
+                **{
+                    f"trainer.{field}": (getattr(told, field), getattr(trainer, field))
+                    for field in Trainer.model_fields
+                },
                 "hardware.accelerator": (manifest.hardware.accelerator, accelerator),
-                "inference.max_model_len_tokens": (min(told.memory.max_tokens_per_micro_batch, longest), document),
+                "inference.max_model_len_tokens": (
+                    min(told.memory.max_tokens_per_micro_batch, longest),
+                    document,
+                ),
             }
         ),
     )
@@ -152,9 +194,17 @@ def differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for name, (old, new) in fields.items():
         if isinstance(new, Memory | Fsdp | Mesh):
-            found |= differences({f"{name}.{field}": (getattr(old, field), getattr(new, field)) for field in type(new).model_fields})
+            found |= differences(
+                {
+                    f"{name}.{field}": (getattr(old, field), getattr(new, field))
+                    for field in type(new).model_fields
+                }
+            )
         elif old != new:
-            found[name] = [value.model_dump(mode="json") if isinstance(value, Record) else value for value in (old, new)]
+            found[name] = [
+                value.model_dump(mode="json") if isinstance(value, Record) else value
+                for value in (old, new)
+            ]
     return found
 
 
@@ -176,7 +226,9 @@ def merged(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")  # says which field, as of any manifest
+        check(
+            {**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}"
+        )  # says which field, as of any manifest
         raise
 
 
@@ -185,7 +237,9 @@ def fitted(mesh: Mesh, devices: int, asked: dict[str, Any]) -> Mesh:
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
-        raise OrreryError(f"--devices: {devices} is no multiple of dp_replicate·cp = {others}; choose from {fits}")
+        raise OrreryError(
+            f"--devices: {devices} is no multiple of dp_replicate·cp = {others}; choose from {fits}"
+        )
     dp_shard = devices // others
     if asked.get("dp_shard", dp_shard) != dp_shard:
         raise OrreryError(

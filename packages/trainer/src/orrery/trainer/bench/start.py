@@ -25,15 +25,27 @@ def run_ranks(request: Request, folder: Path, deadline_s: float) -> list[dict[st
     request.write(folder / "request.json")
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    server = dist.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     environment = {ALLOCATOR: EXPANDABLE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
-    environment |= {"ORRERY_BENCH_PORT": str(port), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {
+        "ORRERY_BENCH_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     ranks = []
     try:
         for rank in range(request.num_devices):
             with (folder / f"rank.{rank}.log").open("w") as log:
                 command = [sys.executable, "-m", "orrery.trainer.bench.rank", str(folder)]
-                ranks.append(subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT))
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environment, "RANK": str(rank)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
         _watch(ranks, folder, time.monotonic() + deadline_s)
     finally:
         for process in ranks:
@@ -41,7 +53,10 @@ def run_ranks(request: Request, folder: Path, deadline_s: float) -> list[dict[st
                 process.kill()
                 process.wait()
         del server
-    return [json.loads((folder / f"rank.{rank}.json").read_text()) for rank in range(request.num_devices)]
+    return [
+        json.loads((folder / f"rank.{rank}.json").read_text())
+        for rank in range(request.num_devices)
+    ]
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float) -> None:
@@ -54,9 +69,15 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline_s:
-            silent = [rank for rank in range(len(ranks)) if not (folder / f"rank.{rank}.json").exists()]
-            words = "\n".join(f"rank {rank} last wrote: {_tail(folder, rank, 8)}" for rank in silent[:4])
-            raise RunFailed(f"the measurement took longer than its deadline, and ranks {silent} have no result yet\n{words}")
+            silent = [
+                rank for rank in range(len(ranks)) if not (folder / f"rank.{rank}.json").exists()
+            ]
+            words = "\n".join(
+                f"rank {rank} last wrote: {_tail(folder, rank, 8)}" for rank in silent[:4]
+            )
+            raise RunFailed(
+                f"the measurement took longer than its deadline, and ranks {silent} have no result yet\n{words}"
+            )
         time.sleep(0.05)
 
 

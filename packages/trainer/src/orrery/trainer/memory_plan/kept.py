@@ -67,7 +67,9 @@ def is_sparse(model: Model, layer: int) -> bool:
     return model.moe is not None and layer >= model.moe.num_dense_layers
 
 
-def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int], dict[str, int], int, int]:
+def _results(
+    model: Model, trainer: Trainer, layer: int
+) -> tuple[dict[str, int], dict[str, int], int, int]:
     """Results by the name that checkpointing has for them; of the same, what no backward pass asks for; and all others.
 
     Last, of all that is not kept what attention's backward pass alone asks for.
@@ -106,7 +108,12 @@ def _results(model: Model, trainer: Trainer, layer: int) -> tuple[dict[str, int]
         named["projections"] += 4 * moe.num_experts
         named["experts"] = c * top_k * 2 * inner + narrow("experts", 2 * top_k)
         unasked["experts"] = c * top_k * hidden
-        rest += c * top_k * (hidden + inner) * trains("experts") + 20 * top_k + 8 + 4 * moe.num_experts * (not trainer.compile)
+        rest += (
+            c * top_k * (hidden + inner) * trains("experts")
+            + 20 * top_k
+            + 8
+            + 4 * moe.num_experts * (not trainer.compile)
+        )
     return named, unasked, rest, late
 
 
@@ -119,12 +126,18 @@ def _dense_width(model: Model, layer: int) -> int:
 
 def _passing(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Through the backward pass of attention, and of the feed-forward."""
-    c, h, g = width(trainer.compute_dtype), model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    c, h, g = (
+        width(trainer.compute_dtype),
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    )
     attention = c * (3 * h + 2 * g) + 4 * h
     feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
     if is_sparse(model, layer):
         moe, checkpointing = model.moe, trainer.memory.activation_checkpointing
-        rows = 1 if trainer.mesh.ep == 1 else 3  # those that come and go between ranks have copies in both orders
+        rows = (
+            1 if trainer.mesh.ep == 1 else 3
+        )  # those that come and go between ranks have copies in both orders
         if (
             trainer.lora is not None
             and "experts" in trainer.lora.targets
@@ -133,5 +146,9 @@ def _passing(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
         ):
             rows += 1
         between = 1 if is_one_graph(trainer, model) else 3
-        feed_forward += c * moe.num_experts_per_token * (rows * model.hidden_size + between * moe.expert_intermediate_size)
+        feed_forward += (
+            c
+            * moe.num_experts_per_token
+            * (rows * model.hidden_size + between * moe.expert_intermediate_size)
+        )
     return attention, feed_forward

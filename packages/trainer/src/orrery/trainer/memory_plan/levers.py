@@ -60,7 +60,15 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         old = getattr(trainer, section)
         changed = trainer.model_copy(update={section: old.model_copy(update={field: value})})
         where = {"place": "the manifest's hardware axis"} if section == "mesh" else {}
-        return Lever(f"trainer.{section}.{field}", value, getattr(old, field), cost, changed, load, **where | more)
+        return Lever(
+            f"trainer.{section}.{field}",
+            value,
+            getattr(old, field),
+            cost,
+            changed,
+            load,
+            **where | more,
+        )
 
     def transfers(category: str, times: int) -> str:
         num_bytes = max(moment[category] for moment in before.moments.values())
@@ -69,19 +77,35 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
     chunk = memory.lm_head_chunk_tokens
     for smaller in CHUNKS:
         if chunk == "auto" or smaller < chunk:
-            yield in_section("memory", "lm_head_chunk_tokens", smaller, "smaller products of the LM head")
+            yield in_section(
+                "memory", "lm_head_chunk_tokens", smaller, "smaller products of the LM head"
+            )
     if memory.lm_head_keeps_logits:
-        yield in_section("memory", "lm_head_keeps_logits", False, "one more product of the LM head in the backward pass")
+        yield in_section(
+            "memory",
+            "lm_head_keeps_logits",
+            False,
+            "one more product of the LM head in the backward pass",
+        )
     if load.tokens > load.document_tokens:
         tokens = max(load.document_tokens, load.tokens // 2)
         cost = "more micro-batches, and weights are gathered for each"
         one = in_section("memory", "max_tokens_per_micro_batch", tokens, cost)
-        smaller_load = replace(load, tokens=tokens, micro_batches=-(-load.micro_batches * load.tokens // tokens))
+        smaller_load = replace(
+            load, tokens=tokens, micro_batches=-(-load.micro_batches * load.tokens // tokens)
+        )
         yield replace(one, instead_of=load.tokens, load=smaller_load)
     if spec.reduce_gradients == "step" and load.micro_batches > 1:
-        yield in_section("fsdp", "reduce_gradients", "micro_batch", "gradients travel after every micro-batch")
+        yield in_section(
+            "fsdp", "reduce_gradients", "micro_batch", "gradients travel after every micro-batch"
+        )
     if not spec.reshard_after_forward:
-        yield in_section("fsdp", "reshard_after_forward", True, "weights are gathered again for the backward pass")
+        yield in_section(
+            "fsdp",
+            "reshard_after_forward",
+            True,
+            "weights are gathered again for the backward pass",
+        )
     for kind, cost in _checkpointing(model, trainer):
         yield in_section("memory", "activation_checkpointing", kind, cost)
     if not memory.activation_offload and model.num_layers > 2:
@@ -95,12 +119,21 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         one = in_section("mesh", "cp", 2 * mesh.cp, cost)
         half = one.trainer.mesh.model_copy(update={"dp_shard": mesh.dp_shard // 2})
         field = f"trainer.mesh.dp_shard: {half.dp_shard} and trainer.mesh.cp"
-        twice = replace(load, micro_batches=2 * load.micro_batches)  # of the same step, on half as many data ranks
-        yield replace(one, field=field, trainer=one.trainer.model_copy(update={"mesh": half}), load=twice)
+        twice = replace(
+            load, micro_batches=2 * load.micro_batches
+        )  # of the same step, on half as many data ranks
+        yield replace(
+            one, field=field, trainer=one.trainer.model_copy(update={"mesh": half}), load=twice
+        )
     if model.moe is not None:
         for ep in (2 * mesh.ep, 4 * mesh.ep, 8 * mesh.ep):
             if (mesh.dp_shard * mesh.cp) % ep == 0 and model.moe.num_experts % ep == 0:
-                yield in_section("mesh", "ep", ep, "tokens travel to their experts, and the host waits once a layer")
+                yield in_section(
+                    "mesh",
+                    "ep",
+                    ep,
+                    "tokens travel to their experts, and the host waits once a layer",
+                )
     if not spec.cpu_offload and mesh.world_size > 1:
         cost = "weights come over PCIe for each pass, and the optimizer steps on the processor: many times slower"
         if memory.optimizer_offload:
@@ -109,11 +142,19 @@ def levers(model: Model, trainer: Trainer, load: Load, before: Plan) -> Iterator
         kept = memory.model_copy(update={"optimizer_offload": False})
         yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
     one = in_section("mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", rank=2)
-    yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))  # of the same step, on twice as many data ranks
+    yield replace(
+        one, load=replace(load, micro_batches=-(-load.micro_batches // 2))
+    )  # of the same step, on twice as many data ranks
 
 
 def choose(
-    model: Model, trainer: Trainer, load: Load, device_bytes: int, needed_bytes: int, counted: Sizes, host_bytes: int = sys.maxsize
+    model: Model,
+    trainer: Trainer,
+    load: Load,
+    device_bytes: int,
+    needed_bytes: int,
+    counted: Sizes,
+    host_bytes: int = sys.maxsize,
 ) -> Choice:
     """The cheapest lever that frees `needed_bytes`, or else the most effective together, up to what there is.
 
@@ -139,13 +180,21 @@ def choose(
 
 
 def _together(
-    model: Model, trainer: Trainer, load: Load, before: Plan, needed_bytes: int, freed: Callable[[Lever], int], most_rank: int
+    model: Model,
+    trainer: Trainer,
+    load: Load,
+    before: Plan,
+    needed_bytes: int,
+    freed: Callable[[Lever], int],
+    most_rank: int,
 ) -> Choice:
     """At each turn the lever that frees most beside those already pulled; a field that is turned twice counts once."""
     pulled: dict[str, Lever] = {}
     total = 0
     while total < needed_bytes:
-        candidates = [lever for lever in levers(model, trainer, load, before) if lever.rank <= most_rank]
+        candidates = [
+            lever for lever in levers(model, trainer, load, before) if lever.rank <= most_rank
+        ]
         best = max(candidates, key=freed, default=None)
         if best is None or freed(best) < total + WORTH_BYTES:
             break
@@ -157,7 +206,9 @@ def _together(
     return Choice(tuple(pulled.values()), total, total >= needed_bytes)
 
 
-def _checkpointing(model: Model, trainer: Trainer) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
+def _checkpointing(
+    model: Model, trainer: Trainer
+) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
     """What keeps less than now, with its cost."""
     now = trainer.memory.activation_checkpointing
     if now.kind == "full":
@@ -165,7 +216,9 @@ def _checkpointing(model: Model, trainer: Trainer) -> Iterator[tuple[SelectiveCh
     has_experts = any(is_sparse(model, layer) for layer in range(model.num_layers))
     costs = {
         3: "elementwise work of a block is done twice, its products once",
-        2: "products of experts are made again" if has_experts else "elementwise work of a block is done twice, its products once",
+        2: "products of experts are made again"
+        if has_experts
+        else "elementwise work of a block is done twice, its products once",
         1: "all products of a block are made again",
     }
     held = set(now.keep) if now.kind == "selective" else set(KEPT[0])
@@ -173,7 +226,10 @@ def _checkpointing(model: Model, trainer: Trainer) -> Iterator[tuple[SelectiveCh
         is_less = set(keep) < held or (now.kind == "none" and set(keep) == held)
         if is_less and (has_experts or "experts" not in keep):
             yield SelectiveCheckpointing(kind="selective", keep=keep), costs[len(keep)]
-    yield FullCheckpointing(kind="full"), "blocks run again whole, attention too: about a third more work"
+    yield (
+        FullCheckpointing(kind="full"),
+        "blocks run again whole, attention too: about a third more work",
+    )
 
 
 def _can_share(model: Model, trainer: Trainer, cp: int) -> bool:

@@ -43,7 +43,13 @@ def explained(me: RoleProcess) -> Iterator[Where]:
     """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
     where, world_size = Where(), me.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, me.manifest.hardware.devices_per_node)
-    if me.index == 0 and (text := foreseen(me.manifest, me.stage, device_bytes(), available_bytes() // ranks_here)) is not None:
+    if (
+        me.index == 0
+        and (
+            text := foreseen(me.manifest, me.stage, device_bytes(), available_bytes() // ranks_here)
+        )
+        is not None
+    ):
         me.log.warning(text)
     try:
         yield where
@@ -51,7 +57,9 @@ def explained(me: RoleProcess) -> Iterator[Where]:
         if not is_out_of_memory(error):
             raise
         step = None if where.learner is None else where.learner.step + 1
-        text = explain(error, me.index, step, me.manifest.model, *of_stage(me.manifest, me.stage), ranks_here)
+        text = explain(
+            error, me.index, step, me.manifest.model, *of_stage(me.manifest, me.stage), ranks_here
+        )
         if world_size > 1:
             _end_soon(me, text)
         raise RunFailed(text) from None
@@ -61,7 +69,15 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def explain(error: RuntimeError, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, ranks_here: int) -> str:
+def explain(
+    error: RuntimeError,
+    rank: int,
+    step: int | None,
+    model: Model,
+    trainer: Trainer,
+    load: Load,
+    ranks_here: int,
+) -> str:
     """The sentence for one that `is_out_of_memory`; `ranks_here` share this host's memory. `step` None: no step had begun."""
     capacity, available = device_bytes(), available_bytes()
     fields = {
@@ -70,15 +86,28 @@ def explain(error: RuntimeError, rank: int, step: int | None, model: Model, trai
         "trainer.fsdp.cpu_offload": trainer.fsdp.cpu_offload,
     }
     pinning = " or ".join(field for field, value in fields.items() if value)
-    if isinstance(error, torch.OutOfMemoryError) or "NCCL" in str(error) or not pinning or free_bytes() <= MARGIN * capacity:
-        text = sentence(str(error), rank, step, model, trainer, load, capacity, available // ranks_here)
-        return text if isinstance(error, torch.OutOfMemoryError) else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
+    if (
+        isinstance(error, torch.OutOfMemoryError)
+        or "NCCL" in str(error)
+        or not pinning
+        or free_bytes() <= MARGIN * capacity
+    ):
+        text = sentence(
+            str(error), rank, step, model, trainer, load, capacity, available // ranks_here
+        )
+        return (
+            text
+            if isinstance(error, torch.OutOfMemoryError)
+            else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
+        )
     left = f"{_shown(available)} of it are left to the {ranks_here} ranks of this node together"
     remedy = f"set {pinning} to false in the manifest's memory axis"
     return f"rank {rank} could not have host memory pinned {_when(step)}, though its device has room; {left}; {remedy}"
 
 
-def foreseen(manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize) -> str | None:
+def foreseen(
+    manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
+) -> str | None:
     """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell.
 
     `host_bytes`: what a rank may take of host memory.
@@ -93,7 +122,9 @@ def foreseen(manifest: Manifest, stage: str, capacity: int, host_bytes: int = sy
         missing = peak + int(MARGIN * capacity) - capacity
         if missing <= 0:
             return None
-        choice = choose(manifest.model, trainer, load, capacity, missing, counted, host_bytes - found.host_bytes)
+        choice = choose(
+            manifest.model, trainer, load, capacity, missing, counted, host_bytes - found.host_bytes
+        )
     except OrreryError:
         return None
     head = f"a step is planned to take {_shown(peak)} of the {_shown(capacity)} of each device, which may run out in the middle of the run"
@@ -101,7 +132,11 @@ def foreseen(manifest: Manifest, stage: str, capacity: int, host_bytes: int = sy
 
 
 def device_bytes() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    return (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if torch.cuda.is_available()
+        else 0
+    )
 
 
 def free_bytes() -> int:
@@ -120,15 +155,28 @@ def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
         samples = sft.examples_per_batch
         trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
     tokens = trainer.memory.max_tokens_per_micro_batch
-    longest = min(tokens, manifest.model.max_positions) if stage == "sft" else manifest.inference.max_model_len_tokens
+    longest = (
+        min(tokens, manifest.model.max_positions)
+        if stage == "sft"
+        else manifest.inference.max_model_len_tokens
+    )
     each = -(-samples // trainer.mesh.num_data_ranks)
-    is_sent_merged = stage == "rl" and trainer.lora is not None and manifest.transport.weights in DIRECT_KINDS
+    is_sent_merged = (
+        stage == "rl" and trainer.lora is not None and manifest.transport.weights in DIRECT_KINDS
+    )
     merged_width = width(manifest.inference.dtype) if is_sent_merged else 0
     return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)), merged_width)
 
 
 def sentence(
-    error: str, rank: int, step: int | None, model: Model, trainer: Trainer, load: Load, capacity: int = 0, host_bytes: int = sys.maxsize
+    error: str,
+    rank: int,
+    step: int | None,
+    model: Model,
+    trainer: Trainer,
+    load: Load,
+    capacity: int = 0,
+    host_bytes: int = sys.maxsize,
 ) -> str:
     """`error` is torch's text; `step` None: no step had begun; `capacity` of the device counts where the text does not say.
 
@@ -139,16 +187,30 @@ def sentence(
     head = f"rank {rank} ran out of device memory {_when(step)}"
     if asked is not None:
         head += f": {_shown(asked)} were asked for"
-        head += f", {_shown(free)} of {_shown(capacity)} were free" if free is not None and capacity else ""
+        head += (
+            f", {_shown(free)} of {_shown(capacity)} were free"
+            if free is not None and capacity
+            else ""
+        )
         own = _bytes(error, "this process has")
-        if free is not None and own is not None and (others := capacity - free - own) > MARGIN * capacity:
+        if (
+            free is not None
+            and own is not None
+            and (others := capacity - free - own) > MARGIN * capacity
+        ):
             head += f" and {_shown(others)} other processes'"
     try:
         counted = sizes(model, trainer.lora)
         needed = (asked or 0) + int(MARGIN * capacity)
-        mine = [_bytes(error, "Of the allocated memory"), _bytes(error, "and", "is reserved by PyTorch"), free]
+        mine = [
+            _bytes(error, "Of the allocated memory"),
+            _bytes(error, "and", "is reserved by PyTorch"),
+            free,
+        ]
         if mine[0] is not None:
-            over = plan(model, trainer, load, capacity, counted).peak_bytes - sum(part or 0 for part in mine)
+            over = plan(model, trainer, load, capacity, counted).peak_bytes - sum(
+                part or 0 for part in mine
+            )
             needed = max(needed, over + int(MARGIN * capacity))
         return f"{head}; {advice(choose(model, trainer, load, capacity, needed, counted, host_bytes), needed)}"
     except OrreryError as unknown:
@@ -180,12 +242,18 @@ def advice(choice: Choice, needed_bytes: int) -> str:
 
 
 def _bytes(text: str, before: str, after: str = "") -> int | None:
-    found = re.search(rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}", text)
+    found = re.search(
+        rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}", text
+    )
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
 def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.1f} MiB"
+    return (
+        f"{num_bytes / 2**30:.1f} GiB"
+        if num_bytes >= 2**30 // 10
+        else f"{num_bytes / 2**20:.1f} MiB"
+    )
 
 
 def _end_soon(me: RoleProcess, text: str) -> None:

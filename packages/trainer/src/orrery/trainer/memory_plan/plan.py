@@ -41,7 +41,16 @@ from orrery.trainer.optim.optimizer import OFFLOADED_BYTES, WHOLE_BYTES
 from orrery.trainer.optim.whole_matrices import BATCH_VALUES
 from orrery.trainer.parallel import fsdp
 
-CATEGORIES = ("weights", "optimizer state", "gradients", "gathered weights", "reduction", "activations", "recomputation", "LM head")
+CATEGORIES = (
+    "weights",
+    "optimizer state",
+    "gradients",
+    "gathered weights",
+    "reduction",
+    "activations",
+    "recomputation",
+    "LM head",
+)
 BLOCKS_ON_DEVICE = 2  # of those whose activations are offloaded
 MUON_COPIES = 4  # of a batch of matrices, in two bytes a value: the iteration's own
 
@@ -77,7 +86,9 @@ class Plan:
         return sum(self.moments[self.fullest].values())
 
 
-def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None) -> Plan:
+def plan(
+    model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes | None = None
+) -> Plan:
     """`counted`: the model's sizes under the trainer's adapters, where the caller has them. Raises OrreryError as `sizes` does."""
     step = _Step(model, trainer, load, device_bytes, counted or sizes(model, trainer.lora))
     return Plan(dict(step.moments()), step.host_bytes())
@@ -85,7 +96,9 @@ def plan(model: Model, trainer: Trainer, load: Load, device_bytes: int, counted:
 
 def num_states(optimizer: Optimizer, counted: Sizes) -> int:
     """How many values an optimizer keeps of a whole model, all its ranks together."""
-    blocks, rest = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}[optimizer.kind]
+    blocks, rest = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}[
+        optimizer.kind
+    ]
     if optimizer.kind == "sgd" and not optimizer.momentum:
         return 0
     in_blocks = sum(unit.trained for unit in counted.layers)
@@ -93,14 +106,27 @@ def num_states(optimizer: Optimizer, counted: Sizes) -> int:
 
 
 class _Step:
-    def __init__(self, model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes):
-        self.model, self.trainer, self.load, self.device_bytes, self.sizes = model, trainer, load, device_bytes, counted
+    def __init__(
+        self, model: Model, trainer: Trainer, load: Load, device_bytes: int, counted: Sizes
+    ):
+        self.model, self.trainer, self.load, self.device_bytes, self.sizes = (
+            model,
+            trainer,
+            load,
+            device_bytes,
+            counted,
+        )
         mesh = trainer.mesh
         self.is_sharded = fsdp.is_needed(trainer)
         self.on_host = self.is_sharded and trainer.fsdp.cpu_offload
         self.ep, self.shards = mesh.ep, mesh.dp_shard * mesh.cp
-        self.p, self.c, self.r = (width(dtype) for dtype in (trainer.param_dtype, trainer.compute_dtype, trainer.reduce_dtype))
-        self.copies = self.c * sum(unit.trained for unit in counted.units) if fsdp.has_copies(trainer) else 0
+        self.p, self.c, self.r = (
+            width(dtype)
+            for dtype in (trainer.param_dtype, trainer.compute_dtype, trainer.reduce_dtype)
+        )
+        self.copies = (
+            self.c * sum(unit.trained for unit in counted.units) if fsdp.has_copies(trainer) else 0
+        )
         self.tokens = -(-load.tokens // mesh.cp)
         self.blocks = [block(model, trainer, layer) for layer in range(model.num_layers)]
 
@@ -129,7 +155,11 @@ class _Step:
         done: tuple[Unit, ...] = (sizes.after,)
         for layer in reversed(range(len(layers))):
             unit, one = layers[layer], self.blocks[layer]
-            common = {"gradients": self.held(done) + self.own(unit) + (self.own(head) if head is sizes.root else 0)}
+            common = {
+                "gradients": self.held(done)
+                + self.own(unit)
+                + (self.own(head) if head is sizes.root else 0)
+            }
             yield (
                 f"block {layer}, backward",
                 self.moment(
@@ -144,7 +174,8 @@ class _Step:
             yield (
                 f"block {layer}, reducing gradients",
                 self.moment(
-                    gradients=common["gradients"] - (self.own(unit) if alone and self.is_sharded else 0),
+                    gradients=common["gradients"]
+                    - (self.own(unit) if alone and self.is_sharded else 0),
                     gathered=ahead(layer),
                     reduction=self.reducing(unit) * (3 if alone else 1),
                     activations=self.activations(layer - 1),
@@ -156,24 +187,51 @@ class _Step:
         yield (
             "embedding, backward",
             self.moment(
-                gradients=self.held(done) + self.own(embedding) * (2 if embedding is sizes.root else 1),
+                gradients=self.held(done)
+                + self.own(embedding) * (2 if embedding is sizes.root else 1),
                 gathered=self.gathered(embedding),
                 reduction=max(self.reducing(layers[0]), self.reducing(embedding)),
                 again=self.c * hidden,
             ),
         )
         muon = MUON_COPIES * 2 * BATCH_VALUES if self.trainer.optimizer.kind == "muon" else 0
-        yield "optimizer", self.moment(gradients=self.held(sizes.units), gathered=-self.copies, again=muon)
+        yield (
+            "optimizer",
+            self.moment(gradients=self.held(sizes.units), gathered=-self.copies, again=muon),
+        )
 
-    def moment(self, gradients: int, gathered: int = 0, reduction: int = 0, activations: int = 0, again: int = 0, head: int = 0) -> Bytes:
-        every = (self.weights(), self.states(), gradients, self.copies + gathered, reduction, activations, again, head)
+    def moment(
+        self,
+        gradients: int,
+        gathered: int = 0,
+        reduction: int = 0,
+        activations: int = 0,
+        again: int = 0,
+        head: int = 0,
+    ) -> Bytes:
+        every = (
+            self.weights(),
+            self.states(),
+            gradients,
+            self.copies + gathered,
+            reduction,
+            activations,
+            again,
+            head,
+        )
         return dict(zip(CATEGORIES, every, strict=True))
 
     def weights(self) -> int:
         if self.on_host:
             return 0
         merged = self.load.merged_width
-        return sum(self.p * unit.trained + self.c * unit.frozen + merged * unit.adapted for unit in self.sizes.units) // self.shards
+        return (
+            sum(
+                self.p * unit.trained + self.c * unit.frozen + merged * unit.adapted
+                for unit in self.sizes.units
+            )
+            // self.shards
+        )
 
     def states(self) -> int:
         if self.on_host:
@@ -182,14 +240,24 @@ class _Step:
         if not self.trainer.memory.optimizer_offload:
             return num_bytes
         whole = max(WHOLE_BYTES, self.p * self.sizes.largest_in_a_layer // self.shards)
-        return min(num_bytes, NUM_SLOTS * (whole if self.trainer.optimizer.kind == "muon" else OFFLOADED_BYTES))
+        return min(
+            num_bytes,
+            NUM_SLOTS * (whole if self.trainer.optimizer.kind == "muon" else OFFLOADED_BYTES),
+        )
 
     def host_bytes(self) -> int:
-        total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1]) if self.trainer.memory.activation_offload else 0
+        total = (
+            2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
+            if self.trainer.memory.activation_offload
+            else 0
+        )
         if self.on_host or self.trainer.memory.optimizer_offload:
             total += self.p * num_states(self.trainer.optimizer, self.sizes) // self.shards
         if self.on_host:
-            total += sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in self.sizes.units) // self.shards
+            total += (
+                sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in self.sizes.units)
+                // self.shards
+            )
         return total
 
     def gathered(self, unit: Unit) -> int:
@@ -223,8 +291,16 @@ class _Step:
     def logits(self) -> int:
         """Every token counts as scored: an upper bound where prompts are long."""
         vocab, memory = self.model.vocab_size, self.trainer.memory
-        auto = max(ALIGNMENT, self.device_bytes // (AUTO_SHARE * 6 * vocab) // ALIGNMENT * ALIGNMENT)
+        auto = max(
+            ALIGNMENT, self.device_bytes // (AUTO_SHARE * 6 * vocab) // ALIGNMENT * ALIGNMENT
+        )
         chunk = auto if memory.lm_head_chunk_tokens == "auto" else memory.lm_head_chunk_tokens
-        words = max((tile.stop - tile.start for tile in blocks(vocab, chunk * vocab // max(1, self.tokens))), default=0)
+        words = max(
+            (
+                tile.stop - tile.start
+                for tile in blocks(vocab, chunk * vocab // max(1, self.tokens))
+            ),
+            default=0,
+        )
         tile = self.tokens * words
         return 4 * self.tokens * vocab + 2 * tile if memory.lm_head_keeps_logits else 6 * tile

@@ -73,5 +73,13 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
     before = count([module for unit in groups[:first] for module in unit])
     middle = tuple(count(groups[first + index]) for index in range(len(layers)))
     after = count([module for unit in groups[first + len(layers) :] for module in unit])
-    largest = max((weight.numel() for layer in layers for weight in layer.parameters() if weight.requires_grad), default=0)
+    largest = max(
+        (
+            weight.numel()
+            for layer in layers
+            for weight in layer.parameters()
+            if weight.requires_grad
+        ),
+        default=0,
+    )
     return Sizes(before, middle, after, count([network]), largest)

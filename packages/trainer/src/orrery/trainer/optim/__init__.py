@@ -18,7 +18,15 @@ from orrery.trainer.optim import adamw, muon, sgd, sign_sgd
 from orrery.trainer.optim.gradient import clip, gradient_norm, last_not_finite
 from orrery.trainer.optim.optimizer import Group, Optimizer, named_state
 
-__all__ = ["KINDS", "Optimizer", "clip", "gradient_norm", "last_not_finite", "make_optimizer", "named_state"]
+__all__ = [
+    "KINDS",
+    "Optimizer",
+    "clip",
+    "gradient_norm",
+    "last_not_finite",
+    "make_optimizer",
+    "named_state",
+]
 
 KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[Group]]] = {
     "adamw": adamw.groups,

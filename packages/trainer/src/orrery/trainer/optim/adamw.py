@@ -19,7 +19,9 @@ class AdamWRule:
     def __init__(self, spec: AdamW):
         self.spec = spec
 
-    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+    def update(
+        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
         adamw(
             [piece.weight for piece in pieces],
             [piece.gradient for piece in pieces],

@@ -22,7 +22,11 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     """Axes of the weight's mesh that shard it, each with the dimension that it cuts (FSDP over expert parallel cuts strided)."""
     if not isinstance(weight, DTensor):
         return {}
-    return {axis: placement.dim for axis, placement in enumerate(weight.placements) if hasattr(placement, "dim")}
+    return {
+        axis: placement.dim
+        for axis, placement in enumerate(weight.placements)
+        if hasattr(placement, "dim")
+    }
 
 
 @torch.no_grad()
@@ -59,7 +63,10 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
-    sums = [torch.stack(torch._foreach_norm(alike, 2, torch.float32)).double().square().sum() for alike in by_device.values()]
+    sums = [
+        torch.stack(torch._foreach_norm(alike, 2, torch.float32)).double().square().sum()
+        for alike in by_device.values()
+    ]
     return torch.stack([one.to(sums[0].device) for one in sums]).sum()
 
 
@@ -72,7 +79,9 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
     """Position of the last tensor with a NaN or an infinity in this rank's part, or −1. One pass over memory, and one sync a device."""
     positions: dict[torch.device, list[int]] = {}
-    ends: dict[torch.device, list[Tensor]] = {}  # the least and the greatest value of each; a NaN is both
+    ends: dict[
+        torch.device, list[Tensor]
+    ] = {}  # the least and the greatest value of each; a NaN is both
     for position, tensor in enumerate(tensors):
         if tensor is not None and (part := local_tensor(tensor)).numel():
             positions.setdefault(part.device, []).append(position)
@@ -80,5 +89,14 @@ def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
     last = -1
     for device, found in ends.items():
         finite = torch.stack(found).isfinite().view(-1, 2).all(1).tolist()
-        last = max([last, *(position for position, is_finite in zip(positions[device], finite, strict=True) if not is_finite)])
+        last = max(
+            [
+                last,
+                *(
+                    position
+                    for position, is_finite in zip(positions[device], finite, strict=True)
+                    if not is_finite
+                ),
+            ]
+        )
     return last

@@ -24,8 +24,17 @@ from orrery.trainer.optim.optimizer import Group, Piece, is_bias
 from orrery.trainer.optim.whole_matrices import Matrices, orthogonalize
 
 RMS = 0.2
-FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")  # the latter: stacked experts, their adapter
-NO_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")  # the last: a row of rates for each channel of Mamba
+FUSED = re.compile(
+    r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$"
+)  # the latter: stacked experts, their adapter
+NO_MATRICES = (
+    "gate",
+    "router",
+    "conv",
+    "conv1d",
+    "conv_1d",
+    "A_log",
+)  # the last: a row of rates for each channel of Mamba
 
 
 class MuonRule:
@@ -37,26 +46,44 @@ class MuonRule:
         """`fused`: the weights that hold two matrices, one above the other."""
         self.spec, self.fused = spec, fused
 
-    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+    def update(
+        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
         directions = self._directions([piece for piece in pieces if piece.weight.numel()], divisor)
         matrices = [
-            Matrices(piece.source, directions.get(piece.source, piece.gradient), 2 if piece.source in self.fused else 1) for piece in pieces
+            Matrices(
+                piece.source,
+                directions.get(piece.source, piece.gradient),
+                2 if piece.source in self.fused else 1,
+            )
+            for piece in pieces
         ]
         updates = orthogonalize(matrices, self.spec.num_newton_schulz_steps)
         for piece, one, update in zip(pieces, matrices, updates, strict=True):
             piece.weight.mul_(1.0 - lr * weight_decay)
             piece.weight.add_(update, alpha=-lr * RMS * math.sqrt(max(one.rows, one.columns)))
 
-    def _directions(self, pieces: list[Piece], divisor: Tensor | None) -> dict[nn.Parameter, Tensor]:
+    def _directions(
+        self, pieces: list[Piece], divisor: Tensor | None
+    ) -> dict[nn.Parameter, Tensor]:
         if not pieces:
             return {}
-        gradients, momenta = [piece.gradient for piece in pieces], [piece.state["momentum"] for piece in pieces]
+        gradients, momenta = (
+            [piece.gradient for piece in pieces],
+            [piece.state["momentum"] for piece in pieces],
+        )
         if divisor is not None:
             torch._foreach_div_(gradients, divisor)
         torch._foreach_lerp_(momenta, gradients, 1.0 - self.spec.momentum)
         if self.spec.nesterov:
             torch._foreach_lerp_(gradients, momenta, self.spec.momentum)
-        return dict(zip([piece.source for piece in pieces], gradients if self.spec.nesterov else momenta, strict=True))
+        return dict(
+            zip(
+                [piece.source for piece in pieces],
+                gradients if self.spec.nesterov else momenta,
+                strict=True,
+            )
+        )
 
 
 def is_block_matrix(name: str, weight: Tensor) -> bool:
@@ -70,4 +97,7 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[Group]:
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {weight for name, weight in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
-    return [Group(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay), *adamw.groups(spec.rest, rest)]
+    return [
+        Group(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
+        *adamw.groups(spec.rest, rest),
+    ]

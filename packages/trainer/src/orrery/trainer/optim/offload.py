@@ -34,20 +34,28 @@ class Offload:
         for bucket in buckets:
             if id(bucket.line) not in self.lines:
                 keys = bucket.group.rule.keys
-                self.lines[id(bucket.line)] = {key: self._host_block(bucket.line.length, bucket.line.dtype) for key in keys}
+                self.lines[id(bucket.line)] = {
+                    key: self._host_block(bucket.line.length, bucket.line.dtype) for key in keys
+                }
         self._slot_bytes = max(self._num_bytes(bucket) for bucket in buckets)
         self._slots: list[Tensor] = []
         self._num_fetched = 0  # buckets of the coming or present step that are on their way or here
         self._cuda = self._device.type == "cuda"
         if self._cuda:
-            self._inward, self._outward = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+            self._inward, self._outward = (
+                torch.cuda.Stream(self._device),
+                torch.cuda.Stream(self._device),
+            )
             self._arrived = [torch.cuda.Event() for _ in buckets]
             self._returned = [torch.cuda.Event() for _ in buckets]  # one never recorded is no wait
 
     def prefetch(self) -> None:
         """Begin the step's first fetches; a second call adds nothing."""
         if not self._slots:
-            self._slots = [torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_SLOTS)]
+            self._slots = [
+                torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+                for _ in range(NUM_SLOTS)
+            ]
             if self._cuda:  # the slots' memory may still be in use by what is queued
                 self._inward.wait_stream(torch.cuda.current_stream(self._device))
         while self._num_fetched < min(NUM_SLOTS, len(self._buckets)):
@@ -108,10 +116,15 @@ class Offload:
         """The bucket's windows in its slot, keys one after the other."""
         bucket, slot = self._buckets[index], self._slots[index % NUM_SLOTS]
         size = (bucket.end - bucket.begin) * bucket.line.dtype.itemsize
-        return {key: slot[i * size : (i + 1) * size].view(bucket.line.dtype) for i, key in enumerate(bucket.group.rule.keys)}
+        return {
+            key: slot[i * size : (i + 1) * size].view(bucket.line.dtype)
+            for i, key in enumerate(bucket.group.rule.keys)
+        }
 
     def _num_bytes(self, bucket: "Bucket") -> int:
-        return (bucket.end - bucket.begin) * bucket.line.dtype.itemsize * len(bucket.group.rule.keys)
+        return (
+            (bucket.end - bucket.begin) * bucket.line.dtype.itemsize * len(bucket.group.rule.keys)
+        )
 
     def _host_block(self, length: int, dtype: torch.dtype) -> Tensor:
         block, error = host_block(length * dtype.itemsize, self._device)

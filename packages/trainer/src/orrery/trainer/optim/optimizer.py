@@ -20,10 +20,18 @@ from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.offload import Offload
 
 # Bytes of state on this rank in a bucket (of weights, where a rule has no state).
-OFFLOADED_BYTES = 128 << 20  # long enough for the bus to be at full speed; three of them are on the device
-RESIDENT_BYTES = 1 << 30  # nothing has to fit, so few calls; what a rule allocates is bounded all the same
-WHOLE_BYTES = 256 << 20  # enough matrices to share out evenly; offloaded or not, so that batches, and with them bits, are the same
-ALIGNMENT = 128  # values: windows, and the weights on a line, begin where vectorised kernels like it
+OFFLOADED_BYTES = (
+    128 << 20
+)  # long enough for the bus to be at full speed; three of them are on the device
+RESIDENT_BYTES = (
+    1 << 30
+)  # nothing has to fit, so few calls; what a rule allocates is bounded all the same
+WHOLE_BYTES = (
+    256 << 20
+)  # enough matrices to share out evenly; offloaded or not, so that batches, and with them bits, are the same
+ALIGNMENT = (
+    128  # values: windows, and the weights on a line, begin where vectorised kernels like it
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class Rule(Protocol):
     counts: bool
     whole: bool
 
-    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+    def update(
+        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
         """Move the weights. Gradients are to be divided by `divisor`, and may be overwritten."""
 
 
@@ -57,7 +67,9 @@ class Group:
     weight_decay: float
 
 
-def decayed_apart(rule: Rule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]) -> list[Group]:
+def decayed_apart(
+    rule: Rule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]
+) -> list[Group]:
     """Matrices, which decay, and biases and what has fewer than two dimensions, which do not, both by one rule."""
     decays = {name: weight.ndim >= 2 and not is_bias(name) for name, weight in weights.items()}
     return [
@@ -106,7 +118,10 @@ class Line:
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[Cut]]]:
         """Windows of at most `num_values`, which cut weights where they end."""
-        shards = [(weight, start, local_tensor(weight).numel()) for weight, start in zip(self.weights, self.starts, strict=True)]
+        shards = [
+            (weight, start, local_tensor(weight).numel())
+            for weight, start in zip(self.weights, self.starts, strict=True)
+        ]
         position = 0
         for begin in range(0, self.length, num_values):
             end = min(begin + num_values, self.length)
@@ -147,7 +162,13 @@ class Optimizer:
         self._prepared: list[list[Piece]] = []
         with torch.no_grad():
             for group in self.groups:
-                normal = WHOLE_BYTES if group.rule.whole else OFFLOADED_BYTES if offload else RESIDENT_BYTES
+                normal = (
+                    WHOLE_BYTES
+                    if group.rule.whole
+                    else OFFLOADED_BYTES
+                    if offload
+                    else RESIDENT_BYTES
+                )
                 self._buckets += _buckets(group, bucket_bytes or normal)
             self._offload = Offload(self._buckets) if offload and self._buckets else None
             for group in self.groups:
@@ -185,10 +206,20 @@ class Optimizer:
             pieces = prepared[index] if prepared else self._pieces(bucket, windows)
             if pieces:
                 device = pieces[0].weight.device
-                if device not in divisors:  # here, and waiting: the fused kernels copy to a CPU without waiting for the value
+                if (
+                    device not in divisors
+                ):  # here, and waiting: the fused kernels copy to a CPU without waiting for the value
                     divisors[device] = None if divisor is None else divisor.to(device)
-                group.rule.update(pieces, group.lr * self._rate, group.weight_decay, divisors[device])
-        counters = [self._state[w]["step"] for g in self.groups if g.rule.counts for w in g.weights if w.grad is not None]
+                group.rule.update(
+                    pieces, group.lr * self._rate, group.weight_decay, divisors[device]
+                )
+        counters = [
+            self._state[w]["step"]
+            for g in self.groups
+            if g.rule.counts
+            for w in g.weights
+            if w.grad is not None
+        ]
         if counters:
             torch._foreach_add_(counters, 1)
 
@@ -207,7 +238,9 @@ class Optimizer:
                 yield self._buckets[index], windows
 
     def _pieces(self, bucket: Bucket, windows: dict[str, Tensor] | None) -> list[Piece]:
-        return [self._piece(bucket, cut, windows) for cut in bucket.cuts if cut.weight.grad is not None]
+        return [
+            self._piece(bucket, cut, windows) for cut in bucket.cuts if cut.weight.grad is not None
+        ]
 
     def _piece(self, bucket: Bucket, cut: Cut, windows: dict[str, Tensor] | None) -> Piece:
         weight, rule, own = cut.weight, bucket.group.rule, self._state[cut.weight]
@@ -221,7 +254,10 @@ class Optimizer:
             state = {key: part(local_tensor(own[key])) for key in rule.keys}
         else:
             state = {key: windows[key][first : first + cut.stop - cut.start] for key in rule.keys}
-            state = {key: value.view(shard.shape) if rule.whole else value for key, value in state.items()}
+            state = {
+                key: value.view(shard.shape) if rule.whole else value
+                for key, value in state.items()
+            }
         if rule.counts:
             state["step"] = own["step"]
         assert weight.grad is not None
@@ -231,18 +267,28 @@ class Optimizer:
         for weight in group.weights:
             own = self._state.setdefault(weight, {})
             if self._offload is None:
-                own.update({key: torch.zeros_like(weight, requires_grad=False) for key in group.rule.keys})
+                own.update(
+                    {key: torch.zeros_like(weight, requires_grad=False) for key in group.rule.keys}
+                )
             if group.rule.counts:
-                own["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(weight).device)
+                own["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=local_tensor(weight).device
+                )
         if self._offload is not None:
-            for line in {id(bucket.line): bucket.line for bucket in self._buckets if bucket.group is group}.values():
+            for line in {
+                id(bucket.line): bucket.line for bucket in self._buckets if bucket.group is group
+            }.values():
                 for weight, start in zip(line.weights, line.starts, strict=True):
                     shard = local_tensor(weight)
                     for key, values in self._offload.lines[id(line)].items():
-                        self._state[weight][key] = values[start : start + shard.numel()].view(shard.shape)
+                        self._state[weight][key] = values[start : start + shard.numel()].view(
+                            shard.shape
+                        )
 
 
-def named_state(optimizer: Optimizer, weights: dict[str, nn.Parameter]) -> Iterator[tuple[str, str, Tensor, Box]]:
+def named_state(
+    optimizer: Optimizer, weights: dict[str, nn.Parameter]
+) -> Iterator[tuple[str, str, Tensor, Box]]:
     """(key, weight name, local tensor, box), in the order of `weights`, keys sorted; filling the tensors in place is loading.
 
     The box is the weight's own (`local_box`), or () for a scalar, which every rank holds; the tensor may be on the CPU.
@@ -257,7 +303,9 @@ def _buckets(group: Group, bucket_bytes: int) -> list[Bucket]:
     rule, found = group.rule, []
     for dtype in dict.fromkeys(weight.dtype for weight in group.weights):
         line = Line([weight for weight in group.weights if weight.dtype == dtype], dtype)
-        num_values = bucket_bytes // (dtype.itemsize * max(len(rule.keys), 1)) // ALIGNMENT * ALIGNMENT
+        num_values = (
+            bucket_bytes // (dtype.itemsize * max(len(rule.keys), 1)) // ALIGNMENT * ALIGNMENT
+        )
         windows = line.whole_windows if rule.whole else line.windows
         found += [Bucket(group, line, *window) for window in windows(max(num_values, ALIGNMENT))]
     return found

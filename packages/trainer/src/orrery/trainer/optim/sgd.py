@@ -15,7 +15,9 @@ class SgdRule:
         self.momentum = spec.momentum
         self.keys: tuple[str, ...] = ("momentum",) if spec.momentum else ()
 
-    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+    def update(
+        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
         sgd(
             [piece.weight for piece in pieces],
             [piece.gradient for piece in pieces],

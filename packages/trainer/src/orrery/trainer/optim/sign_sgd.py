@@ -12,11 +12,15 @@ class SignSgdRule:
     counts = False
     whole = False
 
-    def update(self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None) -> None:
+    def update(
+        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
         weights = [piece.weight for piece in pieces]
         if weight_decay:
             torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
-        torch._foreach_add_(weights, torch._foreach_sign([piece.gradient for piece in pieces]), alpha=-lr)
+        torch._foreach_add_(
+            weights, torch._foreach_sign([piece.gradient for piece in pieces]), alpha=-lr
+        )
 
 
 def groups(spec: SignSgd, weights: dict[str, nn.Parameter]) -> list[Group]:

@@ -23,9 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from orrery.trainer.optim.gradient import sharding_axes
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the steepest at zero of the odd quintics that keep singular values near one
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # the steepest at zero of the odd quintics that keep singular values near one
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # of matrices that are orthogonalised at a time: bounds the iteration's own memory
+BATCH_VALUES = (
+    1 << 27
+)  # of matrices that are orthogonalised at a time: bounds the iteration's own memory
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ class Matrices:
     def cut(self) -> tuple[DeviceMesh, int, int] | None:
         """Mesh, its axis, and the dimension of a matrix (0 or 1) along which ranks hold pieces of matrices; None where they are whole."""
         first = self.source.ndim - 2
-        axes = {axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first}
+        axes = {
+            axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first
+        }
         if not axes:
             return None
         if len(axes) > 1:
@@ -62,7 +70,11 @@ class Matrices:
     @property
     def device(self) -> torch.device:
         """Where the work is done: for weights that are offloaded to the CPU, beside the mesh."""
-        return torch.device(self.source.device_mesh.device_type) if isinstance(self.source, DTensor) else self.shard.device
+        return (
+            torch.device(self.source.device_mesh.device_type)
+            if isinstance(self.source, DTensor)
+            else self.shard.device
+        )
 
 
 def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +103,10 @@ def orthogonalize(matrices: Sequence[Matrices], num_steps: int) -> list[Tensor]:
             done = _orthogonalize_whole(stacks, [one.parts for one in some], num_steps)
         else:
             done = _deal(stacks, some, *where, num_steps)
-        found |= {i: stack.view(one.shard.shape).to(one.shard.device) for i, one, stack in zip(indices, some, done, strict=True)}
+        found |= {
+            i: stack.view(one.shard.shape).to(one.shard.device)
+            for i, one, stack in zip(indices, some, done, strict=True)
+        }
     return [found[index] for index in range(len(matrices))]
 
 
@@ -135,7 +150,9 @@ class _Unit:
         return math.prod(self.piece_shape(rank))
 
 
-def _deal(stacks: list[Tensor], matrices: list[Matrices], mesh: DeviceMesh, axis: int, num_steps: int) -> list[Tensor]:
+def _deal(
+    stacks: list[Tensor], matrices: list[Matrices], mesh: DeviceMesh, axis: int, num_steps: int
+) -> list[Tensor]:
     """Stacks of pieces [B, M or less, N or less] in, the same pieces of the orthogonalised matrices out."""
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     units = [
@@ -155,30 +172,46 @@ def _deal(stacks: list[Tensor], matrices: list[Matrices], mesh: DeviceMesh, axis
     mine = shares[rank]
 
     # Pieces to their matrices' owners: what arrives is in the order of senders, each sender's in the order of my share.
-    sent = torch.cat([stacks[unit.stack][unit.position].reshape(-1) for share in shares for unit in share])
+    sent = torch.cat(
+        [stacks[unit.stack][unit.position].reshape(-1) for share in shares for unit in share]
+    )
     to_owners = [sum(unit.piece_numel(rank) for unit in share) for share in shares]
     to_me = [sum(unit.piece_numel(sender) for unit in mine) for sender in range(num_ranks)]
     arrived = _exchange(sent, to_owners, to_me, group)
-    pieces = iter(arrived.split([unit.piece_numel(sender) for sender in range(num_ranks) for unit in mine]))
-    by_sender = [[next(pieces).view(unit.piece_shape(sender)) for unit in mine] for sender in range(num_ranks)]
-    whole = [torch.cat(of_one, unit.dim).unsqueeze(0) for unit, of_one in zip(mine, zip(*by_sender, strict=True), strict=True)]
+    pieces = iter(
+        arrived.split([unit.piece_numel(sender) for sender in range(num_ranks) for unit in mine])
+    )
+    by_sender = [
+        [next(pieces).view(unit.piece_shape(sender)) for unit in mine]
+        for sender in range(num_ranks)
+    ]
+    whole = [
+        torch.cat(of_one, unit.dim).unsqueeze(0)
+        for unit, of_one in zip(mine, zip(*by_sender, strict=True), strict=True)
+    ]
 
     whole = _orthogonalize_whole(whole, [unit.parts for unit in mine], num_steps)
 
     back = [
-        matrix[0].narrow(unit.dim, unit.bounds[to], unit.bounds[to + 1] - unit.bounds[to]).reshape(-1)
+        matrix[0]
+        .narrow(unit.dim, unit.bounds[to], unit.bounds[to + 1] - unit.bounds[to])
+        .reshape(-1)
         for to in range(num_ranks)
         for unit, matrix in zip(mine, whole, strict=True)
     ]
     arrived = _exchange(torch.cat(back) if back else sent[:0], to_me, to_owners, group)
     done = [torch.empty_like(stack, memory_format=torch.contiguous_format) for stack in stacks]
     dealt = [unit for share in shares for unit in share]
-    for unit, piece in zip(dealt, arrived.split([unit.piece_numel(rank) for unit in dealt]), strict=True):
+    for unit, piece in zip(
+        dealt, arrived.split([unit.piece_numel(rank) for unit in dealt]), strict=True
+    ):
         done[unit.stack][unit.position] = piece.view(unit.piece_shape(rank))
     return done
 
 
-def _exchange(sent: Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(
+    sent: Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup
+) -> Tensor:
     arrived = sent.new_empty(sum(from_each))
     dist.all_to_all_single(arrived, sent, from_each, to_each, group=group)
     return arrived

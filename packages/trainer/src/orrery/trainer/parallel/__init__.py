@@ -16,7 +16,14 @@ import torch
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, lora
 from orrery.models.causal_lm import CausalLm
-from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled, context_parallel, expert_parallel, fsdp
+from orrery.trainer.parallel import (
+    activation_checkpointing,
+    activation_offload,
+    compiled,
+    context_parallel,
+    expert_parallel,
+    fsdp,
+)
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -27,7 +34,9 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
     Without storage where it is sharded, so no rank ever holds it whole.
     """
     network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
-    policy = Policy(network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits)
+    policy = Policy(
+        network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits
+    )
     parallelize(policy, world, trainer)
     return policy
 
@@ -37,7 +46,10 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
 
     Frozen weights are held in the dtype that computes: nothing is added up in them.
     """
-    param_dtype, compute_dtype = getattr(torch, trainer.param_dtype), getattr(torch, trainer.compute_dtype)
+    param_dtype, compute_dtype = (
+        getattr(torch, trainer.param_dtype),
+        getattr(torch, trainer.compute_dtype),
+    )
     network = build(model, param_dtype if trainer.lora is None else compute_dtype, device)
     if trainer.lora is not None:
         lora.adapt(network, trainer.lora, param_dtype)
@@ -47,6 +59,10 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
-    recompute = (activation_checkpointing, compiled) if compiled.is_whole(trainer.mesh) else (compiled, activation_checkpointing)
+    recompute = (
+        (activation_checkpointing, compiled)
+        if compiled.is_whole(trainer.mesh)
+        else (compiled, activation_checkpointing)
+    )
     for step in (*recompute, activation_offload, fsdp):
         step.apply(policy, world, trainer)

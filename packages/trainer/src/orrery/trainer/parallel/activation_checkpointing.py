@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from orrery.kernels import attention, grouped_matmul, wide_linear  # noqa: F401  (they register the operators that are named below)
 from orrery.manifest.schema import Model, Trainer
@@ -28,7 +32,11 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         return
     options = contexts(trainer, policy.network.config)
     for block in policy.network.layers:
-        run = partial(_on_no_views, block.forward) if trainer.compile and not compiled.is_whole(trainer.mesh) else block.forward
+        run = (
+            partial(_on_no_views, block.forward)
+            if trainer.compile and not compiled.is_whole(trainer.mesh)
+            else block.forward
+        )
         # On the instance's `forward`, not around the module: names stay, and FSDP's hooks stay outside of the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
@@ -53,7 +61,11 @@ def _called_by_compiled(trainer: Trainer) -> frozenset[Any]:
     """Of a block that is compiled around its exchanges, operations that stand in none: attention is in cp's, experts are in ep's."""
     if not trainer.compile:
         return frozenset()
-    outside = [name for name, ranks in (("attention", trainer.mesh.cp), ("experts", trainer.mesh.ep)) if ranks == 1]
+    outside = [
+        name
+        for name, ranks in (("attention", trainer.mesh.cp), ("experts", trainer.mesh.ep))
+        if ranks == 1
+    ]
     return frozenset(operation for name in outside for operation in _operations(name))
 
 
@@ -61,14 +73,21 @@ def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
     """The policy that keeps the results of `operations` and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operation in operations
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return policy
 
 
 def _on_no_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = (anew(arg) if isinstance(arg, Tensor) else arg for arg in args)
-    return forward(*given, **{name: anew(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()})
+    return forward(
+        *given,
+        **{name: anew(arg) if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()},
+    )
 
 
 def anew(x: Tensor) -> Tensor:
@@ -90,10 +109,23 @@ def _operations(name: str) -> list[Any]:
     aten, orrery = torch.ops.aten, torch.ops.orrery
     match name:
         case "attention":  # ours, and those that torch chooses from for a network of transformers
-            theirs = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-            return [orrery.varlen_attention_forward.default, *(getattr(aten, f"_scaled_dot_product_{name}").default for name in theirs)]
+            theirs = (
+                "flash_attention",
+                "flash_attention_for_cpu",
+                "efficient_attention",
+                "cudnn_attention",
+            )
+            return [
+                orrery.varlen_attention_forward.default,
+                *(getattr(aten, f"_scaled_dot_product_{name}").default for name in theirs),
+            ]
         case "projections":
-            return [aten.mm.default, aten.addmm.default, aten.linear.default, orrery.wide_linear.default]
+            return [
+                aten.mm.default,
+                aten.addmm.default,
+                aten.linear.default,
+                orrery.wide_linear.default,
+            ]
         case "experts":
             return [orrery.grouped_matmul.default, orrery.adapted_grouped_matmul.default]
     raise AssertionError(f"the schema knows {name!r}, this file does not")

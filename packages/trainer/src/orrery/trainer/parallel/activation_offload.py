@@ -63,7 +63,12 @@ class Saved:
     """One tensor that is away."""
 
     def __init__(self, group: "Group", tensor: Tensor):
-        self.group, self.shape, self.stride, self.dtype = group, tensor.shape, tensor.stride(), tensor.dtype
+        self.group, self.shape, self.stride, self.dtype = (
+            group,
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         self.buffer: Tensor | None = None
         self.device_tensor: Tensor | None = tensor  # until it is away, and again when it is back
 
@@ -91,17 +96,28 @@ class Offload:
         self.device, self.min_bytes = device, min_bytes
         on_gpu = device.type == "cuda"
         self.pool = Pool(pinned=on_gpu)
-        self._out, self._in = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
-        self._last: Group | None = None  # the newest group whose tensors may still be on their way out
+        self._out, self._in = (
+            (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
+        )
+        self._last: Group | None = (
+            None  # the newest group whose tensors may still be on their way out
+        )
 
     def run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`forward(*args)` whose saved tensors are away when the next block has run."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         group = Group(self._last)
-        shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)}
+        shared = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args[1:], kwargs))
+            if isinstance(leaf, Tensor)
+        }
         pack = partial(self._pack, group, block, shared)
-        with saved_tensors_hooks(pack, self._unpack), recomputation.setting_aside(pack, self._unpack):
+        with (
+            saved_tensors_hooks(pack, self._unpack),
+            recomputation.setting_aside(pack, self._unpack),
+        ):
             result = forward(*args, **kwargs)
         if group.saved:
             self._send(group)
@@ -109,13 +125,23 @@ class Offload:
             self._last = group
         return result
 
-    def _pack(self, group: Group, block: nn.Module, shared: set[int], tensor: Tensor) -> "Saved | Tensor":
+    def _pack(
+        self, group: Group, block: nn.Module, shared: set[int], tensor: Tensor
+    ) -> "Saved | Tensor":
         num_bytes = tensor.numel() * tensor.itemsize
-        if tensor.device != self.device or num_bytes < self.min_bytes or not _is_dense(tensor) or isinstance(tensor, nn.Parameter):
+        if (
+            tensor.device != self.device
+            or num_bytes < self.min_bytes
+            or not _is_dense(tensor)
+            or isinstance(tensor, nn.Parameter)
+        ):
             return tensor
         storage = tensor.untyped_storage().data_ptr()
         # Weights of experts that are spread over ranks are DTensors outside of the experts' own forward: those have no storage.
-        if storage in shared or any(storage == local_tensor(weight).untyped_storage().data_ptr() for weight in block.parameters()):
+        if storage in shared or any(
+            storage == local_tensor(weight).untyped_storage().data_ptr()
+            for weight in block.parameters()
+        ):
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         return group.saved.setdefault(key, Saved(group, tensor.detach()))
@@ -146,7 +172,9 @@ class Offload:
         if isinstance(saved, Tensor):
             return saved
         group = saved.group
-        self._last = None  # the backward pass has begun: the next forward pass starts a chain of its own
+        self._last = (
+            None  # the backward pass has begun: the next forward pass starts a chain of its own
+        )
         self._fetch(group)
         if group.previous is not None:
             self._fetch(group.previous)
@@ -161,7 +189,9 @@ class Offload:
             return
         group.is_fetched = True
         if self._in is not None:
-            self._in.wait_stream(torch.cuda.current_stream(self.device))  # whose memory the new tensors may have been
+            self._in.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # whose memory the new tensors may have been
             self._in.wait_event(group.out)
         away = [saved for saved in group.saved.values() if saved.device_tensor is None]
         for saved in away:
@@ -182,7 +212,11 @@ class Offload:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill their memory without gaps or overlaps, in whatever order."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

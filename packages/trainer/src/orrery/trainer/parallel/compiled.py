@@ -34,7 +34,9 @@ def is_one_graph(trainer: Trainer, model: Model) -> bool:
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if trainer.compile:
-        from torch._dynamo import config  # here: to import it takes a while, and runs on CPUs hardly ever need it
+        from torch._dynamo import (
+            config,
+        )  # here: to import it takes a while, and runs on CPUs hardly ever need it
 
         config.recompile_limit = max(config.recompile_limit, GRAPHS)
         for block in policy.network.layers:
@@ -47,9 +49,14 @@ def told(model: Model) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # here: as above
+        from torch._dynamo.exc import (
+            FailOnRecompileLimitHit,
+            TorchDynamoException,
+        )  # here: as above
 
-        is_compilers = isinstance(error, TorchDynamoException | FailOnRecompileLimitHit) and "out of memory" not in str(error)
+        is_compilers = isinstance(
+            error, TorchDynamoException | FailOnRecompileLimitHit
+        ) and "out of memory" not in str(error)
         if model.hf_config is None or not is_compilers:
             raise
         raise OrreryError(

@@ -16,7 +16,9 @@ class Copies:
     """Of a policy's weights that are of another dtype than `dtype`."""
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):
-        self._pairs: dict[nn.Parameter, nn.Parameter] = {}  # trained weight → copy; a tied weight has one
+        self._pairs: dict[
+            nn.Parameter, nn.Parameter
+        ] = {}  # trained weight → copy; a tied weight has one
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._are_there = False
         for module in policy.modules():

@@ -15,7 +15,13 @@ import itertools
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from orrery.manifest.schema import Fsdp, Trainer
 from orrery.models import expert_modules, fsdp_units
@@ -41,13 +47,25 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if not is_needed(trainer):
         return
     precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, trainer.compute_dtype), reduce_dtype=getattr(torch, trainer.reduce_dtype), cast_forward_inputs=False
+        param_dtype=getattr(torch, trainer.compute_dtype),
+        reduce_dtype=getattr(torch, trainer.reduce_dtype),
+        cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if trainer.fsdp.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        if trainer.fsdp.cpu_offload
+        else OffloadPolicy()
+    )
     reshard = trainer.fsdp.reshard_after_forward
 
     def shard(unit: nn.Module | list[nn.Module], mesh: object, reshard: bool) -> None:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
 
     mesh = world.fsdp_mesh
     if world.expert_mesh is not None:
@@ -60,7 +78,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a factor alone becomes PREMUL_SUM, which gloo does not have
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # a factor alone becomes PREMUL_SUM, which gloo does not have
     if trainer.mesh.ep > 1:
         _prefetch(policy)
     if trainer.fsdp.cpu_offload:
@@ -72,7 +92,9 @@ def _give_storage(policy: Policy, device: torch.device) -> None:
     policy.to_empty(device="cpu")
     for module in policy.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+            module._buffers[name] = (
+                None if buffer is None else torch.empty_like(buffer, device=device)
+            )
     policy.network.compute_buffers()
 
 

@@ -33,14 +33,20 @@ _now: ContextVar["_Run | None"] = ContextVar("recomputation", default=None)
 _aside: ContextVar[tuple[Pack, Unpack]] = ContextVar("aside", default=(_as_it_is, _as_it_is))
 
 
-def contexts(operations: Collection[Any] = (), compiled: Collection[Any] = ()) -> tuple[AbstractContextManager, AbstractContextManager]:
+def contexts(
+    operations: Collection[Any] = (), compiled: Collection[Any] = ()
+) -> tuple[AbstractContextManager, AbstractContextManager]:
     """For `context_fn` of torch's `checkpoint`: around the forward pass, and around its recomputation.
 
     `operations` return tensors, perhaps beside numbers; `compiled` are those that compiled code calls.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
-    modes = (_Keeps(operations, results, compiled), _Recalls(operations, results)) if operations else (None, None)
+    modes = (
+        (_Keeps(operations, results, compiled), _Recalls(operations, results))
+        if operations
+        else (None, None)
+    )
     return _Run(answers, False, modes[0]), _Run(answers, True, modes[1])
 
 
@@ -97,11 +103,15 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keeps(_Mode):
-    def __init__(self, operations: Collection[Any], results: dict[Any, deque[Any]], compiled: Collection[Any]) -> None:
+    def __init__(
+        self, operations: Collection[Any], results: dict[Any, deque[Any]], compiled: Collection[Any]
+    ) -> None:
         super().__init__(operations, results)
         self._compiled = compiled
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in self._operations:
             pack, unpack = _aside.get()
@@ -115,7 +125,9 @@ class _Keeps(_Mode):
 
 
 class _Recalls(_Mode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in self._operations:
             return tree_map_only(partial, lambda kept: kept(), self._results[function].popleft())
         return function(*args, **(kwargs or {}))

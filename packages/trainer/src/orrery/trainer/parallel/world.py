@@ -73,7 +73,9 @@ class World:
 
     def barrier(self) -> None:
         if self.mesh is not None:
-            self.sum(torch.zeros(1, device=self.device))  # gloo's and nccl's barriers guess the device; a sum does not
+            self.sum(
+                torch.zeros(1, device=self.device)
+            )  # gloo's and nccl's barriers guess the device; a sum does not
 
     @property
     def replica(self) -> int:
@@ -82,7 +84,9 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank("dp_shard")
+        return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank(
+            "dp_shard"
+        )
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
@@ -90,7 +94,11 @@ class World:
         if self.expert_mesh is None:
             return None
         repeated = self.axis_size("dp_replicate") > 1
-        return self.expert_mesh["dp_replicate", "expert_fsdp"] if repeated else self.expert_mesh["expert_fsdp"]
+        return (
+            self.expert_mesh["dp_replicate", "expert_fsdp"]
+            if repeated
+            else self.expert_mesh["expert_fsdp"]
+        )
 
     def axis_size(self, axis: str) -> int:
         mesh = self._mesh_with(axis)
@@ -108,7 +116,10 @@ class World:
 
     def _mesh_with(self, axis: str) -> DeviceMesh | None:
         meshes = (self.mesh, self.fsdp_mesh, self.expert_mesh)
-        return next((mesh for mesh in meshes if mesh is not None and axis in (mesh.mesh_dim_names or ())), None)
+        return next(
+            (mesh for mesh in meshes if mesh is not None and axis in (mesh.mesh_dim_names or ())),
+            None,
+        )
 
 
 def device_for(accelerator: str, index: int) -> torch.device:
@@ -143,14 +154,18 @@ def _divide_multiprocessors() -> None:
     """Collectives keep to few multiprocessors, and grouped products leave those. NCCL_MAX_CTAS, where it is set, stays as it is."""
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
-        raise RunFailed(f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, or set it to {COLLECTIVE_BLOCKS}")
+        raise RunFailed(
+            f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, or set it to {COLLECTIVE_BLOCKS}"
+        )
     leave_multiprocessors(int(blocks))
 
 
 def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
     """The meshes of `mesh` over all ranks of the process group, which must be as many. A collective."""
     if (found := dist.get_world_size()) != mesh.world_size:
-        raise RunFailed(f"trainer.mesh: dp_replicate·dp_shard·cp = {mesh.world_size}, but {found} ranks are here")
+        raise RunFailed(
+            f"trainer.mesh: dp_replicate·dp_shard·cp = {mesh.world_size}, but {found} ranks are here"
+        )
     sharded = mesh.dp_shard * mesh.cp
 
     def axes(**sizes: int) -> DeviceMesh:
@@ -161,8 +176,12 @@ def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
         mesh.world_size,
         device,
         axes(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp),
-        axes(dp_replicate=mesh.dp_replicate, fsdp=sharded) if mesh.dp_replicate > 1 else axes(fsdp=sharded),
-        axes(dp_replicate=mesh.dp_replicate, expert_fsdp=sharded // mesh.ep, ep=mesh.ep) if mesh.ep > 1 else None,
+        axes(dp_replicate=mesh.dp_replicate, fsdp=sharded)
+        if mesh.dp_replicate > 1
+        else axes(fsdp=sharded),
+        axes(dp_replicate=mesh.dp_replicate, expert_fsdp=sharded // mesh.ep, ep=mesh.ep)
+        if mesh.ep > 1
+        else None,
     )
 
 
@@ -175,13 +194,23 @@ def meet(me: "RoleProcess", world_size: int) -> dist.Store:
         listener = socket.create_server((me.host, me.port))
         port = listener.getsockname()[1]
         # Handing over a bound socket is the only way to keep TCPStore off the other interfaces.
-        store = dist.TCPStore(me.host, port, world_size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(
+            me.host,
+            port,
+            world_size,
+            True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         rendezvous.publish(me, f"tcp://{me.host}:{port}")
         return store
     with me.health.waiting("the address of trainer.0", deadline_s=scaled(JOIN_DEADLINE_S)):
         first = rendezvous.await_endpoints(me, "trainer", 1, scaled(JOIN_DEADLINE_S))[0]
     host, _, port = first.url.removeprefix("tcp://").rpartition(":")
-    return dist.TCPStore(host, int(port), world_size, False, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        host, int(port), world_size, False, timeout=timeout, wait_for_workers=False
+    )
 
 
 def dissolve(world: World) -> None:

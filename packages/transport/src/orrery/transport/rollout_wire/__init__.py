@@ -15,11 +15,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
-from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, RolloutReceiver, RolloutSender
+from orrery.transport.rollout_wire.contract import (
+    Batch,
+    ReceivedBatch,
+    RolloutReceiver,
+    RolloutSender,
+)
 from orrery.transport.rollout_wire.files import FilesReceiver, FilesSender
 from orrery.transport.rollout_wire.zeromq import ZmqReceiver, ZmqSender
 
-__all__ = ["KINDS", "Batch", "ReceivedBatch", "RolloutReceiver", "RolloutSender", "make_receiver", "make_sender"]
+__all__ = [
+    "KINDS",
+    "Batch",
+    "ReceivedBatch",
+    "RolloutReceiver",
+    "RolloutSender",
+    "make_receiver",
+    "make_sender",
+]
 
 KINDS: dict[str, tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]] = {
     "zmq": (ZmqSender, ZmqReceiver),
@@ -29,7 +42,9 @@ KINDS: dict[str, tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiv
 
 def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]:
     if kind not in KINDS:
-        raise OrreryError(f"transport.rollouts: {kind!r} is not a rollout wire; choose from {', '.join(KINDS)}")
+        raise OrreryError(
+            f"transport.rollouts: {kind!r} is not a rollout wire; choose from {', '.join(KINDS)}"
+        )
     return KINDS[kind]
 
 

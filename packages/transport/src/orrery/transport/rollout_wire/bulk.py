@@ -60,7 +60,9 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._transfers: dict[int, list[_Transfer]] = {}  # by rank, oldest first
-        self._unknown: dict[asyncio.Task[None], None] = {}  # connections that have not shown a ticket, oldest first
+        self._unknown: dict[
+            asyncio.Task[None], None
+        ] = {}  # connections that have not shown a ticket, oldest first
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -68,7 +70,9 @@ class BulkSender:
         """Return a ticket for `micro_batch`; void the rank's oldest beyond TICKETS_A_RANK."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
-        ticket = Ticket(self.port, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES))
+        ticket = Ticket(
+            self.port, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
+        )
         held = self._transfers.setdefault(rank, [])
         held.append(_Transfer(step, ticket, micro_batch, layout))
         while len(held) > TICKETS_A_RANK:
@@ -142,12 +146,19 @@ class BulkSender:
 
     def _find(self, secret: bytes) -> _Transfer | None:
         every = [transfer for held in self._transfers.values() for transfer in held]
-        return next((transfer for transfer in every if hmac.compare_digest(transfer.ticket.knock, secret)), None)
+        return next(
+            (transfer for transfer in every if hmac.compare_digest(transfer.ticket.knock, secret)),
+            None,
+        )
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
         if self.num_foreign.bit_count() == 1:  # 1, 2, 4, 8, …: a flood must not fill the disk
-            log.warning("rollout wire: closed a connection to port %d that showed no ticket (%d so far)", self.port, self.num_foreign)
+            log.warning(
+                "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
+                self.port,
+                self.num_foreign,
+            )
 
 
 async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -184,5 +195,10 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
                     break
                 offset += received
     except OSError as error:
-        log.warning("rollout wire: the connection to %s:%d failed (%s); asking again", host, ticket.port, error)
+        log.warning(
+            "rollout wire: the connection to %s:%d failed (%s); asking again",
+            host,
+            ticket.port,
+            error,
+        )
     return offset

@@ -27,9 +27,13 @@ class Batch:
         """Raises `OrreryError` where the wire cannot take this batch."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
-            raise OrreryError(f"batch {self.step}: micro-batches a rank {counts}; expected {num_ranks} ranks with equal counts")
+            raise OrreryError(
+                f"batch {self.step}: micro-batches a rank {counts}; expected {num_ranks} ranks with equal counts"
+            )
         if after_step is not None and self.step <= after_step:
-            raise OrreryError(f"batch {self.step}: the wire already took batch {after_step}; steps only rise")
+            raise OrreryError(
+                f"batch {self.step}: the wire already took batch {after_step}; steps only rise"
+            )
 
 
 @dataclass(frozen=True)

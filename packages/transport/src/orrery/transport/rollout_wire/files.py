@@ -102,12 +102,25 @@ class FilesSender:
                     os.link(folder / f"rank_{first}.micro_{micro_step}.safetensors", path)
                     continue
                 try:
-                    await asyncio.to_thread(safetensors_columns.write, path, of_rank[micro_step], {"step": batch.step}, False)
+                    await asyncio.to_thread(
+                        safetensors_columns.write,
+                        path,
+                        of_rank[micro_step],
+                        {"step": batch.step},
+                        False,
+                    )
                 except ValueError as error:
-                    raise OrreryError(f"batch {batch.step}: micro-batch {micro_step} of rank {rank} cannot be sent: {error}") from error
+                    raise OrreryError(
+                        f"batch {batch.step}: micro-batch {micro_step} of rank {rank} cannot be sent: {error}"
+                    ) from error
         self._missing[batch.step] = set(range(self.num_ranks))
         _write(self._folder / "wire.json", Wire(self._token_sha256, batch.step))
-        _write(folder / "BATCH.json", Marker(batch.step, self.num_ranks, len(batch.micro_batches[0]), batch.totals, batch.info))
+        _write(
+            folder / "BATCH.json",
+            Marker(
+                batch.step, self.num_ranks, len(batch.micro_batches[0]), batch.totals, batch.info
+            ),
+        )
 
     async def wanted(self, at_least: int = -1) -> int:
         await self._until(lambda: self._wanted >= at_least)
@@ -117,8 +130,13 @@ class FilesSender:
         try:
             await asyncio.wait_for(self._until(lambda: not self._missing), deadline_s)
         except TimeoutError:
-            late = "; ".join(f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}" for step, ranks in self._missing.items())
-            raise RunFailed(f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log") from None
+            late = "; ".join(
+                f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
+                for step, ranks in self._missing.items()
+            )
+            raise RunFailed(
+                f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log"
+            ) from None
 
     def close(self) -> None:
         shutil.rmtree(self._folder.parent, ignore_errors=True)
@@ -168,7 +186,9 @@ class FilesReceiver:
 
     def __init__(self, run_dir: Path, url: str, rank: int) -> None:
         if not url.startswith("file://"):
-            raise OrreryError(f"rollout wire: {url!r} is not the url of a files wire; it starts with file://")
+            raise OrreryError(
+                f"rollout wire: {url!r} is not the url of a files wire; it starts with file://"
+            )
         self.rank = rank
         self.url = url
         self._folder = Path(url.removeprefix("file://"))
@@ -191,29 +211,50 @@ class FilesReceiver:
         try:
             marker = msgspec.json.decode(marker_path.read_bytes(), type=Marker)
         except (msgspec.DecodeError, FileNotFoundError) as error:
-            raise RunFailed(f"trainer rank {self.rank}: {marker_path} is no marker of a batch ({error})") from error
+            raise RunFailed(
+                f"trainer rank {self.rank}: {marker_path} is no marker of a batch ({error})"
+            ) from error
         if marker.step != step or self.rank >= marker.num_ranks:
             raise RunFailed(
                 f"trainer rank {self.rank} asked for batch {step}, but {marker_path} is of batch {marker.step} for {marker.num_ranks} ranks"
             )
         if marker.num_micro_batches == 0:
             self._done(step)
-        return ReceivedBatch(step, self.rank, marker.num_micro_batches, marker.totals, marker.info, self._stream(marker))
+        return ReceivedBatch(
+            step,
+            self.rank,
+            marker.num_micro_batches,
+            marker.totals,
+            marker.info,
+            self._stream(marker),
+        )
 
     def close(self) -> None:
         pass
 
     def _stream(self, marker: Marker) -> Iterator[Columns]:
         for micro_step in range(marker.num_micro_batches):
-            path = self._folder / f"step_{marker.step}" / f"rank_{self.rank}.micro_{micro_step}.safetensors"
+            path = (
+                self._folder
+                / f"step_{marker.step}"
+                / f"rank_{self.rank}.micro_{micro_step}.safetensors"
+            )
             try:
-                columns, info = safetensors_columns.read(path, mapped=False)  # the sender removes it once all have acknowledged
+                columns, info = safetensors_columns.read(
+                    path, mapped=False
+                )  # the sender removes it once all have acknowledged
             except OrreryError as error:
-                raise RunFailed(f"trainer rank {self.rank} asked for micro-batch {micro_step} of batch {marker.step}: {error}") from error
+                raise RunFailed(
+                    f"trainer rank {self.rank} asked for micro-batch {micro_step} of batch {marker.step}: {error}"
+                ) from error
             if info.get("step") != marker.step:
-                raise RunFailed(f"trainer rank {self.rank} asked for batch {marker.step}, but {path} is of batch {info.get('step')}")
+                raise RunFailed(
+                    f"trainer rank {self.rank} asked for batch {marker.step}, but {path} is of batch {info.get('step')}"
+                )
             if micro_step + 1 == marker.num_micro_batches:
-                self._done(marker.step)  # before the yield: a reader that stops at the last micro-batch has everything
+                self._done(
+                    marker.step
+                )  # before the yield: a reader that stops at the last micro-batch has everything
             yield columns
 
     def _done(self, step: int) -> None:
@@ -222,10 +263,15 @@ class FilesReceiver:
 
     def _ask(self, step: int) -> None:
         try:
-            _write(self._folder / f"ask.rank_{self.rank}.json", Ask(PROTOCOL, self._token_sha256, self.rank, step, self._received))
+            _write(
+                self._folder / f"ask.rank_{self.rank}.json",
+                Ask(PROTOCOL, self._token_sha256, self.rank, step, self._received),
+            )
         except FileNotFoundError:
             if self._received < step:  # else the sender has closed after the last batch, as it may
-                raise RunFailed(f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone") from None
+                raise RunFailed(
+                    f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
+                ) from None
 
     def _refuse(self, step: int) -> None:
         """Raises `RunFailed` where batch `step` must not or will never come."""
@@ -234,16 +280,29 @@ class FilesReceiver:
         if (data := visible.read(path)) is None:
             if visible.appears(path, GONE_S):
                 return  # it was being replaced; whoever waits looks again
-            raise RunFailed(f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone")
+            raise RunFailed(
+                f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
+            )
         try:
             wire = msgspec.json.decode(data, type=Wire)
         except msgspec.DecodeError as error:
             raise RunFailed(f"{who}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
-            raise RunFailed(f"{who}: the token is not this run's; both processes must be of one attempt")
-        if wire.last_step is not None and step <= wire.last_step and not visible.appears(self._folder / f"step_{step}", GONE_S):
+            raise RunFailed(
+                f"{who}: the token is not this run's; both processes must be of one attempt"
+            )
+        if (
+            wire.last_step is not None
+            and step <= wire.last_step
+            and not visible.appears(self._folder / f"step_{step}", GONE_S)
+        ):
             raise RunFailed(f"{who}: batch {step} is gone, the wire is at batch {wire.last_step}")
-        held = sorted(int(path.parent.name.removeprefix("step_")) for path in self._folder.glob("step_*/BATCH.json"))
+        held = sorted(
+            int(path.parent.name.removeprefix("step_"))
+            for path in self._folder.glob("step_*/BATCH.json")
+        )
         skipped = [other for other in held if self._received < other < step]
         if skipped:
-            raise RunFailed(f"{who}: batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step")
+            raise RunFailed(
+                f"{who}: batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step"
+            )

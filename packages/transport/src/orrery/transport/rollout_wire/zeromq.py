@@ -44,7 +44,11 @@ SILENCE_S = 10.0  # without bytes; then the receiver asks for the rest on a new 
 HANDSHAKE_S = 5.0
 NUM_HANDSHAKES = 5  # failures in a row; then the other end is not this run's orchestrator
 _HEAD = -1
-_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)  # the last two: deep nesting, bad UTF-8
+_NOT_OF_THE_PROTOCOL = (
+    msgspec.MsgspecError,
+    RecursionError,
+    ValueError,
+)  # the last two: deep nesting, bad UTF-8
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +99,13 @@ _to_receiver = msgspec.msgpack.Decoder(BatchHead | MicroBatchHead | Refusal)
 def _authenticate(socket: Any, is_sender: bool) -> None:
     """Restrict `socket` to peers with the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
-        raise OrreryError("pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; install pyzmq's own wheel")
-    secret_keys = {role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}")) for role in ("sender", "receiver")}
+        raise OrreryError(
+            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; install pyzmq's own wheel"
+        )
+    secret_keys = {
+        role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
+        for role in ("sender", "receiver")
+    }
     mine = secret_keys["sender" if is_sender else "receiver"]
     socket.curve_secretkey, socket.curve_publickey = mine, zmq.curve_public(mine)
     if is_sender:
@@ -108,7 +117,11 @@ def _authenticate(socket: Any, is_sender: bool) -> None:
 
 
 _TURNED_AWAY = "and was turned away: the token is not this run's; both processes must be of one attempt; does another program listen there?"
-_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class ZmqSender:
@@ -121,7 +134,9 @@ class ZmqSender:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # credit bounds what is queued; a full queue would drop
+        self._socket.setsockopt(
+            zmq.SNDHWM, 0
+        )  # credit bounds what is queued; a full queue would drop
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             _authenticate(self._socket, is_sender=True)
@@ -129,7 +144,9 @@ class ZmqSender:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OrreryError(f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port") from error
+            raise OrreryError(
+                f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port"
+            ) from error
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -141,7 +158,9 @@ class ZmqSender:
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, Ask]] = {}  # rank → peer, newest open ask
-        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, number of the last answered ask
+        self._answered: dict[
+            int, tuple[bytes, int]
+        ] = {}  # rank → peer, number of the last answered ask
         self._changed = asyncio.Condition()
         self._server: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -169,8 +188,13 @@ class ZmqSender:
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
-            late = "; ".join(f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}" for step, ranks in self._missing.items())
-            raise RunFailed(f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log") from None
+            late = "; ".join(
+                f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
+                for step, ranks in self._missing.items()
+            )
+            raise RunFailed(
+                f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log"
+            ) from None
 
     def close(self) -> None:
         for task in (self._server, self._watcher):
@@ -184,12 +208,16 @@ class ZmqSender:
     async def _until(self, condition: Callable[[], bool]) -> None:
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="rollout wire")
-            self._watcher = asyncio.create_task(self._watch_handshakes(), name="rollout wire, handshakes")
+            self._watcher = asyncio.create_task(
+                self._watch_handshakes(), name="rollout wire, handshakes"
+            )
         async with self._changed:
             while True:
                 if self._server.done():
                     cause = None if self._server.cancelled() else self._server.exception()
-                    raise RunFailed(f"rollout wire: the sender at {self.url} is closed ({cause or 'by close'})") from cause
+                    raise RunFailed(
+                        f"rollout wire: the sender at {self.url} is closed ({cause or 'by close'})"
+                    ) from cause
                 if condition():
                     return
                 await self._changed.wait()
@@ -225,7 +253,11 @@ class ZmqSender:
             message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
         except _NOT_OF_THE_PROTOCOL:
             message = None
-        if message is None or message.protocol != PROTOCOL or not 0 <= message.rank < self.num_ranks:
+        if (
+            message is None
+            or message.protocol != PROTOCOL
+            or not 0 <= message.rank < self.num_ranks
+        ):
             self._count_foreign("a message that is no ask of this protocol")
             return None
         return message
@@ -245,18 +277,30 @@ class ZmqSender:
     async def _answer(self, peer: bytes, ask: Ask) -> None:
         self._waiting.pop(ask.rank, None)
         batch = self._held.get(ask.step)
-        skipped = [step for step in self._held if step < ask.step and ask.rank in self._missing[step]]
+        skipped = [
+            step for step in self._held if step < ask.step and ask.rank in self._missing[step]
+        ]
         if skipped:
-            answer: Any = Refusal(ask.number, f"batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step")
+            answer: Any = Refusal(
+                ask.number,
+                f"batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step",
+            )
         elif batch is None:
             if self._last_held is None or ask.step > self._last_held:
                 self._waiting[ask.rank] = (peer, ask)
                 return
-            answer = Refusal(ask.number, f"batch {ask.step} is gone, the wire is at batch {self._last_held}")
+            answer = Refusal(
+                ask.number, f"batch {ask.step} is gone, the wire is at batch {self._last_held}"
+            )
         elif ask.micro_step == _HEAD:
-            answer = BatchHead(ask.number, batch.step, len(batch.micro_batches[ask.rank]), batch.totals, batch.info)
+            answer = BatchHead(
+                ask.number, batch.step, len(batch.micro_batches[ask.rank]), batch.totals, batch.info
+            )
         elif not 0 <= ask.micro_step < len(batch.micro_batches[ask.rank]):
-            answer = Refusal(ask.number, f"batch {ask.step} has no micro-batch {ask.micro_step} on rank {ask.rank}")
+            answer = Refusal(
+                ask.number,
+                f"batch {ask.step} has no micro-batch {ask.micro_step} on rank {ask.rank}",
+            )
         else:
             micro_batch = batch.micro_batches[ask.rank][ask.micro_step]
             try:
@@ -264,7 +308,9 @@ class ZmqSender:
             except ValueError as error:
                 refusal = Refusal(ask.number, f"it cannot be sent: {error}")
                 await self._post(peer, refusal)
-                raise OrreryError(f"batch {ask.step}: micro-batch {ask.micro_step} of rank {ask.rank} cannot be sent: {error}") from error
+                raise OrreryError(
+                    f"batch {ask.step}: micro-batch {ask.micro_step} of rank {ask.rank} cannot be sent: {error}"
+                ) from error
             ticket = self._bulk.issue(ask.rank, batch.step, micro_batch, layout)
             answer = MicroBatchHead(ask.number, batch.step, ask.micro_step, layout, ticket)
         await self._post(peer, answer)
@@ -298,7 +344,9 @@ class ZmqReceiver:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(
+            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
         self._num_failed_handshakes = 0
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -310,7 +358,9 @@ class ZmqReceiver:
         count = head.num_micro_batches
         if count == 0:
             self._done(step)
-        return ReceivedBatch(step, self.rank, count, head.totals, head.info, self._stream(step, count, deadline_s))
+        return ReceivedBatch(
+            step, self.rank, count, head.totals, head.info, self._stream(step, count, deadline_s)
+        )
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -324,18 +374,26 @@ class ZmqReceiver:
             assert ask is not None
             head = self._await(ask, MicroBatchHead, deadline_s)
             if head.micro_step != micro_step:
-                raise RunFailed(f"{self._who(ask)} got micro-batch {head.micro_step} instead; sender and receiver differ in version")
-            following = self._ask(step, micro_step + 1) if micro_step + 1 < num_micro_batches else None
+                raise RunFailed(
+                    f"{self._who(ask)} got micro-batch {head.micro_step} instead; sender and receiver differ in version"
+                )
+            following = (
+                self._ask(step, micro_step + 1) if micro_step + 1 < num_micro_batches else None
+            )
             columns = self._gather(ask, head, deadline_s)
             if following is None:
-                self._done(step)  # before the yield: a reader that stops at the last micro-batch has everything
+                self._done(
+                    step
+                )  # before the yield: a reader that stops at the last micro-batch has everything
             ask = following
             yield columns
 
     def _done(self, step: int) -> None:
         self._received = step
         with contextlib.suppress(RunFailed):  # the next ask raises it
-            self._send(Done(PROTOCOL, self.rank, step), f"trainer rank {self.rank} has batch {step}")
+            self._send(
+                Done(PROTOCOL, self.rank, step), f"trainer rank {self.rank} has batch {step}"
+            )
 
     def _send(self, message: Ask | Done, who: str) -> None:
         try:
@@ -349,7 +407,9 @@ class ZmqReceiver:
         self._send(ask, self._who(ask))
         return ask
 
-    def _await(self, ask: Ask, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float) -> Any:
+    def _await(
+        self, ask: Ask, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
+    ) -> Any:
         """Return the head that answers `ask`; skip heads of older asks."""
         start = asked = time.monotonic()
         while True:
@@ -357,20 +417,26 @@ class ZmqReceiver:
             now = time.monotonic()
             if frame is None:
                 if now >= start + deadline_s:
-                    raise RunFailed(f"{self._who(ask)}, but nothing came within {deadline_s:g} s; read logs/orchestrator.0.log")
+                    raise RunFailed(
+                        f"{self._who(ask)}, but nothing came within {deadline_s:g} s; read logs/orchestrator.0.log"
+                    )
                 self._send(ask, self._who(ask))
                 asked = now
             else:
                 try:
                     message = _to_receiver.decode(frame.buffer)
                 except _NOT_OF_THE_PROTOCOL as error:
-                    raise RunFailed(f"{self._who(ask)}, but got bytes that are no answer ({error}); are both of one version?") from error
+                    raise RunFailed(
+                        f"{self._who(ask)}, but got bytes that are no answer ({error}); are both of one version?"
+                    ) from error
                 if message.number not in (ask.number, 0):
                     continue
                 if isinstance(message, Refusal):
                     raise RunFailed(f"{self._who(ask)} and was refused: {message.reason}")
                 if type(message) is not kind or message.step != ask.step:
-                    raise RunFailed(f"{self._who(ask)}, but got {type(message).__name__} of batch {message.step}")
+                    raise RunFailed(
+                        f"{self._who(ask)}, but got {type(message).__name__} of batch {message.step}"
+                    )
                 return message
 
     def _gather(self, ask: Ask, head: MicroBatchHead, deadline_s: float) -> Columns:
@@ -382,7 +448,9 @@ class ZmqReceiver:
         buffer = self._buffers.take(head.layout.num_bytes)
         filled, moved = 0, time.monotonic()
         while True:
-            reached = fetch(self._host, head.ticket, filled, buffer.data, min(SILENCE_S, deadline_s))
+            reached = fetch(
+                self._host, head.ticket, filled, buffer.data, min(SILENCE_S, deadline_s)
+            )
             if reached == len(buffer):
                 break
             now = time.monotonic()
@@ -394,10 +462,14 @@ class ZmqReceiver:
                     "read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            ask = self._ask(ask.step, ask.micro_step)  # under a new number: the sender answers each number once
+            ask = self._ask(
+                ask.step, ask.micro_step
+            )  # under a new number: the sender answers each number once
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
-                raise RunFailed(f"{self._who(ask)}, but it has {head.layout.num_bytes} bytes now and had {len(buffer)} before")
+                raise RunFailed(
+                    f"{self._who(ask)}, but it has {head.layout.num_bytes} bytes now and had {len(buffer)} before"
+                )
         try:
             return columns_from(head.layout, buffer)
         except ValueError as error:
@@ -422,9 +494,16 @@ class ZmqReceiver:
             self._num_failed_handshakes = 0
             return
         self._num_failed_handshakes += 1
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._num_failed_handshakes >= NUM_HANDSHAKES:
+        if (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            or self._num_failed_handshakes >= NUM_HANDSHAKES
+        ):
             raise RunFailed(f"{self._who(ask)} {_TURNED_AWAY}")
 
     def _who(self, ask: Ask) -> str:
-        what = f"batch {ask.step}" if ask.micro_step == _HEAD else f"micro-batch {ask.micro_step} of batch {ask.step}"
+        what = (
+            f"batch {ask.step}"
+            if ask.micro_step == _HEAD
+            else f"micro-batch {ask.micro_step} of batch {ask.step}"
+        )
         return f"trainer rank {self.rank} asked the orchestrator at {self.url} for {what}"

@@ -47,7 +47,15 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.transport.weight_wire.claims import claim, claim_again, give_up, is_direct, release
 from orrery.transport.weight_wire.contract import Published, TakeFailed, WireFailed
-from orrery.transport.weight_wire.files import WeightPublisher, WeightWatch, check_room, own, read_weights, remove_weight_dir, weight_dir
+from orrery.transport.weight_wire.files import (
+    WeightPublisher,
+    WeightWatch,
+    check_room,
+    own,
+    read_weights,
+    remove_weight_dir,
+    weight_dir,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +87,10 @@ __all__ = [
     "weight_dir",
 ]
 
-KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {"files": WeightPublisher, "adapters": WeightPublisher}
+KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {
+    "files": WeightPublisher,
+    "adapters": WeightPublisher,
+}
 DIRECT_KINDS = ("nccl", "nixl")
 ADAPTER = "adapter"
 
@@ -89,14 +100,23 @@ def served_model(manifest: Manifest, stage: str) -> str | None:
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
 
-def make_publisher(kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int) -> WeightPublisher:
+def make_publisher(
+    kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int
+) -> WeightPublisher:
     """The trainer's end (rank 0) in a stage on `num_nodes`; the newest `keep` versions stay readable."""
     _check(kind, tuple(KINDS))
     return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
 
 
 def make_source(
-    kind: str, run_dir: Path, attempt: int, num_nodes: int, host: str, rank: int, num_ranks: int, device: "torch.device"
+    kind: str,
+    run_dir: Path,
+    attempt: int,
+    num_nodes: int,
+    host: str,
+    rank: int,
+    num_ranks: int,
+    device: "torch.device",
 ) -> "Source":
     """The trainer's end of a direct wire, one on each rank; `host` is where rank 0 may listen.
 
@@ -120,7 +140,9 @@ def check_library(kind: str) -> None:
     Nothing is loaded: vLLM sets what NIXL reads before it loads it.
     """
     if kind == "nixl" and find_spec("nixl") is None:
-        raise OrreryError("transport.weights 'nixl': NIXL is not installed here; install nixl as locks/ has it, or set it to 'nccl'")
+        raise OrreryError(
+            "transport.weights 'nixl': NIXL is not installed here; install nixl as locks/ has it, or set it to 'nccl'"
+        )
 
 
 def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
@@ -131,4 +153,6 @@ def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> Weight
 
 def _check(kind: str, kinds: tuple[str, ...]) -> None:
     if kind not in kinds:
-        raise OrreryError(f"transport.weights: {kind!r} is not a weight wire here; choose from {', '.join(kinds)}")
+        raise OrreryError(
+            f"transport.weights: {kind!r} is not a weight wire here; choose from {', '.join(kinds)}"
+        )

@@ -26,10 +26,17 @@ class Held:
 
     def part(self, box: Box) -> Tensor:
         """A view of the data of `box`, which must lie inside of what is held."""
-        return self.local[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, self.box, strict=True))]
+        return self.local[
+            tuple(
+                slice(start - first, stop - first)
+                for (start, stop), (first, _) in zip(box, self.box, strict=True)
+            )
+        ]
 
 
-Copy = tuple[Tensor, int, torch.dtype]  # a view, where in the bucket its data are (bytes), in which dtype they are there
+Copy = tuple[
+    Tensor, int, torch.dtype
+]  # a view, where in the bucket its data are (bytes), in which dtype they are there
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
@@ -49,7 +56,9 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
                     and last.storage_offset() + last.numel() == view.storage_offset()
                     and last_offset + last.numel() * dtype.itemsize == offset
                 ):
-                    whole = last.as_strided((last.numel() + view.numel(),), (1,), last.storage_offset())
+                    whole = last.as_strided(
+                        (last.numel() + view.numel(),), (1,), last.storage_offset()
+                    )
                     found[-1] = (whole, last_offset, dtype)
                     continue
         found.append((view, offset, dtype))

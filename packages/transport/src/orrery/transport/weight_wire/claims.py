@@ -54,7 +54,10 @@ def claim(published: Published, engines: Sequence[str]) -> Published | None:
     folder, number = published.folder, next(_numbers)
     claimed = _take(published, folder, Taking(number, number, published.version, tuple(engines)))
     try:
-        os.link(folder / f"version_{published.version}.json", _claim_path(folder, published.version, number))
+        os.link(
+            folder / f"version_{published.version}.json",
+            _claim_path(folder, published.version, number),
+        )
     except FileNotFoundError:
         give_up(claimed.folder)
         return None
@@ -67,7 +70,11 @@ def claim_again(claimed: Published, engines: Sequence[str]) -> Published:
         return claimed
     path = claimed.folder
     give_up(path)
-    return _take(claimed, path.parent, Taking(next(_numbers), _number(path, 2), claimed.version, tuple(engines)))
+    return _take(
+        claimed,
+        path.parent,
+        Taking(next(_numbers), _number(path, 2), claimed.version, tuple(engines)),
+    )
 
 
 def give_up(taken: Path) -> None:
@@ -106,7 +113,9 @@ def claims(folder: Path, version: int) -> list[int]:
 
 def is_claimed(folder: Path, version: int, number: int) -> bool:
     """Whether this claim of `version` has not been given back."""
-    return _claim_path(folder, version, number).exists()  # by name: a network file system may list it later
+    return _claim_path(
+        folder, version, number
+    ).exists()  # by name: a network file system may list it later
 
 
 def _take(published: Published, folder: Path, taking: Taking) -> Published:

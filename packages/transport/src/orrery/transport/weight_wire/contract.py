@@ -13,7 +13,9 @@ class WireFailed(RunFailed):
 
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"  # of a version: the trainer has sent it, and stepped since
-ROUND_S = 60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
+ROUND_S = (
+    60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
+)
 
 
 class TakeFailed(WireFailed):

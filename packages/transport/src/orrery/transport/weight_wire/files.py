@@ -55,7 +55,9 @@ def own(folder: Path) -> None:
     """Make `folder` one that only its owner may enter; an OrreryError where that is somebody else."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise OrreryError(f"{folder}: a link, or another user's folder, stands where weights would go; have it removed and run again")
+        raise OrreryError(
+            f"{folder}: a link, or another user's folder, stands where weights would go; have it removed and run again"
+        )
     folder.chmod(0o700)  # one that was there may be open to others
 
 
@@ -63,7 +65,10 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
     """Raises OrreryError where a publisher that keeps `keep` versions would not find room for them and the one that it is writing."""
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
-        where, enlarge = SHARED_MEMORY, f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
+        where, enlarge = (
+            SHARED_MEMORY,
+            f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)",
+        )
     needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
     if needed > free:
         raise OrreryError(
@@ -82,9 +87,16 @@ class WeightPublisher:
         self._last_version: int | None = None
         own(self.folder)
 
-    def publish(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]", canary: Sequence[float] = ()) -> Published:
+    def publish(
+        self,
+        version: int,
+        named_tensors: "Iterable[tuple[str, torch.Tensor]]",
+        canary: Sequence[float] = (),
+    ) -> Published:
         """Make `version` visible. Tensors may be on any device and are copied out one at a time."""
-        return self._publish(version, lambda aside: self._write_shards(aside, named_tensors), canary)
+        return self._publish(
+            version, lambda aside: self._write_shards(aside, named_tensors), canary
+        )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
         """Make the safetensors files of `folder` visible as `version`, without a copy: whoever reads must see `folder` too. Needs no torch.
@@ -93,9 +105,13 @@ class WeightPublisher:
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
-    def _publish(self, version: int, write: Callable[[Path], dict[str, int]], canary: Sequence[float] = ()) -> Published:
+    def _publish(
+        self, version: int, write: Callable[[Path], dict[str, int]], canary: Sequence[float] = ()
+    ) -> Published:
         if self._last_version is not None and version <= self._last_version:
-            raise OrreryError(f"weight wire: version {version} after version {self._last_version}; versions only rise")
+            raise OrreryError(
+                f"weight wire: version {version} after version {self._last_version}; versions only rise"
+            )
         target = self.folder / f"version_{version}"
         aside = self.folder / f".version_{version}.{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -121,7 +137,9 @@ class WeightPublisher:
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write_shards(self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> dict[str, int]:
+    def _write_shards(
+        self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
+    ) -> dict[str, int]:
         import torch
         from safetensors.torch import save_file
 
@@ -158,7 +176,9 @@ class WeightPublisher:
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     """Link every safetensors file of `folder`; the fingerprints of the tensors in them."""
     taken: dict[str, int] = {}
-    for path in sorted(folder.absolute().glob("*.safetensors")):  # not resolved: a container has the folder under this name
+    for path in sorted(
+        folder.absolute().glob("*.safetensors")
+    ):  # not resolved: a container has the folder under this name
         (aside / path.name).symlink_to(path)
         taken |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
     if not taken:
@@ -171,7 +191,11 @@ def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(size))
-    data = np.memmap(path, np.uint8, "r", 8 + size) if path.stat().st_size > 8 + size else np.empty(0, np.uint8)
+    data = (
+        np.memmap(path, np.uint8, "r", 8 + size)
+        if path.stat().st_size > 8 + size
+        else np.empty(0, np.uint8)
+    )
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
@@ -185,7 +209,9 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._found: tuple[tuple[int, int], Published] | None = None  # the newest, and which file it was in
+        self._found: tuple[tuple[int, int], Published] | None = (
+            None  # the newest, and which file it was in
+        )
 
     def latest(self) -> Published | None:
         """The newest version, or None before the first. Asked many times a second: a marker of megabytes is decoded once."""
@@ -193,7 +219,11 @@ class WeightWatch:
             file = visible.identity(self.folder / f"version_{version}.json")
             if file is None:
                 continue
-            if self._found is not None and self._found[0] == file and self._found[1].version == version:
+            if (
+                self._found is not None
+                and self._found[0] == file
+                and self._found[1].version == version
+            ):
                 return self._found[1]
             found = self.version(version)
             if found is not None:
@@ -221,7 +251,9 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
         visible.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise OrreryError(f"{folder}: no weights here; the publisher keeps only the newest versions, so ask for the latest again")
+        raise OrreryError(
+            f"{folder}: no weights here; the publisher keeps only the newest versions, so ask for the latest again"
+        )
     for shard in shards:
         try:
             with safe_open(shard, framework="pt", device=device) as file:

@@ -66,7 +66,9 @@ def offer(meeting: Meeting, generation: int, source: int, buckets: Sequence[torc
 
 
 def handle_of(bucket: torch.Tensor) -> Handle:
-    _, memory, num_bytes, offset_bytes, counter, counter_offset, event, event_needed = bucket.untyped_storage()._share_cuda_()
+    _, memory, num_bytes, offset_bytes, counter, counter_offset, event, event_needed = (
+        bucket.untyped_storage()._share_cuda_()
+    )
     return Handle(memory, num_bytes, offset_bytes, counter, counter_offset, event, event_needed)
 
 
@@ -96,12 +98,22 @@ def open_handle(handle: Handle, num_bytes: int, device: torch.device) -> torch.T
 class IpcReader:
     """A target's access to one source."""
 
-    def __init__(self, meeting: Meeting, generation: int, source: int, device: torch.device) -> None:
-        handles = meeting.get(f"ipc/{generation}/{source}", list[Handle], f"trainer {source}, how its buckets are mapped")
-        self._buckets = [open_handle(handle, meeting.address.bucket_bytes, device) for handle in handles]
+    def __init__(
+        self, meeting: Meeting, generation: int, source: int, device: torch.device
+    ) -> None:
+        handles = meeting.get(
+            f"ipc/{generation}/{source}",
+            list[Handle],
+            f"trainer {source}, how its buckets are mapped",
+        )
+        self._buckets = [
+            open_handle(handle, meeting.address.bucket_bytes, device) for handle in handles
+        ]
         self._stream = torch.cuda.Stream(device)  # beside the loading of what came before
 
-    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+    def read(
+        self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
+    ) -> None:
         if free is not None:
             self._stream.wait_event(free)
         with torch.cuda.stream(self._stream):

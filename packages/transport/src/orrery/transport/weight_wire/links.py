@@ -34,12 +34,16 @@ class OnItsWay(Protocol):
 
 
 class SourceLink(Protocol):
-    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> OnItsWay: ...
+    def send(
+        self, side: int, number: int, target: int, offset: int, num_bytes: int
+    ) -> OnItsWay: ...
     def close(self) -> None: ...
 
 
 class TargetLink(Protocol):
-    def receive(self, number: int, source: int, message: Message, into: torch.Tensor) -> OnItsWay: ...
+    def receive(
+        self, number: int, source: int, message: Message, into: torch.Tensor
+    ) -> OnItsWay: ...
     def close(self) -> None: ...
 
 
@@ -47,22 +51,38 @@ class _Sending:
     """A source's end, over whichever way leads to each target; `opened` is what it closes."""
 
     def __init__(
-        self, opened: ExitStack, pull: PullSource, pulling: set[int], peers: Peers | None, buckets: Sequence[torch.Tensor], num_sources: int
+        self,
+        opened: ExitStack,
+        pull: PullSource,
+        pulling: set[int],
+        peers: Peers | None,
+        buckets: Sequence[torch.Tensor],
+        num_sources: int,
     ) -> None:
-        self._pull, self._pulling, self._peers, self._buckets, self._num_sources = pull, pulling, peers, buckets, num_sources
+        self._pull, self._pulling, self._peers, self._buckets, self._num_sources = (
+            pull,
+            pulling,
+            peers,
+            buckets,
+            num_sources,
+        )
         self.close = opened.close
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> OnItsWay:
         if target in self._pulling:
             return self._pull.send(side, number, target, offset, num_bytes)
         assert self._peers is not None
-        return self._peers.send(self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number)
+        return self._peers.send(
+            self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number
+        )
 
 
 class _Receiving:
     """A target's end; `opened` is what it closes."""
 
-    def __init__(self, opened: ExitStack, pull: PullTarget, pulled: set[int], peers: Peers | None) -> None:
+    def __init__(
+        self, opened: ExitStack, pull: PullTarget, pulled: set[int], peers: Peers | None
+    ) -> None:
         self._pull, self._pulled, self._peers = pull, pulled, peers
         self.close = opened.close
 
@@ -76,10 +96,18 @@ class _Receiving:
 
 
 def make_source_link(
-    kind: str, meeting: Meeting, generation: int, rank: int, plan: Plan, buckets: Sequence[torch.Tensor], device: torch.device
+    kind: str,
+    meeting: Meeting,
+    generation: int,
+    rank: int,
+    plan: Plan,
+    buckets: Sequence[torch.Tensor],
+    device: torch.device,
 ) -> SourceLink:
     place, num_targets = plan.holdings[rank].place, len(plan.members)
-    near = {target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)}
+    near = {
+        target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)
+    }
     pulling = set(range(num_targets)) if kind == "nixl" else near
     with ExitStack() as opened:  # where one end cannot be made, those before it are closed
         offer = None
@@ -89,16 +117,28 @@ def make_source_link(
             offer = nixl.offer(meeting, generation, rank, registered)
         elif near:
             offer = ipc.offer(meeting, generation, rank, buckets)
-        pull = PullSource(meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer)
+        pull = PullSource(
+            meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer
+        )
         opened.callback(pull.close)
-        peers = Peers(meeting.store, generation, rank, plan.ranks, device) if _needs_peers(kind, plan) else None
+        peers = (
+            Peers(meeting.store, generation, rank, plan.ranks, device)
+            if _needs_peers(kind, plan)
+            else None
+        )
         if peers is not None:
             opened.callback(peers.close)
         return _Sending(opened.pop_all(), pull, pulling, peers, buckets, len(plan.holdings))
 
 
 def make_target_link(
-    kind: str, meeting: Meeting, generation: int, target: int, plan: Plan, buckets: Sequence[torch.Tensor], device: torch.device
+    kind: str,
+    meeting: Meeting,
+    generation: int,
+    target: int,
+    plan: Plan,
+    buckets: Sequence[torch.Tensor],
+    device: torch.device,
 ) -> TargetLink:
     place = plan.members[target].place
     sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
@@ -115,12 +155,20 @@ def make_target_link(
                 if ipc.is_shared(plan.holdings[source].place, place):
                     readers[source] = IpcReader(meeting, generation, source, device)
                     opened.callback(readers[source].close)
-        peers = Peers(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device) if _needs_peers(kind, plan) else None
+        peers = (
+            Peers(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device)
+            if _needs_peers(kind, plan)
+            else None
+        )
         if peers is not None:
             opened.callback(peers.close)
-        return _Receiving(opened.pop_all(), PullTarget(meeting, generation, target, readers), set(readers), peers)
+        return _Receiving(
+            opened.pop_all(), PullTarget(meeting, generation, target, readers), set(readers), peers
+        )
 
 
 def _needs_peers(kind: str, plan: Plan) -> bool:
     """Whether any two ranks of the group must send to one another; all its ranks answer alike."""
-    return kind != "nixl" and not all(ipc.is_shared(one.place, other.place) for one in plan.holdings for other in plan.members)
+    return kind != "nixl" and not all(
+        ipc.is_shared(one.place, other.place) for one in plan.holdings for other in plan.members
+    )

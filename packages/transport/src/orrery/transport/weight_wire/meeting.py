@@ -154,16 +154,25 @@ class Meeting:
         end = time.monotonic() + limit_s
         try:
             try:
-                self.store.wait([key], timedelta(seconds=limit_s if self._take is None else min(limit_s, LOOK_S)))
+                self.store.wait(
+                    [key],
+                    timedelta(seconds=limit_s if self._take is None else min(limit_s, LOOK_S)),
+                )
             except dist.DistStoreError:
                 while not self.store.check([key]):
                     if self._take is not None and not self._take.exists():
-                        raise WireFailed(f"weight wire: no word of {what} until the take was given up") from None
+                        raise WireFailed(
+                            f"weight wire: no word of {what} until the take was given up"
+                        ) from None
                     if time.monotonic() >= end:
-                        raise WireFailed(f"weight wire: no word of {what} within {limit_s:g} s; read logs/trainer.0.log") from None
+                        raise WireFailed(
+                            f"weight wire: no word of {what} within {limit_s:g} s; read logs/trainer.0.log"
+                        ) from None
                     time.sleep(POLL_S)
         except (dist.DistNetworkError, RuntimeError) as error:
-            raise WireFailed(f"weight wire: no word of {what} and trainer 0 is gone; read logs/trainer.0.log") from error
+            raise WireFailed(
+                f"weight wire: no word of {what} and trainer 0 is gone; read logs/trainer.0.log"
+            ) from error
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
         """The bytes that stand at `key`, as `get` waits for them."""
@@ -182,7 +191,10 @@ class Meeting:
 
     def holdings(self) -> list[Holding]:
         """Of every trainer rank, in order."""
-        return [self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds") for rank in range(self.address.num_sources)]
+        return [
+            self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds")
+            for rank in range(self.address.num_sources)
+        ]
 
     def order(self, number: int) -> Order:
         return self.get(f"order/{number}", Order, "trainer 0, its next order", FOREVER_S)
@@ -196,15 +208,25 @@ class Meeting:
                 self.store.delete_key(key)
 
 
-def serve(folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int) -> tuple[dist.Store, Address]:
+def serve(
+    folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
+) -> tuple[dist.Store, Address]:
     """Open the store on `host`, and say so in the folder; keep the store while the wire lives."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # A bound socket handed over keeps the store off all other interfaces.
     store = dist.TCPStore(
-        host, port, None, True, timeout=timedelta(seconds=scaled(MEET_S)), wait_for_workers=False, master_listen_fd=listener.detach()
+        host,
+        port,
+        None,
+        True,
+        timeout=timedelta(seconds=scaled(MEET_S)),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
-    address = Address(host, port, secrets.token_hex(8), secrets.token_hex(32), kind, num_sources, bucket_bytes)
+    address = Address(
+        host, port, secrets.token_hex(8), secrets.token_hex(32), kind, num_sources, bucket_bytes
+    )
     write_atomic(folder / ADDRESS, msgspec.json.encode(address))
     return store, address
 
@@ -214,7 +236,9 @@ def find(folder: Path, within_s: float = MEET_S) -> Address:
     end = time.monotonic() + scaled(within_s)
     while (content := visible.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
-            raise WireFailed(f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; trainer 0 writes it, read logs/trainer.0.log")
+            raise WireFailed(
+                f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; trainer 0 writes it, read logs/trainer.0.log"
+            )
         time.sleep(0.02)
     return msgspec.json.decode(content, type=Address)
 
@@ -222,7 +246,14 @@ def find(folder: Path, within_s: float = MEET_S) -> Address:
 def join(address: Address) -> Meeting:
     """A connection of one's own."""
     try:
-        store = dist.TCPStore(address.host, address.port, None, False, timeout=timedelta(seconds=scaled(MEET_S)), wait_for_workers=False)
+        store = dist.TCPStore(
+            address.host,
+            address.port,
+            None,
+            False,
+            timeout=timedelta(seconds=scaled(MEET_S)),
+            wait_for_workers=False,
+        )
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WireFailed(
             f"weight wire: nobody answers at {address.host}:{address.port}; trainer 0 is gone, read logs/trainer.0.log"

@@ -57,10 +57,17 @@ class Registered:
         self.buckets = list(buckets)
         self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
         self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-        self._registration = self.agent.register_memory([(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory)
+        self._registration = self.agent.register_memory(
+            [(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory
+        )
 
     def described(self) -> Agent:
-        return Agent(self.agent.get_agent_metadata(), self.memory, self.device, tuple(bucket.data_ptr() for bucket in self.buckets))
+        return Agent(
+            self.agent.get_agent_metadata(),
+            self.memory,
+            self.device,
+            tuple(bucket.data_ptr() for bucket in self.buckets),
+        )
 
     def close(self) -> None:
         self.agent.deregister_memory(self._registration)
@@ -78,12 +85,16 @@ class NixlReader:
 
     def __init__(self, meeting: Meeting, generation: int, source: int, own: Registered) -> None:
         self._own, self._source = own, source
-        self._remote = meeting.get(f"nixl/{generation}/{source}", Agent, f"trainer {source}, where its buckets are")
+        self._remote = meeting.get(
+            f"nixl/{generation}/{source}", Agent, f"trainer {source}, where its buckets are"
+        )
         with self._reaching():
             self._name = own.agent.add_remote_agent(self._remote.metadata)
         self._name = self._name.decode() if isinstance(self._name, bytes) else self._name
 
-    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+    def read(
+        self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
+    ) -> None:
         if free is not None:
             free.synchronize()
         with self._reaching():
@@ -94,8 +105,13 @@ class NixlReader:
 
     def _read(self, side: int, offset: int, into: torch.Tensor) -> None:
         agent = self._own.agent
-        local = agent.get_xfer_descs([(into.data_ptr(), into.nbytes, self._own.device)], self._own.memory)
-        there = agent.get_xfer_descs([(self._remote.addresses[side] + offset, into.nbytes, self._remote.device)], self._remote.memory)
+        local = agent.get_xfer_descs(
+            [(into.data_ptr(), into.nbytes, self._own.device)], self._own.memory
+        )
+        there = agent.get_xfer_descs(
+            [(self._remote.addresses[side] + offset, into.nbytes, self._remote.device)],
+            self._remote.memory,
+        )
         handle = agent.initialize_xfer("READ", local, there, self._name)
         try:
             state, end = agent.transfer(handle), time.monotonic() + scaled(ROUND_S)
@@ -113,4 +129,6 @@ class NixlReader:
         try:
             yield
         except Exception as error:
-            raise WireFailed(f"weight wire: slices of trainer {self._source} cannot be read over NIXL ({error}); see its log") from error
+            raise WireFailed(
+                f"weight wire: slices of trainer {self._source} cannot be read over NIXL ({error}); see its log"
+            ) from error

@@ -32,7 +32,9 @@ T = TypeVar("T")
 class Peers:
     """One rank's end."""
 
-    def __init__(self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device) -> None:
+    def __init__(
+        self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
+    ) -> None:
         """`names` are what error sentences call the ranks of the group, this one (`rank`) among them. Waits until all are there."""
         self._names, self._device = names, device
         self._met: set[int] = set()
@@ -41,24 +43,40 @@ class Peers:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = "0"  # a peer's death is ours to handle; nccl's answer is to end this process too
+            os.environ[handling] = (
+                "0"  # a peer's death is ours to handle; nccl's answer is to end this process too
+            )
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
-                os.environ.pop(handling) if before is None else os.environ.update({handling: before})
+                os.environ.pop(handling) if before is None else os.environ.update(
+                    {handling: before}
+                )
         else:
             try:
-                self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=scaled(FORM_S)))
+                self._group = dist.ProcessGroupGloo(
+                    store, rank, len(names), timedelta(seconds=scaled(FORM_S))
+                )
             except RuntimeError as error:
                 raise WireFailed(
                     f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} ranks ({_first(error)})"
                 ) from error
 
     def send(self, message: Tensor, peer: int, number: int) -> "Sent":
-        return Sent(self, self._start(lambda: self._group.send([message], peer, number), peer, "take"), peer, "take")
+        return Sent(
+            self,
+            self._start(lambda: self._group.send([message], peer, number), peer, "take"),
+            peer,
+            "take",
+        )
 
     def receive(self, message: Tensor, peer: int, number: int) -> "Sent":
-        return Sent(self, self._start(lambda: self._group.recv([message], peer, number), peer, "send"), peer, "send")
+        return Sent(
+            self,
+            self._start(lambda: self._group.recv([message], peer, number), peer, "send"),
+            peer,
+            "send",
+        )
 
     def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> dist.Work:
         try:
@@ -77,7 +95,9 @@ class Peers:
             raise self.failed(peer, verb, error) from error
 
     def failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
-        return WireFailed(f"weight wire: {self._names[peer]} did not {verb} its slices ({_first(error)}); see its log")
+        return WireFailed(
+            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first(error)}); see its log"
+        )
 
     def close(self) -> None:
         """Give the group up; whoever waits for this rank hears of it."""

@@ -20,24 +20,44 @@ class Plan:
     rounds: Rounds
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], holdings: Sequence[Holding], members: Sequence[Member], bucket_bytes: int) -> "Plan":
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        holdings: Sequence[Holding],
+        members: Sequence[Member],
+        bucket_bytes: int,
+    ) -> "Plan":
         itemsize = {tensor.name: dtype_of(tensor).itemsize for tensor in tensors}
-        moves = transfers([each.name for each in tensors], [each.boxes for each in holdings], [each.needs for each in members], itemsize)
+        moves = transfers(
+            [each.name for each in tensors],
+            [each.boxes for each in holdings],
+            [each.needs for each in members],
+            itemsize,
+        )
         return cls(tensors, holdings, members, schedule(moves, itemsize, bucket_bytes))
 
     @property
     def ranks(self) -> list[str]:
         """What sentences call the ranks of the group."""
-        return [*(f"trainer {rank}" for rank in range(len(self.holdings))), *(f"{each.engine} (rank {each.rank})" for each in self.members)]
+        return [
+            *(f"trainer {rank}" for rank in range(len(self.holdings))),
+            *(f"{each.engine} (rank {each.rank})" for each in self.members),
+        ]
 
     def of_source(self, source: int) -> list[tuple[int, dict[int, Message]]]:
         """(round, target → message) of every round in which `source` sends."""
-        found = [(number, {t: message for (s, t), message in every.items() if s == source}) for number, every in enumerate(self.rounds)]
+        found = [
+            (number, {t: message for (s, t), message in every.items() if s == source})
+            for number, every in enumerate(self.rounds)
+        ]
         return [(number, mine) for number, mine in found if mine]
 
     def of_target(self, target: int) -> list[tuple[int, dict[int, Message]]]:
         """(round, source → message) of every round in which `target` receives."""
-        found = [(number, {s: message for (s, t), message in every.items() if t == target}) for number, every in enumerate(self.rounds)]
+        found = [
+            (number, {s: message for (s, t), message in every.items() if t == target})
+            for number, every in enumerate(self.rounds)
+        ]
         return [(number, mine) for number, mine in found if mine]
 
 

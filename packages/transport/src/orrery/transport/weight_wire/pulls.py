@@ -26,7 +26,9 @@ class Full(msgspec.Struct):
 class Reader(Protocol):
     """How a target gets at one source's buckets."""
 
-    def read(self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None) -> None:
+    def read(
+        self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
+    ) -> None:
         """Fill `into` (u8) with the bytes of bucket `side` from `offset` on, once `free` has happened; they are there when this returns."""
 
     def close(self) -> None: ...
@@ -36,10 +38,21 @@ class PullSource:
     """A source's end. `offer`: the key at which it has said how its buckets are read."""
 
     def __init__(
-        self, meeting: Meeting, generation: int, source: int, names: Sequence[str], device: torch.device, offer: str | None = None
+        self,
+        meeting: Meeting,
+        generation: int,
+        source: int,
+        names: Sequence[str],
+        device: torch.device,
+        offer: str | None = None,
     ) -> None:
         self._offer = offer
-        self._meeting, self._key, self._names, self._device = meeting, f"pull/{generation}/{source}", names, device
+        self._meeting, self._key, self._names, self._device = (
+            meeting,
+            f"pull/{generation}/{source}",
+            names,
+            device,
+        )
         self._count: dict[int, int] = defaultdict(int)
         self._offered: set[str] = set()
 
@@ -79,8 +92,15 @@ class _Offered:
 class PullTarget:
     """A target's end, for the sources that it has a reader of."""
 
-    def __init__(self, meeting: Meeting, generation: int, target: int, readers: dict[int, Reader]) -> None:
-        self._meeting, self._generation, self._target, self._readers = meeting, generation, target, readers
+    def __init__(
+        self, meeting: Meeting, generation: int, target: int, readers: dict[int, Reader]
+    ) -> None:
+        self._meeting, self._generation, self._target, self._readers = (
+            meeting,
+            generation,
+            target,
+            readers,
+        )
         self._count: dict[int, int] = defaultdict(int)
 
     def receive(self, source: int, into: torch.Tensor) -> "_Awaited":
@@ -90,14 +110,24 @@ class PullTarget:
 
 
 class _Awaited:
-    def __init__(self, meeting: Meeting, key: str, source: int, reader: Reader, into: torch.Tensor) -> None:
-        self._meeting, self._key, self._source, self._reader, self._into = meeting, key, source, reader, into
+    def __init__(
+        self, meeting: Meeting, key: str, source: int, reader: Reader, into: torch.Tensor
+    ) -> None:
+        self._meeting, self._key, self._source, self._reader, self._into = (
+            meeting,
+            key,
+            source,
+            reader,
+            into,
+        )
         self._free = None
         if into.is_cuda:  # of what the device still does with these bytes; the other bucket may be at work for longer
             self._free = torch.cuda.Event()
             self._free.record()
 
     def wait(self) -> None:
-        full = self._meeting.get(f"{self._key}/full", Full, f"trainer {self._source}, that its slices are there", ROUND_S)
+        full = self._meeting.get(
+            f"{self._key}/full", Full, f"trainer {self._source}, that its slices are there", ROUND_S
+        )
         self._reader.read(full.side, full.offset, self._into, self._free)
         self._meeting.put(f"{self._key}/read", True)

@@ -39,20 +39,31 @@ class Reception:
                 missing = ", ".join(self._absent(taking.engines, arrived)) + " did not come"
                 is_on = take_path(self._folder, taking.take, taking.claim).exists()
                 until = "" if is_on else " before the take was given up"
-                return self._answer(Order(taking.take, version=taking.version, error=missing + until))
+                return self._answer(
+                    Order(taking.take, version=taking.version, error=missing + until)
+                )
             if arrival.take < 0:
                 return Order(-1, end=True)
-            if arrival.take <= self._answered or (taking is not None and arrival.take < taking.take):
+            if arrival.take <= self._answered or (
+                taking is not None and arrival.take < taking.take
+            ):
                 continue  # who comes as late sees that its take is over
             if taking is None or arrival.take > taking.take:
                 try:
-                    arrived, taking = {}, read_taking(take_path(self._folder, arrival.take, arrival.claim))
+                    arrived, taking = (
+                        {},
+                        read_taking(take_path(self._folder, arrival.take, arrival.claim)),
+                    )
                 except TakeFailed:
                     return self._answer(Order(arrival.take, error="it was given up"))
                 assert taking is not None
             arrived[arrival.engine, arrival.rank] = arrival
             if not self._absent(taking.engines, arrived):
-                ordered = [arrived[engine, rank] for engine in taking.engines for rank in range(arrived[engine, 0].world_size)]
+                ordered = [
+                    arrived[engine, rank]
+                    for engine in taking.engines
+                    for rank in range(arrived[engine, 0].world_size)
+                ]
                 return self._answer(self._order(taking, ordered))
 
     def gather(self, order: Order, mine: Done, num_ranks: int) -> Done:
@@ -66,12 +77,18 @@ class Reception:
         if error:
             self._members = ()  # whatever the next take's members are, they form a new group
         keys = {key for done in every for key in done.parts}
-        return Done(error, {key: max(done.parts.get(key, 0.0) for done in every) for key in sorted(keys)})
+        return Done(
+            error, {key: max(done.parts.get(key, 0.0) for done in every) for key in sorted(keys)}
+        )
 
     def _next_arrival(self, taking: Taking | None) -> Arrival:
         key = f"arrival/{self._num_arrivals + 1}"
-        with self._meeting.during(take_path(self._folder, taking.take, taking.claim) if taking is not None else None):
-            arrival = self._meeting.get(key, Arrival, "engines", FOREVER_S if taking is None else ARRIVAL_S)
+        with self._meeting.during(
+            take_path(self._folder, taking.take, taking.claim) if taking is not None else None
+        ):
+            arrival = self._meeting.get(
+                key, Arrival, "engines", FOREVER_S if taking is None else ARRIVAL_S
+            )
         self._num_arrivals += 1
         who = arrival.engine, arrival.rank
         self._meeting.forget(key)
@@ -98,4 +115,9 @@ class Reception:
     @staticmethod
     def _absent(engines: tuple[str, ...], arrived: dict[tuple[str, int], Arrival]) -> list[str]:
         sizes = {engine: each.world_size for (engine, _), each in arrived.items()}
-        return [f"{engine} (rank {rank})" for engine in engines for rank in range(sizes.get(engine, 1)) if (engine, rank) not in arrived]
+        return [
+            f"{engine} (rank {rank})"
+            for engine in engines
+            for rank in range(sizes.get(engine, 1))
+            if (engine, rank) not in arrived
+        ]

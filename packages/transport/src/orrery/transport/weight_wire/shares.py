@@ -25,7 +25,12 @@ class Shares:
     """Made once for what stands where; `of` reads it anew."""
 
     def __init__(
-        self, held: Sequence[Held], names: Sequence[str], held_before: Sequence[Mapping[str, Box]], bucket_bytes: int, device: torch.device
+        self,
+        held: Sequence[Held],
+        names: Sequence[str],
+        held_before: Sequence[Mapping[str, Box]],
+        bucket_bytes: int,
+        device: torch.device,
     ) -> None:
         """`held_before` are the boxes of ranks before this one: what one of them holds too is theirs to count."""
         position = {name: index for index, name in enumerate(names)}
@@ -40,11 +45,17 @@ class Shares:
                     parts.append(_Bucketful())
                     used = 0
                 parts[-1].copies.append((one.part(box), used, one.dtype))
-                parts[-1].where.append(Where(used, shape_of(box), one.shape, starts_of(box), one.dtype.itemsize))
+                parts[-1].where.append(
+                    Where(used, shape_of(box), one.shape, starts_of(box), one.dtype.itemsize)
+                )
                 parts[-1].positions.append(position[one.name])
                 used += size
         self._parts = [
-            (joined(part.copies), SliceFingerprints(part.where, device), torch.tensor(part.positions, device=device))
+            (
+                joined(part.copies),
+                SliceFingerprints(part.where, device),
+                torch.tensor(part.positions, device=device),
+            )
             for part in parts
             if part.positions
         ]

@@ -21,7 +21,9 @@ from typing import NamedTuple
 from orrery.manifest.errors import OrreryError
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of every slice in a message: any dtype may be viewed there, and a device reads whole words
+ALIGNMENT_BYTES = (
+    16  # of every slice in a message: any dtype may be viewed there, and a device reads whole words
+)
 PIECES_A_BUCKET = 4  # a slice takes at most this share of a bucket, so that buckets fill
 
 
@@ -66,7 +68,10 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def transfers(
-    names: Sequence[str], holdings: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Sequence[Box]]], itemsize: Mapping[str, int]
+    names: Sequence[str],
+    holdings: Sequence[Mapping[str, Box]],
+    needs: Sequence[Mapping[str, Sequence[Box]]],
+    itemsize: Mapping[str, int],
 ) -> list[Transfer]:
     """All that must travel, in the order of `names`. Raises OrreryError where sources hold less than a target needs."""
     load = [0] * len(holdings)
@@ -137,14 +142,18 @@ def schedule(moves: Sequence[Transfer], itemsize: Mapping[str, int], bucket_byte
 
 
 def pieces(
-    names: Sequence[str], shapes: Mapping[str, Sequence[int]], needs: Sequence[Mapping[str, Sequence[Box]]]
+    names: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    needs: Sequence[Mapping[str, Sequence[Box]]],
 ) -> list[tuple[str, Box]]:
     """The distinct boxes that the ranks of one engine hold, which must tile every tensor; OrreryError naming one that is not."""
     found: list[tuple[str, Box]] = []
     for name in names:
         boxes = sorted({box for wanted in needs for box in wanted.get(name, ())})
         whole = math.prod(shapes[name])
-        if sum(map(volume, boxes)) != whole or any(intersection(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a):
+        if sum(map(volume, boxes)) != whole or any(
+            intersection(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a
+        ):
             held = sum(map(volume, boxes))
             raise OrreryError(
                 f"weight wire: the ranks of an engine hold {held} elements of tensor {name!r}, in {len(boxes)} parts; it has {whole}"

@@ -29,7 +29,15 @@ from orrery.transport.weight_wire.claims import Taking, claims, is_claimed, take
 from orrery.transport.weight_wire.contract import GONE, Published, WireFailed
 from orrery.transport.weight_wire.ipc import allocate
 from orrery.transport.weight_wire.links import SourceLink, make_source_link
-from orrery.transport.weight_wire.meeting import Done, Holding, Meeting, Member, Order, Place, Tensor
+from orrery.transport.weight_wire.meeting import (
+    Done,
+    Holding,
+    Meeting,
+    Member,
+    Order,
+    Place,
+    Tensor,
+)
 from orrery.transport.weight_wire.plan import Parts, Plan
 from orrery.transport.weight_wire.reception import Reception
 from orrery.transport.weight_wire.shares import Shares
@@ -45,7 +53,14 @@ class Source:
     """One trainer rank's end."""
 
     def __init__(
-        self, kind: str, folder: Path, host: str, rank: int, num_ranks: int, device: torch.device, bucket_bytes: int = BUCKET_BYTES
+        self,
+        kind: str,
+        folder: Path,
+        host: str,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Rank 0 opens the wire at `host`, in `folder`, which must be there and its own."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
@@ -77,24 +92,38 @@ class Source:
         if self._sending is not None:
             self._sending.check()
         if self._version is not None and version <= self._version:
-            raise OrreryError(f"weight wire: version {version} after version {self._version}; versions only rise")
+            raise OrreryError(
+                f"weight wire: version {version} after version {self._version}; versions only rise"
+            )
         pointers = [tensor.data_ptr() for tensor in standing]
         if not self._held or pointers != self._pointers:
             self._hold(held(), pointers)
         assert self._sending is not None
         self._version = version
-        self._meeting.put_raw(f"share/{version}/{self.rank}", self._shares.of(self._sending.buckets[0]).tobytes())
+        self._meeting.put_raw(
+            f"share/{version}/{self.rank}", self._shares.of(self._sending.buckets[0]).tobytes()
+        )
         self._sending.report = report
         if self.rank:
             return None
         total = np.zeros(len(self._tensors), np.uint64)
         for rank in range(self.num_ranks):
             key = f"share/{version}/{rank}"
-            total += np.frombuffer(self._meeting.raw(key, f"trainer {rank}, its fingerprints of version {version}"), np.uint64)
+            total += np.frombuffer(
+                self._meeting.raw(key, f"trainer {rank}, its fingerprints of version {version}"),
+                np.uint64,
+            )
             self._meeting.forget(key)
-        fingerprints = {tensor.name: int(share) & MASK for tensor, share in zip(self._tensors, total, strict=True)}
-        self._meeting.forget(f"settled/{self._settled}")  # all ranks have read it, since all are here
-        published = Published(version, str(self.folder), fingerprints, digest(fingerprints), tuple(canary))
+        fingerprints = {
+            tensor.name: int(share) & MASK
+            for tensor, share in zip(self._tensors, total, strict=True)
+        }
+        self._meeting.forget(
+            f"settled/{self._settled}"
+        )  # all ranks have read it, since all are here
+        published = Published(
+            version, str(self.folder), fingerprints, digest(fingerprints), tuple(canary)
+        )
         self._sending.open(version)
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         return published
@@ -108,7 +137,9 @@ class Source:
         if self.rank:
             self._meeting.get(key, bool, f"trainer 0, that version {version} is sent", SETTLE_S)
         else:
-            marker, closed = (self.folder / f"{word}_{version}.json" for word in ("version", "closed"))
+            marker, closed = (
+                self.folder / f"{word}_{version}.json" for word in ("version", "closed")
+            )
             marker.rename(closed)  # no claim can be made from here on
             self._sending.settle(version, scaled(SETTLE_S))
             closed.unlink()
@@ -123,18 +154,36 @@ class Source:
 
     def _hold(self, held: Sequence[Held], pointers: list[int]) -> None:
         mine = {one.name: one for one in held if one.local.numel()}
-        if self._held and {name: one.box for name, one in mine.items()} != {name: one.box for name, one in self._held.items()}:
-            raise WireFailed(f"weight wire: trainer {self.rank} holds other parts of the weights than before; restart the stage")
+        if self._held and {name: one.box for name, one in mine.items()} != {
+            name: one.box for name, one in self._held.items()
+        }:
+            raise WireFailed(
+                f"weight wire: trainer {self.rank} holds other parts of the weights than before; restart the stage"
+            )
         first, self._held, self._pointers = not self._held, mine, pointers
         if first:
             if self.rank == 0:
-                self._meeting.put("tensors", [Tensor(one.name, one.shape, str(one.dtype).removeprefix("torch.")) for one in held])
-            own = Holding(Place(meeting.this_host(), self.device.type), {name: one.box for name, one in mine.items()})
+                self._meeting.put(
+                    "tensors",
+                    [
+                        Tensor(one.name, one.shape, str(one.dtype).removeprefix("torch."))
+                        for one in held
+                    ],
+                )
+            own = Holding(
+                Place(meeting.this_host(), self.device.type),
+                {name: one.box for name, one in mine.items()},
+            )
             self._meeting.put(f"holding/{self.rank}", own)
         self._tensors = self._meeting.tensors()
         holdings = self._meeting.holdings()
-        names, before = [tensor.name for tensor in self._tensors], [holding.boxes for holding in holdings[: self.rank]]
-        self._shares = Shares(list(mine.values()), names, before, self.address.bucket_bytes, self.device)
+        names, before = (
+            [tensor.name for tensor in self._tensors],
+            [holding.boxes for holding in holdings[: self.rank]],
+        )
+        self._shares = Shares(
+            list(mine.values()), names, before, self.address.bucket_bytes, self.device
+        )
         if self._sending is None:
             self._sending = _Sending(self, holdings)
             self._sending.start()
@@ -169,7 +218,9 @@ class _Sending:
 
     def check(self) -> None:
         if self._failure is not None:
-            raise WireFailed(f"weight wire: trainer {self._source.rank} answers no take any more ({self._failure})") from self._failure
+            raise WireFailed(
+                f"weight wire: trainer {self._source.rank} answers no take any more ({self._failure})"
+            ) from self._failure
 
     def open(self, version: int) -> None:
         with self._changed:
@@ -196,7 +247,9 @@ class _Sending:
                     raise WireFailed(
                         f"weight wire: version {version} was claimed and is not taken after {limit_s:g} s; read logs/orchestrator.0.log"
                     )
-                self._changed.wait(0.01)  # a claim may also be given back, which only the folder tells
+                self._changed.wait(
+                    0.01
+                )  # a claim may also be given back, which only the folder tells
             self._open = None
 
     def close(self) -> None:
@@ -211,7 +264,11 @@ class _Sending:
                 # Of its own, ahead of what the trainer has queued: engines stand paused. `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(self._source.device, priority=-1))
             self._meeting = meeting.join(self._source.address)
-            reception = Reception(self._meeting, self._source.folder, self.admit) if self._source.rank == 0 else None
+            reception = (
+                Reception(self._meeting, self._source.folder, self.admit)
+                if self._source.rank == 0
+                else None
+            )
             number = 0
             while True:
                 order = reception.next() if reception is not None else self._meeting.order(number)
@@ -259,10 +316,21 @@ class _Sending:
     def _form(self, order: Order) -> None:
         self._drop()
         assert self._meeting is not None
-        members = [self._meeting.get(f"member/{name}", Member, "an engine, what it needs") for name in order.members]
-        self._plan = Plan.of(self._meeting.tensors(), self._holdings, members, self._source.address.bucket_bytes)
+        members = [
+            self._meeting.get(f"member/{name}", Member, "an engine, what it needs")
+            for name in order.members
+        ]
+        self._plan = Plan.of(
+            self._meeting.tensors(), self._holdings, members, self._source.address.bucket_bytes
+        )
         self._link = make_source_link(
-            self._source.address.kind, self._meeting, order.generation, self._source.rank, self._plan, self.buckets, self._source.device
+            self._source.address.kind,
+            self._meeting,
+            order.generation,
+            self._source.rank,
+            self._plan,
+            self.buckets,
+            self._source.device,
         )
         self._generation, self._rounds = order.generation, None
 
@@ -301,7 +369,8 @@ class _Sending:
             fill(self.buckets[side], copies)
             begin = parts.add("convert_s", begin)
             on_their_way[side] = [
-                self._link.send(side, number, target, message.source_offset, message.num_bytes) for target, message in messages.items()
+                self._link.send(side, number, target, message.source_offset, message.num_bytes)
+                for target, message in messages.items()
             ]
         for message in (*on_their_way[0], *on_their_way[1]):
             message.wait()

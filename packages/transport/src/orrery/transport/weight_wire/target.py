@@ -49,15 +49,27 @@ class Pieces:
     """What the ranks of one engine hold: distinct boxes that tile every tensor, numbered."""
 
     tensor_of: np.ndarray  # i64 [pieces], position of the tensor that each is a box of
-    of_rank: dict[int, np.ndarray]  # i64, the pieces that a rank holds, in the order in which it fingerprints them
+    of_rank: dict[
+        int, np.ndarray
+    ]  # i64, the pieces that a rank holds, in the order in which it fingerprints them
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], members: Sequence[Member]) -> "Pieces":
         """Raises OrreryError naming a tensor that the ranks do not hold whole."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        number = {piece: index for index, piece in enumerate(pieces(list(tensors), shapes, [member.needs for member in members]))}
-        held = {member.rank: [number[name, box] for name, boxes in member.needs.items() for box in boxes] for member in members}
+        number = {
+            piece: index
+            for index, piece in enumerate(
+                pieces(list(tensors), shapes, [member.needs for member in members])
+            )
+        }
+        held = {
+            member.rank: [
+                number[name, box] for name, boxes in member.needs.items() for box in boxes
+            ]
+            for member in members
+        }
         tensor_of = np.array([position[name] for name, _ in number], np.int64)
         return cls(tensor_of, {rank: np.array(each, np.int64) for rank, each in held.items()})
 
@@ -86,22 +98,34 @@ class Target:
         self._pieces = {piece: position for position, piece in enumerate(own)}
         self._member = secrets.token_hex(8)
         self._meeting.put(
-            f"member/{self._member}", Member(self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs)
+            f"member/{self._member}",
+            Member(
+                self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs
+            ),
         )
         self._folder, self._attested = folder, "attest"
         self._buckets = allocate(address.bucket_bytes, self.device)
         self._address = address
 
-    def take(self, taking: Taking, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
+    def take(
+        self, taking: Taking, parts: Parts
+    ) -> Generator[tuple[Round, torch.Tensor], None, None]:
         """(slices, the bucket that they are in), until all have come. Raises TakeFailed."""
         begin = time.perf_counter()
-        self._meeting.forget(f"{self._attested}/{self.rank}")  # whoever wanted it has had it, or has failed
+        self._meeting.forget(
+            f"{self._attested}/{self.rank}"
+        )  # whoever wanted it has had it, or has failed
         self._taking, self._attested = taking, f"attest/{taking.take}/{self.engine}"
         try:
             with self._meeting.during(take_path(self._folder, taking.take, taking.claim)):
                 who = self.engine, self.rank, self.world_size, self._member, self._generation
                 self._meeting.arrive(Arrival(taking.take, taking.claim, *who))
-                order = self._meeting.get(f"go/{taking.take}", Order, f"trainer 0, that take {taking.take} may begin", 2 * ARRIVAL_S)
+                order = self._meeting.get(
+                    f"go/{taking.take}",
+                    Order,
+                    f"trainer 0, that take {taking.take} may begin",
+                    2 * ARRIVAL_S,
+                )
                 begin = parts.add("meet_s", begin)
                 if order.error:
                     raise WireFailed(order.error)
@@ -135,7 +159,9 @@ class Target:
             if differ.any():
                 piece = pieces_of[differ.argmax()]
                 name = list(self.tensors)[self._engine.tensor_of[piece]]
-                raise WireFailed(f"weight wire: ranks {holder[piece]} and {rank} of {self.engine} received different bits of {name!r}")
+                raise WireFailed(
+                    f"weight wire: ranks {holder[piece]} and {rank} of {self.engine} received different bits of {name!r}"
+                )
             holder[pieces_of] = np.where(holder[pieces_of] < 0, rank, holder[pieces_of])
             held[pieces_of] = shares
         total = np.zeros(len(self.tensors), np.uint64)
@@ -163,22 +189,65 @@ class Target:
     def _form(self, order: Order) -> None:
         self.drop()
         assert self._address is not None
-        members = [self._meeting.get(f"member/{name}", Member, "an engine, what it needs") for name in order.members]
-        plan = self._plan = Plan.of(list(self.tensors.values()), self._meeting.holdings(), members, self._address.bucket_bytes)
-        self._engine = Pieces.of(self.tensors, [member for member in members if member.engine == self.engine])
+        members = [
+            self._meeting.get(f"member/{name}", Member, "an engine, what it needs")
+            for name in order.members
+        ]
+        plan = self._plan = Plan.of(
+            list(self.tensors.values()),
+            self._meeting.holdings(),
+            members,
+            self._address.bucket_bytes,
+        )
+        self._engine = Pieces.of(
+            self.tensors, [member for member in members if member.engine == self.engine]
+        )
         target = order.members.index(self._member)
-        self._rounds = [self._round(number, messages) for number, messages in plan.of_target(target)]
-        self._link = make_target_link(self._address.kind, self._meeting, order.generation, target, plan, self._buckets, self.device)
+        self._rounds = [
+            self._round(number, messages) for number, messages in plan.of_target(target)
+        ]
+        self._link = make_target_link(
+            self._address.kind,
+            self._meeting,
+            order.generation,
+            target,
+            plan,
+            self._buckets,
+            self.device,
+        )
         self._generation = order.generation
 
     def _round(self, number: int, messages: dict[int, Message]) -> Round:
-        slices = [Slice(name, box, message.target_offset + offset) for message in messages.values() for name, box, offset in message.slices]
+        slices = [
+            Slice(name, box, message.target_offset + offset)
+            for message in messages.values()
+            for name, box, offset in message.slices
+        ]
         where = [
-            Where(offset, shape_of(box), self.tensors[name].shape, starts_of(box), dtype_of(self.tensors[name]).itemsize)
+            Where(
+                offset,
+                shape_of(box),
+                self.tensors[name].shape,
+                starts_of(box),
+                dtype_of(self.tensors[name]).itemsize,
+            )
             for name, box, offset in slices
         ]
-        owner = [next(self._pieces[name, need] for need in self._needs[name] if intersection(need, box) == box) for name, box, _ in slices]
-        return Round(number, messages, slices, SliceFingerprints(where, self.device), torch.tensor(owner, device=self.device))
+        owner = [
+            next(
+                self._pieces[name, need]
+                for need in self._needs[name]
+                if intersection(need, box) == box
+            )
+            for name, box, _ in slices
+        ]
+        return Round(
+            number,
+            messages,
+            slices,
+            SliceFingerprints(where, self.device),
+            torch.tensor(owner, device=self.device),
+        )
 
     def _receive(self, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
         self._shares = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.device)
@@ -205,6 +274,11 @@ class Target:
         one, bucket = self._rounds[index], self._buckets[index % 2]
         assert self._link is not None
         return [
-            self._link.receive(one.number, source, message, bucket[message.target_offset : message.target_offset + message.num_bytes])
+            self._link.receive(
+                one.number,
+                source,
+                message,
+                bucket[message.target_offset : message.target_offset + message.num_bytes],
+            )
             for source, message in one.messages.items()
         ]

@@ -24,7 +24,9 @@ from orrery.trainer.parallel.context_parallel.ulysses import UlyssesCore
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
-KINDS: dict[str, tuple[Callable[[dist.ProcessGroup], nn.Module], Callable[[list[int], int, int], cut.Cut]]] = {
+KINDS: dict[
+    str, tuple[Callable[[dist.ProcessGroup], nn.Module], Callable[[list[int], int, int], cut.Cut]]
+] = {
     "ulysses": (UlyssesCore, cut.contiguous),
     "ring": (RingCore, cut.zigzag),
 }
@@ -36,7 +38,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     attentions = [module for module in policy.network.modules() if isinstance(module, Attention)]
     if not attentions:
         family = policy.network.config.family
-        raise OrreryError(f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; set trainer.mesh.cp to 1")
+        raise OrreryError(
+            f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; set trainer.mesh.cp to 1"
+        )
     for attention in attentions:
         attention.core = KINDS[trainer.mesh.cp_style][0](world.group("cp"))
 
@@ -53,4 +57,8 @@ def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
     if mesh.cp == 1:
         return batch
     lengths = batch.cu_seqlens.diff().tolist()
-    return cut.take(batch, KINDS[mesh.cp_style][1](lengths, mesh.cp, world.axis_rank("cp")), is_first=world.axis_rank("cp") == 0)
+    return cut.take(
+        batch,
+        KINDS[mesh.cp_style][1](lengths, mesh.cp, world.axis_rank("cp")),
+        is_first=world.axis_rank("cp") == 0,
+    )

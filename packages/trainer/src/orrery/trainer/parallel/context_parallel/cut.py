@@ -32,7 +32,9 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> Cut:
     place = np.arange(rank * size, (rank + 1) * size)
     ends = np.cumsum(lengths)
     padded = ends if num_tokens == size * num_ranks else np.append(ends, size * num_ranks)
-    return Cut(np.minimum(place, num_tokens - 1), place < num_tokens, np.append(0, padded).astype(np.int32))
+    return Cut(
+        np.minimum(place, num_tokens - 1), place < num_tokens, np.append(0, padded).astype(np.int32)
+    )
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> Cut:
@@ -43,7 +45,9 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> Cut:
     document = np.repeat(np.arange(len(length)), 2 * piece)
     place = np.arange(offsets[-1]) - offsets[document]  # in the pair of pieces
     half = piece[document]
-    position = np.where(place < half, rank * half + place, (2 * num_ranks - 1 - rank) * half + place - half)
+    position = np.where(
+        place < half, rank * half + place, (2 * num_ranks - 1 - rank) * half + place - half
+    )
     start = (np.cumsum(length) - length)[document]
     last = length[document] - 1
     return Cut(start + np.minimum(position, last), position <= last, offsets.astype(np.int32))
@@ -76,7 +80,9 @@ def take(batch: MicroBatch, cut: Cut, is_first: bool) -> MicroBatch:
     return here if len(scored) else _with_one_unweighted(here)
 
 
-def _routes(routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor | None:
+def _routes(
+    routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
+) -> torch.Tensor | None:
     """Of padding none is replayed, or what differs would be counted there again."""
     if routes is None:
         return None
@@ -87,6 +93,16 @@ def _routes(routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Te
 
 def _with_one_unweighted(batch: MicroBatch) -> MicroBatch:
     """Scoring nothing would take the LM head out of the graph, and this rank out of its collectives."""
-    nothing = {field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype) for field in fields(Targets)}
+    nothing = {
+        field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype)
+        for field in fields(Targets)
+    }
     first = torch.zeros(1, dtype=torch.int64)
-    return replace(batch, row=first, target=first, temperature=torch.ones(1), loss=Targets(**nothing), origin=first.new_zeros(1, 2))
+    return replace(
+        batch,
+        row=first,
+        target=first,
+        temperature=torch.ones(1),
+        loss=Targets(**nothing),
+        origin=first.new_zeros(1, 2),
+    )

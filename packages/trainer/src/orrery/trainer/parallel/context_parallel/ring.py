@@ -47,7 +47,14 @@ class Halves(NamedTuple):
         before = cu_half[:-1].long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
         early = place + before
         size = cu_half.diff().long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
-        return cls(early, early + size, documents.cu_seqlens, cu_half, documents.max_seqlen, documents.max_seqlen // 2)
+        return cls(
+            early,
+            early + size,
+            documents.cu_seqlens,
+            cu_half,
+            documents.max_seqlen,
+            documents.max_seqlen // 2,
+        )
 
 
 class RingCore(nn.Module):
@@ -67,7 +74,9 @@ class RingCore(nn.Module):
         return out_THK
 
 
-_halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()  # layers share their forward's `Documents`
+_halves: WeakKeyDictionary[Documents, Halves] = (
+    WeakKeyDictionary()
+)  # layers share their forward's `Documents`
 
 
 class Block(NamedTuple):
@@ -116,7 +125,14 @@ def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, halves: Halves, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        halves: Halves,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         rank, size = group.rank(), group.size()
         kv = torch.stack((k_TGK, v_TGK))
         for step in range(size):
@@ -130,7 +146,10 @@ class _Ring(torch.autograd.Function):
             else:
                 before, before_lse = _pick(total_THK, block.queries), _pick(lse_TH, block.queries)
                 joined_lse = torch.logaddexp(before_lse, part_lse)
-                joined = before * (before_lse - joined_lse).exp()[..., None] + part * (part_lse - joined_lse).exp()[..., None]
+                joined = (
+                    before * (before_lse - joined_lse).exp()[..., None]
+                    + part * (part_lse - joined_lse).exp()[..., None]
+                )
                 _put(total_THK, block.queries, joined)
                 _put(lse_TH, block.queries, joined_lse)
             if following is not None:
@@ -148,12 +167,17 @@ class _Ring(torch.autograd.Function):
         rank, size = group.rank(), group.size()
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
-        dq_THK, dkv = torch.zeros_like(q_THK, dtype=lse_TH.dtype), torch.zeros_like(kv, dtype=lse_TH.dtype)
+        dq_THK, dkv = (
+            torch.zeros_like(q_THK, dtype=lse_TH.dtype),
+            torch.zeros_like(kv, dtype=lse_TH.dtype),
+        )
         travelling = None
         for step in range(size):
             following = _pass_on(kv, group, _KEYS) if step + 1 < size else None
             block = Block.of(halves, rank, (rank - step) % size)
-            dout, q, out, lse = (_pick(x, block.queries) for x in (dout_THK, q_THK, out_THK, lse_TH))
+            dout, q, out, lse = (
+                _pick(x, block.queries) for x in (dout_THK, q_THK, out_THK, lse_TH)
+            )
             k, v = (_pick(x, block.keys) for x in kv)
             dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *block.offsets)
             _add(dq_THK, block.queries, dq)

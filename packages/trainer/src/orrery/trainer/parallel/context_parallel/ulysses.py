@@ -50,7 +50,10 @@ def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Ten
 def _trade(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
     """Entry i of each tensor to rank i; entry i of a result is from rank i."""
     arriving = [torch.empty_like(x) for x in leaving]
-    works = [dist.all_to_all_single(into, x, group=group, async_op=True) for into, x in zip(arriving, leaving, strict=True)]
+    works = [
+        dist.all_to_all_single(into, x, group=group, async_op=True)
+        for into, x in zip(arriving, leaving, strict=True)
+    ]
     for work in works:
         work.wait()
     return arriving

@@ -26,13 +26,18 @@ from orrery.trainer.parallel.expert_parallel.torch_exchange import TorchExchange
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
-KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {"torch": TorchExchange, "deepep": DeepEpExchange}
+KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {
+    "torch": TorchExchange,
+    "deepep": DeepEpExchange,
+}
 
 
 def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> nn.Module:
     """The exchange among the ranks of `group`, rank i of which holds the i-th share of `num_experts`."""
     if backend not in KINDS:
-        raise OrreryError(f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {', '.join(KINDS)}")
+        raise OrreryError(
+            f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {', '.join(KINDS)}"
+        )
     return KINDS[backend](group, num_experts)
 
 
@@ -41,13 +46,17 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         return
     mesh, moe = world.expert_mesh, policy.network.config.moe
     if moe is None:
-        raise OrreryError(f"trainer.mesh.ep {trainer.mesh.ep}: {policy.network.config.family} has no experts; set trainer.mesh.ep to 1")
+        raise OrreryError(
+            f"trainer.mesh.ep {trainer.mesh.ep}: {policy.network.config.family} has no experts; set trainer.mesh.ep to 1"
+        )
     assert mesh is not None
     for experts in expert_modules(policy.network):
         _shard(experts, mesh["ep"])
     for module in policy.network.modules():
         if isinstance(module, MixtureOfExperts):
-            module.exchange = make_exchange(trainer.mesh.ep_backend, mesh.get_group("ep"), moe.num_experts)
+            module.exchange = make_exchange(
+                trainer.mesh.ep_backend, mesh.get_group("ep"), moe.num_experts
+            )
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -55,7 +64,9 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Without a source rank: every rank cuts its own share, which on "meta" is all there is to do.
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(share, requires_grad=parameter.requires_grad)
+            )
     forward = experts.forward
 
     def on_local_shares(*args: Any) -> Tensor:
@@ -69,7 +80,11 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
 @contextmanager
 def _local_shares(experts: nn.Module) -> Iterator[None]:
     """Each parameter is the tensor of this rank's experts, as the kernels take it; gradients still arrive at the parameter."""
-    found = [(module, name, parameter) for module in experts.modules() for name, parameter in module._parameters.items()]
+    found = [
+        (module, name, parameter)
+        for module in experts.modules()
+        for name, parameter in module._parameters.items()
+    ]
     try:
         for module, name, parameter in found:
             if isinstance(parameter, DTensor):

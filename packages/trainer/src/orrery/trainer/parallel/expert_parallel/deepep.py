@@ -33,9 +33,13 @@ class DeepEpExchange(nn.Module):
         self.group, self.num_experts = group, num_experts
 
     @torch.compiler.disable
-    def forward(self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+    ) -> Tensor:
         buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size())
-        x_ND, score_NK, expert_NK, num_rows, handle = _Dispatch.apply(x_TD, score_TK.float(), expert_TK, buffer, self.num_experts)
+        x_ND, score_NK, expert_NK, num_rows, handle = _Dispatch.apply(
+            x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
+        )
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, num_rows)
         real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
@@ -58,15 +62,23 @@ def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
     from deep_ep import Buffer
 
     configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
-    nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs)
-    rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs)
+    nvlink_bytes = max(
+        config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs
+    )
+    rdma_bytes = max(
+        config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs
+    )
     return Buffer(group, nvlink_bytes, rdma_bytes)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, buffer: Any, num_experts: int) -> tuple[Any, ...]:
-        tokens_of_rank, tokens_of_node, tokens_of_expert, is_in_rank, _ = buffer.get_dispatch_layout(expert_TK, num_experts)
+    def forward(
+        ctx: Any, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, buffer: Any, num_experts: int
+    ) -> tuple[Any, ...]:
+        tokens_of_rank, tokens_of_node, tokens_of_expert, is_in_rank, _ = (
+            buffer.get_dispatch_layout(expert_TK, num_experts)
+        )
         x_ND, expert_NK, score_NK, rows_of_expert, handle, _ = buffer.dispatch(
             x_TD.contiguous(),
             topk_idx=expert_TK,
@@ -82,8 +94,12 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_x_ND: Tensor, grad_score_NK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grad_x_TD, grad_score_TK, _event = ctx.buffer.combine(grad_x_ND.contiguous(), ctx.handle, topk_weights=grad_score_NK.contiguous())
+    def backward(
+        ctx: Any, grad_x_ND: Tensor, grad_score_NK: Tensor, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        grad_x_TD, grad_score_TK, _event = ctx.buffer.combine(
+            grad_x_ND.contiguous(), ctx.handle, topk_weights=grad_score_NK.contiguous()
+        )
         return grad_x_TD, grad_score_TK, None, None, None
 
 

@@ -26,16 +26,22 @@ class TorchExchange(nn.Module):
         self.group, self.num_experts = group, num_experts
 
     @torch.compiler.disable
-    def forward(self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+    ) -> Tensor:
         rows = plan(expert_TK, self.num_experts)
         known = recomputation.recall()
         asked = self._ask(rows.ends_E) if known is None else None
         x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
-        arriving_RE, (sent, arriving) = known if asked is None else recomputation.keep((asked[0], asked[1].wait()))
+        arriving_RE, (sent, arriving) = (
+            known if asked is None else recomputation.keep((asked[0], asked[1].wait()))
+        )
         x_ND, score_N = exchange_rows((x_MD, score_M), sent, arriving, self.group)
 
         local_E = torch.arange(arriving_RE.shape[1], device=x_TD.device).expand_as(arriving_RE)
-        expert_N = local_E.flatten().repeat_interleave(arriving_RE.flatten(), output_size=sum(arriving))
+        expert_N = local_E.flatten().repeat_interleave(
+            arriving_RE.flatten(), output_size=sum(arriving)
+        )
         here = plan(expert_N[:, None], arriving_RE.shape[1])
         y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), here.ends_E)
         (y_MD,) = exchange_rows((combine_rows(y_ND, here),), arriving, sent, self.group)
@@ -46,7 +52,9 @@ class TorchExchange(nn.Module):
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
         arriving_E = torch.empty_like(counts_E)
         dist.all_to_all_single(arriving_E, counts_E, group=self.group)
-        counts_RE, arriving_RE = (counts.view(self.group.size(), -1) for counts in (counts_E, arriving_E))
+        counts_RE, arriving_RE = (
+            counts.view(self.group.size(), -1) for counts in (counts_E, arriving_E)
+        )
         return arriving_RE, Lengths(torch.stack((counts_RE.sum(1), arriving_RE.sum(1))))
 
 
@@ -56,7 +64,9 @@ class Lengths:
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(
+                numbers, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record()
         else:
