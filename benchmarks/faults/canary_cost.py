@@ -68,7 +68,7 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
     (run_dir / "weights").mkdir()
     for name in ("init", "sft"):
         (run_dir / "weights" / name).symlink_to(weights)
-    me, canary = (
+    ctx, canary = (
         parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"]),
         Canary.of(manifest),
     )
@@ -84,12 +84,12 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
         return sum(each.cpu_s for each in tree(pid).values())
 
     with roles(run_dir, {"inference": ENGINE}) as [process]:
-        url = rendezvous.await_endpoints(me, "inference", 1, 120.0)[0].url
+        url = rendezvous.await_endpoints(ctx, "inference", 1, 120.0)[0].url
         asyncio.run(ask(url, 10))  # warm-up
         before, own = used(process.pid), time.process_time()
         asyncio.run(ask(url, TIMES))
         found = (used(process.pid) - before) / TIMES, (time.process_time() - own) / TIMES
-    me.metrics.close()
+    ctx.metrics.close()
     return found
 
 

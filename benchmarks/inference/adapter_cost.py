@@ -47,8 +47,8 @@ def adapted(args: argparse.Namespace, adapter: bool) -> Manifest:
 @contextmanager
 def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
     spec = adapted(args, adapter)
-    with stage(spec, {"inference": SERVE}) as me:
-        [endpoint] = await_endpoints(me, "inference", 1, START_S)
+    with stage(spec, {"inference": SERVE}) as ctx:
+        [endpoint] = await_endpoints(ctx, "inference", 1, START_S)
         yield EngineClient(endpoint.url, run_token(), model=served_model(spec, "rl"))
 
 

@@ -34,7 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission, Manifest
-from orrery.observe.process import RoleProcess, parse_role
+from orrery.observe.process import RoleContext, parse_role
 from orrery.orchestrator import assemble
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
@@ -99,7 +99,7 @@ class Lengths:
 
 
 async def play(
-    me: RoleProcess,
+    ctx: RoleContext,
     fleet: Any,
     clock: Callable[[], float],
     admission: Admission,
@@ -109,7 +109,7 @@ async def play(
     lengths, chance, names = Lengths(args), random.Random(args.seed + 1), itertools.count()
     ended, changed = 0, asyncio.Event()
     looks: deque[dict[str, float]] = deque()
-    vocabulary = me.manifest.model.vocab_size
+    vocabulary = ctx.manifest.model.vocab_size
 
     async def rollout() -> None:
         nonlocal ended
@@ -129,7 +129,7 @@ async def play(
 
     async def watch() -> None:
         while True:
-            loads = await look(me, fleet, admission)
+            loads = await look(ctx, fleet, admission)
             load = loads[0]
             looks.append(
                 {"time_s": time.perf_counter(), "limit": admission.limit, "num_in_flight": admission.taken, "kv_usage": load.kv_usage,
@@ -181,10 +181,10 @@ async def play(
 
 
 async def measure(
-    me: RoleProcess, process: psutil.Process, args: argparse.Namespace
+    ctx: RoleContext, process: psutil.Process, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    context = me.manifest.inference.max_model_len_tokens
-    bounds = me.manifest.orchestrator.admission
+    context = ctx.manifest.inference.max_model_len_tokens
+    bounds = ctx.manifest.orchestrator.admission
     assert isinstance(bounds, AdaptiveAdmission)
     variants: list[tuple[str, AdaptiveAdmission | FixedAdmission]] = [
         *(
@@ -194,13 +194,13 @@ async def measure(
         ("adaptive", bounds),
     ]
     rows = []
-    async with await assemble.fleet(me) as fleet:
+    async with await assemble.fleet(ctx) as fleet:
         for number in range(args.rounds):
             for name, settings in (
                 variants if number % 2 == 0 else reversed(variants)
             ):  # drifts of the machine meet both ends
                 row = await play(
-                    me, fleet, lambda: computed_s(process), Admission(settings, context), args
+                    ctx, fleet, lambda: computed_s(process), Admission(settings, context), args
                 )
                 rows.append(
                     {"variant": name, "round": number, "load_average": os.getloadavg()[0], **row}
@@ -323,13 +323,13 @@ def main() -> None:
         weights.save(network, spec.model, init)
         write_tokenizer(spec.model, init)
         del network
-        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        ctx = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
             with roles(run_dir, {"inference": ENGINE}) as [started]:
                 process = psutil.Process(started.pid)
-                rows = asyncio.run(measure(me, process, args))
+                rows = asyncio.run(measure(ctx, process, args))
         finally:
-            me.metrics.close()
+            ctx.metrics.close()
     rates = means(rows, key)
     best = max(
         (variant for variant in rates if variant != "adaptive"), key=lambda variant: rates[variant]

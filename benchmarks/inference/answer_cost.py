@@ -63,10 +63,10 @@ def main() -> None:
     with ExitStack() as stack:
         servers = {}
         for way in rounds:
-            me = stack.enter_context(
+            ctx = stack.enter_context(
                 throughput.stage(spec, {"inference": (__file__, "--serve", way)})
             )
-            servers[way] = me.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
+            servers[way] = ctx.run_dir / "stages" / "rl" / "endpoints" / "inference.0.json"
         for number in range(args.rounds):
             for way, endpoint in servers.items():
                 while not endpoint.exists():

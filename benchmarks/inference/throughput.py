@@ -45,7 +45,7 @@ from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 from orrery.models.families import hf_config
 from orrery.observe.network import free_ports
-from orrery.observe.process import RoleProcess, parse_role, role_process
+from orrery.observe.process import RoleContext, parse_role, role_process
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.rollout import play
@@ -129,17 +129,17 @@ def serve_dummies() -> None:
 
 def serve_plain() -> None:
     """This process as `vllm serve` of dummies, without any of our code: the engine's flags but OF_OURS, and no plug-in."""
-    with role_process("inference") as me:
-        host, [port] = me.host, free_ports(1, me.host)
+    with role_process("inference") as ctx:
+        host, [port] = ctx.host, free_ports(1, ctx.host)
         words = server_arguments(
-            me.manifest, weights_dir(me.run_dir, me.manifest), me.index, host, port
+            ctx.manifest, weights_dir(ctx.run_dir, ctx.manifest), ctx.index, host, port
         )
         kept, is_dropped = [], False
         for word in words:
             is_dropped = word in OF_OURS if word.startswith("--") else is_dropped
             kept += [] if is_dropped else [word]
-        variables = os.environ | engine_variables(me.manifest) | {"VLLM_PLUGINS": ""}
-        if me.manifest.hardware.accelerator == "cpu":
+        variables = os.environ | engine_variables(ctx.manifest) | {"VLLM_PLUGINS": ""}
+        if ctx.manifest.hardware.accelerator == "cpu":
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
@@ -153,7 +153,7 @@ def serve_plain() -> None:
         try:
             while server.poll() is None and not is_up(f"http://{host}:{port}/health"):
                 time.sleep(0.2)
-            rendezvous.publish(me, f"http://{host}:{port}")
+            rendezvous.publish(ctx, f"http://{host}:{port}")
             sys.exit(server.wait())
         finally:
             server.terminate()
@@ -336,29 +336,29 @@ Asked = dict[str, dict[str, dict[str, int] | None]]
 async def rounds(
     args: argparse.Namespace,
     asked: Asked,
-    stages: dict[str, RoleProcess],
+    stages: dict[str, RoleContext],
     seen: Callable[[Rows], None],
 ) -> None:
     """Rounds of these engines' variants in turn; `seen` is called after each number with the rows so far."""
     rows: Rows = {}
     async with AsyncExitStack() as stack:
         fleets = {
-            name: await stack.enter_async_context(await assemble.fleet(me))
-            for name, me in stages.items()
+            name: await stack.enter_async_context(await assemble.fleet(ctx))
+            for name, ctx in stages.items()
         }
         for number in range(args.rounds):
             index = 0
-            for name, me in stages.items():
+            for name, ctx in stages.items():
                 for variant, more in asked[name].items():
                     index += 1
                     salt = 1000 * index + number  # prompts of its own
                     if more is None:
-                        found = await through_all(args, me.manifest, fleets[name], salt)
+                        found = await through_all(args, ctx.manifest, fleets[name], salt)
                     else:
                         found = await directly(
                             args,
                             fleets[name].engines[0].url,
-                            me.manifest.model.vocab_size,
+                            ctx.manifest.model.vocab_size,
                             salt,
                             **more,
                         )
@@ -371,7 +371,7 @@ async def rounds(
 
 
 @contextmanager
-def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleProcess]:
+def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
     """A run directory whose weights nobody wrote, with its `servers` (commands by role, as `roles` takes them)."""
     with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
         run_dir = Path(folder)
@@ -380,12 +380,12 @@ def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[Role
         init.mkdir(parents=True)
         config = hf_config(spec.model) | {"eos_token_id": None, "dtype": spec.inference.dtype}
         (init / "config.json").write_text(json.dumps(config))
-        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        ctx = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
             with roles(run_dir, servers):
-                yield me
+                yield ctx
         finally:
-            me.metrics.close()
+            ctx.metrics.close()
 
 
 def measure(

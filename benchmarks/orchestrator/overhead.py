@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.observe.process import RoleProcess, parse_role
+from orrery.observe.process import RoleContext, parse_role
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.loop import Loop
@@ -109,12 +109,12 @@ async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float
     )
 
 
-async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+async def direct(ctx: RoleContext, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
     """A minimal client: no router, no task but for its prompts, nothing kept."""
     import aiohttp
 
-    settings, use = me.manifest.orchestrator, me.manifest.tasks.train[0]
-    task, renderer = make(use), Renderer(assemble.policy_dir(me, "init"))
+    settings, use = ctx.manifest.orchestrator, ctx.manifest.tasks.train[0]
+    task, renderer = make(use), Renderer(assemble.policy_dir(ctx, "init"))
     group_size = settings.algorithm.group_size
     sampling = {
         "max_tokens": settings.sampling.max_tokens_per_turn, "temperature": settings.sampling.temperature, "logprobs": 0,
@@ -153,15 +153,15 @@ async def direct(me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds:
 
 
 async def orchestrated(
-    me: RoleProcess, fleet: EngineFleet, warm_up_s: float, seconds: float
+    ctx: RoleContext, fleet: EngineFleet, warm_up_s: float, seconds: float
 ) -> float:
     """The orchestrator's loop through the router."""
-    renderer = Renderer(assemble.policy_dir(me, "init"))
-    watch = WeightWatch(weight_dir(me.run_dir, me.attempt))
+    renderer = Renderer(assemble.policy_dir(ctx, "init"))
+    watch = WeightWatch(weight_dir(ctx.run_dir, ctx.attempt))
     loop = Loop(
-        me,
-        State(me.manifest),
-        assemble.tasks(me.manifest),
+        ctx,
+        State(ctx.manifest),
+        assemble.tasks(ctx.manifest),
         renderer,
         fleet,
         watch,
@@ -180,16 +180,16 @@ async def orchestrated(
 
 
 async def measure(
-    me: RoleProcess, rounds: int, warm_up_s: float, seconds: float
+    ctx: RoleContext, rounds: int, warm_up_s: float, seconds: float
 ) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
         async with await assemble.fleet(
-            me
+            ctx
         ) as fleet:  # a stage's own each time: one that has the version already waits for the next
             row = {
-                "direct": await direct(me, fleet, warm_up_s, seconds),
-                "orchestrated": await orchestrated(me, fleet, warm_up_s, seconds),
+                "direct": await direct(ctx, fleet, warm_up_s, seconds),
+                "orchestrated": await orchestrated(ctx, fleet, warm_up_s, seconds),
             }
         rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
         print(
@@ -229,18 +229,18 @@ def main() -> None:
         init.mkdir(parents=True)
         weights.save(network, spec.model, init)
         write_tokenizer(spec.model, init)
-        me = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        ctx = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
         try:
-            publisher = WeightPublisher(weight_dir(me.run_dir, me.attempt))
+            publisher = WeightPublisher(weight_dir(ctx.run_dir, ctx.attempt))
             publisher.publish(0, read_weights(init))
             with (
                 roles(run_dir, {"inference": ENGINE, "router": ROUTER}),
                 asyncio.Runner(loop_factory=event_loop) as runner,
             ):
-                rows = runner.run(measure(me, args.rounds, args.warm_up_s, args.seconds))
+                rows = runner.run(measure(ctx, args.rounds, args.warm_up_s, args.seconds))
         finally:
-            remove_weight_dir(me.run_dir, me.attempt)
-            me.metrics.close()
+            remove_weight_dir(ctx.run_dir, ctx.attempt)
+            ctx.metrics.close()
     value = statistics.median(row["ratio"] for row in rows)
     print(f"{value:.3f} of the engine's own rate (goal {GOAL})")
     if not args.dry_run:

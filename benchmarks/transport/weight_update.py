@@ -85,7 +85,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     initialize_on_device(policy.network, 0.02, 0)
     dtype = getattr(torch, manifest.inference.dtype)
     parts: list[dict[str, float]] = []
-    me = SimpleNamespace(
+    ctx = SimpleNamespace(
         health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()),
         metrics=SimpleNamespace(write=lambda *_, **row: parts.append(row)),
         log=logging.getLogger("trainer"),
@@ -96,7 +96,9 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     elif kind == "adapters":
         publisher = Adapters(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
     else:
-        publisher = Direct(policy, Source(kind, folder, "127.0.0.1", rank, size, device), dtype, me)
+        publisher = Direct(
+            policy, Source(kind, folder, "127.0.0.1", rank, size, device), dtype, ctx
+        )
     version = -1
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -126,15 +128,15 @@ def inference(run_dir: Path) -> None:
     from orrery.inference.assemble import engine_environment, server_arguments
     from orrery.observe.process import role_process
 
-    with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as me:
-        engine_environment(me.manifest, me.host)
-        adapter = blank_adapter(run_dir, me.manifest, "rl", 0)
+    with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as ctx:
+        engine_environment(ctx.manifest, ctx.host)
+        adapter = blank_adapter(run_dir, ctx.manifest, "rl", 0)
         options = server_arguments(
-            me.manifest, run_dir / "weights" / "init", 0, me.host, 0, adapter
+            ctx.manifest, run_dir / "weights" / "init", 0, ctx.host, 0, adapter
         )
         from orrery.inference.server import serve
 
-        serve(me, [*options, "--load-format", "dummy"])
+        serve(ctx, [*options, "--load-format", "dummy"])
 
 
 # The driver -------------------------------------------------------------------------------------------------------------

@@ -105,12 +105,12 @@ def engines():
 
 def start_router(run_dir, engines):
     for index, engine in enumerate(engines):
-        me = parse_role(
+        ctx = parse_role(
             "inference",
             ["--run-dir", str(run_dir), "--stage", "rl", "--index", str(index), "--attempt", "1"],
         )
-        rendezvous.publish(me, engine.url)
-        me.metrics.close()
+        rendezvous.publish(ctx, engine.url)
+        ctx.metrics.close()
     process = start_role("orrery.inference.router", run_dir, 0, TOKEN)
     return process, await_published(run_dir, "router", 0, process)
 

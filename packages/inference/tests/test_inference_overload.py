@@ -11,7 +11,7 @@ from counted_engine import scheduled
 from inference_servers import DENSE, STAGE, await_published, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engine_load import look
 
@@ -43,7 +43,7 @@ class Played:
     # without a clock, which a busy machine hardly changes
 
 
-async def play(me, fleet, name, admission, counts):
+async def play(ctx, fleet, name, admission, counts):
     """One rollout a length, as many in flight as there are permits. `counts` are those of `counted_engine`."""
     before = (await fleet.metrics())[0].preemptions_total
     chance, limits, changed = np.random.default_rng(2), [], asyncio.Event()
@@ -71,7 +71,7 @@ async def play(me, fleet, name, admission, counts):
 
     async def watch():
         while True:
-            await look(me, fleet, admission)
+            await look(ctx, fleet, admission)
             limits.append(admission.limit)
             changed.set()
             await asyncio.sleep(POLL_S)
@@ -114,17 +114,17 @@ def test_admission_that_follows_the_engine_preempts_less_than_an_overload_and_ma
         FixedAdmission(kind="fixed", max_in_flight=limit) for limit in (OVERLOAD, BEST_FIXED)
     )
     adaptive = AdaptiveAdmission(kind="adaptive", min_in_flight=FLOOR, max_in_flight=OVERLOAD)
-    me = RoleProcess("orchestrator", run_dir, STAGE, 0, 1, 0)
-    context = me.manifest.inference.max_model_len_tokens
+    ctx = RoleContext("orchestrator", run_dir, STAGE, 0, 1, 0)
+    context = ctx.manifest.inference.max_model_len_tokens
 
     async def all_three(fleet):
         counts = scheduled(run_dir)
         return [
-            await play(me, fleet, str(i), Admission(each, context), counts)
+            await play(ctx, fleet, str(i), Admission(each, context), counts)
             for i, each in enumerate((overload, best, adaptive))
         ]
 
-    with closing(me.metrics):
+    with closing(ctx.metrics):
         process = start_role("counted_engine", run_dir, 0)
         try:
             overloaded, fitting, followed = with_fleet(

@@ -27,7 +27,7 @@ from network_alone import alone_in_a_network
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.transport.engine import START_VERSION, EngineGone, GenerationFailed
 from orrery.transport.roster import Phase
 from orrery.transport.route_bytes import column
@@ -495,8 +495,8 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         await until(usage(0))
         await until(usage(1))
 
-    me = RoleProcess("orchestrator", run_dir, STAGE, 0, 1, 0)
+    ctx = RoleContext("orchestrator", run_dir, STAGE, 0, 1, 0)
     try:
-        drive(engines, scenario, restarting=me)
+        drive(engines, scenario, restarting=ctx)
     finally:
-        me.metrics.close()
+        ctx.metrics.close()

@@ -38,11 +38,11 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
         setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve
     )
     health = SimpleNamespace(doing=lambda _: None, turns=lambda _: None, failed=lambda _: None)
-    me = SimpleNamespace(index=0, name="inference.0", health=health)
+    ctx = SimpleNamespace(index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
-    return asyncio.run(asyncio.wait_for(server._serve(me, entry, args, tmp_path), 10))
+    return asyncio.run(asyncio.wait_for(server._serve(ctx, entry, args, tmp_path), 10))
 
 
 async def for_ever(*_):
@@ -233,7 +233,7 @@ def test_an_engine_that_does_not_start_says_the_cause_that_its_log_has(tmp_path,
 
 
 def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, tmp_path):
-    me = SimpleNamespace(index=0, name="inference.0", run_dir=tmp_path, manifest=None)
+    ctx = SimpleNamespace(index=0, name="inference.0", run_dir=tmp_path, manifest=None)
     log = tmp_path / "logs" / "inference.0.log"
     log.parent.mkdir()
     log.write_text(f"{CORE}ValueError: of an earlier start\n")
@@ -263,4 +263,4 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
         RunFailed,
         match=r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read logs",
     ):
-        server.serve(me, [])
+        server.serve(ctx, [])

@@ -39,16 +39,16 @@ def be_a_role() -> None:
         return orchestrate_then_block()
     if acts and acts[0] == "break at import":
         raise ImportError("no module named nowhere")
-    with role_process(role) as me:
-        me.health.doing("acting", step=3)
+    with role_process(role) as ctx:
+        ctx.health.doing("acting", step=3)
         for act in acts:
             if act.isdecimal():
-                me.metrics.write(step=1, reward=int(act))
+                ctx.metrics.write(step=1, reward=int(act))
             elif act == "serve":
                 while True:
                     time.sleep(0.05)
             elif act == "wind down":
-                while not wind_down.is_asked(me.run_dir, me.stage):
+                while not wind_down.is_asked(ctx.run_dir, ctx.stage):
                     time.sleep(0.05)
                 raise wind_down.WoundDown(3)
             elif act == "fail":
@@ -56,22 +56,22 @@ def be_a_role() -> None:
             elif act == "fail of engine 0":
                 raise RunFailed("engine 0 is gone (/pause: ConnectionResetError); see its log")
             elif act == "fail and stay":
-                me.health.failed("the moon is in the way")
+                ctx.health.failed("the moon is in the way")
                 while True:
                     time.sleep(0.05)
             elif act == "wait":
-                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                with ctx.health.waiting("batch 4 from orchestrator", deadline_s=600):
                     while True:
                         time.sleep(0.05)
             elif act == "wait until asked":
-                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
-                    while not (me.run_dir / "go").exists():
+                with ctx.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                    while not (ctx.run_dir / "go").exists():
                         time.sleep(0.05)
             elif act == "wait and fail":
-                with me.health.waiting("batch 4 from orchestrator", deadline_s=600):
+                with ctx.health.waiting("batch 4 from orchestrator", deadline_s=600):
                     raise RunFailed("nothing came")
             elif act == "stall":
-                with me.health.waiting("batch 4 from orchestrator", deadline_s=-60):
+                with ctx.health.waiting("batch 4 from orchestrator", deadline_s=-60):
                     while True:
                         time.sleep(0.05)
             elif act == "child":  # one in the group, one that left it
@@ -80,24 +80,24 @@ def be_a_role() -> None:
                         [sys.executable, "-c", "import time; time.sleep(300)"],
                         start_new_session=new_session,
                     )
-                    with open(me.run_dir / "children", "a") as file:
+                    with open(ctx.run_dir / "children", "a") as file:
                         file.write(f"{child.pid}\n")
             elif act == "ignore SIGTERM":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             elif act == "shm":
-                Path(f"/dev/shm/{prefix(me.run_dir)}{me.attempt}").mkdir()
+                Path(f"/dev/shm/{prefix(ctx.run_dir)}{ctx.attempt}").mkdir()
             elif act == "caches":
                 made = (
-                    scratch_disk.folder(me.run_dir, me.stage)
-                    / f"attempt_{me.attempt}"
-                    / str(me.index)
+                    scratch_disk.folder(ctx.run_dir, ctx.stage)
+                    / f"attempt_{ctx.attempt}"
+                    / str(ctx.index)
                 )
                 made.mkdir(parents=True)
                 (made / "block.bin").touch()
             elif act == "look":
                 row = {
-                    "port": me.port,
-                    "attempt": me.attempt,
+                    "port": ctx.port,
+                    "attempt": ctx.attempt,
                     "cores": sorted(os.sched_getaffinity(0)),
                 }
                 row["env"] = {
@@ -109,17 +109,17 @@ def be_a_role() -> None:
                     for process in psutil.Process(os.getppid()).children(recursive=True)
                     if is_told(process)
                 ]
-                (me.run_dir / f"look.{me.name}.json").write_text(json.dumps(row))
+                (ctx.run_dir / f"look.{ctx.name}.json").write_text(json.dumps(row))
             elif act == "endpoint":
-                rendezvous.publish(me, f"http://127.0.0.1:{me.port}")
+                rendezvous.publish(ctx, f"http://127.0.0.1:{ctx.port}")
             elif act == "turn once":
-                if not me.incarnation:
-                    me.health.turns(3.0)
+                if not ctx.incarnation:
+                    ctx.health.turns(3.0)
             elif act == "until asked":
-                while not (me.run_dir / "go").exists():
+                while not (ctx.run_dir / "go").exists():
                     time.sleep(0.05)
             elif act == "ready":
-                (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
+                (ctx.run_dir / f"ready.{ctx.name}").write_text(str(os.getpid()))
             else:
                 raise AssertionError(act)
 
@@ -128,10 +128,10 @@ def orchestrate_then_block() -> None:
     """Run the orchestrator's process and event loop, which blocks in a call once it is told to."""
     from orrery.orchestrator import __main__ as orchestrator
 
-    async def fleet(me):
-        me.health.doing("judging", step=3)
-        (me.run_dir / f"ready.{me.name}").write_text(str(os.getpid()))
-        while not (me.run_dir / "go").exists():
+    async def fleet(ctx):
+        ctx.health.doing("judging", step=3)
+        (ctx.run_dir / f"ready.{ctx.name}").write_text(str(os.getpid()))
+        while not (ctx.run_dir / "go").exists():
             await asyncio.sleep(0.05)
         time.sleep(3600)
 

@@ -22,7 +22,7 @@ def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
     """Start a role whose `with` block is `body`; it prints `ready` itself where a test waits for it."""
     lines = "\n".join("    " + line for line in body.splitlines())
     code = f"import time, sys, os\nfrom orrery.observe.process import role_process\nfrom orrery.manifest.errors import *\n{prelude}\n"
-    code += f"with role_process('trainer') as me:\n{lines}\n"
+    code += f"with role_process('trainer') as ctx:\n{lines}\n"
     argv = [
         "--run-dir",
         str(tmp_path),
@@ -47,7 +47,7 @@ def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
 def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
     process = role(
         tmp_path,
-        "me.metrics.write(4, loss=1.5)\nassert (me.port, me.stage, me.name) == (7, 'rl', 'trainer.1')",
+        "ctx.metrics.write(4, loss=1.5)\nassert (ctx.port, ctx.stage, ctx.name) == (7, 'rl', 'trainer.1')",
     )
     assert process.wait(20) == 0, process.stderr.read()
     assert read_health(tmp_path, "rl", attempt=3)["trainer.1"].doing == "done"
@@ -81,7 +81,7 @@ def test_a_role_logs_from_the_named_level_on(tmp_path, monkeypatch, level, said)
     monkeypatch.setenv("ORRERY_LOG_LEVEL", level)
     process = role(
         tmp_path,
-        "me.log.info('by itself')\nwith me.health.waiting('batch 4 from orchestrator'):\n    pass",
+        "ctx.log.info('by itself')\nwith ctx.health.waiting('batch 4 from orchestrator'):\n    pass",
     )
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 0, stderr
@@ -163,7 +163,7 @@ def test_a_role_whose_parent_is_killed_runs_its_callbacks_and_takes_its_children
     body = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
-        f"me.on_orphaned(lambda: open({str(tmp_path / 'called')!r}, 'w').close())\n"
+        f"ctx.on_orphaned(lambda: open({str(tmp_path / 'called')!r}, 'w').close())\n"
         "print(os.getpid(), child.pid, flush=True)\n"
         "time.sleep(120)"
     )
@@ -228,10 +228,10 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
     if launched:
         monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
-    me = parse_role("report", ["--run-dir", str(run_dir), "--stage", "report"])
+    ctx = parse_role("report", ["--run-dir", str(run_dir), "--stage", "report"])
     weights.mkdir()
     try:
-        me.lifeline._run_callbacks()
+        ctx.lifeline._run_callbacks()
         assert weights.exists() is not launched
     finally:
         shared_memory.remove(shared_memory.prefix(run_dir))
@@ -292,9 +292,9 @@ def test_a_process_that_is_stuck_in_a_library_still_answers_with_stacks_and_more
     code = """
 import ctypes
 from orrery.observe.asked import call_on_signal
-call_on_signal(lambda: (me.run_dir / 'answered').touch())
+call_on_signal(lambda: (ctx.run_dir / 'answered').touch())
 mutex = ctypes.create_string_buffer(64)
-me.health.doing('stuck in a library')
+ctx.health.doing('stuck in a library')
 for _ in range(2):  # the second never comes back, also not for a signal
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """

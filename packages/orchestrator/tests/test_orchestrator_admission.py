@@ -306,22 +306,22 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
             )
         }
     )
-    me, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
+    ctx, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
     serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
-    assert list(await look(me, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
+    assert list(await look(ctx, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
     assert admission.limit == 100
-    assert list(await look(me, Fleet(prefill, None, serving), admission)) == [0, 2]
+    assert list(await look(ctx, Fleet(prefill, None, serving), admission)) == [0, 2]
     assert admission.limit == 50
     assert (
         await look(
-            me, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
+            ctx, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
         )
         == {}
     )
     assert admission.limit == 50
-    assert [row["limit"] for row in me.events("admission")] == [100, 50]
-    assert [(row["engine"], row["external_hit_tokens"]) for row in me.events("engine")] == [
+    assert [row["limit"] for row in ctx.events("admission")] == [100, 50]
+    assert [(row["engine"], row["external_hit_tokens"]) for row in ctx.events("engine")] == [
         (0, 0),
         (1, 96),
         (2, 96),

@@ -34,12 +34,12 @@ from orrery.tasks.task import Judgement, Message
 from orrery.transport import checkpoints, rollout_store
 
 
-def loop_of(me, manifest, fleet, trainer, state=None, task=None, held_out=None):
+def loop_of(ctx, manifest, fleet, trainer, state=None, task=None, held_out=None):
     tasks = {
         "train": [task or fakes.FakeTask() for _ in manifest.tasks.train],
         "evaluation": [held_out or fakes.FakeTask()],
     }
-    return Loop(me, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
+    return Loop(ctx, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
 
 
 def run(
@@ -53,14 +53,14 @@ def run(
     attempt=1,
     held_out=None,
 ):
-    me, fleet, trainer = (
+    ctx, fleet, trainer = (
         fakes.FakeMe(tmp_path, manifest, attempt=attempt),
         fleet or fakes.FakeFleet(),
         trainer or fakes.FakeTrainer(),
     )
-    loop = loop_of(me, manifest, fleet, trainer, state, task, held_out)
+    loop = loop_of(ctx, manifest, fleet, trainer, state, task, held_out)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
-    return me, fleet, trainer, loop
+    return ctx, fleet, trainer, loop
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def trained(batch):
 
 
 def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated(tmp_path):
-    me, fleet, trainer, loop = run(tmp_path, fakes.manifest())
+    ctx, fleet, trainer, loop = run(tmp_path, fakes.manifest())
     assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6]
     assert all(batch.totals["num_samples"] == 8 for batch in trainer.batches)
-    evaluated = [row["version"] for row in me.events("evaluation")]
+    evaluated = [row["version"] for row in ctx.events("evaluation")]
     assert evaluated[0] == 0 and evaluated[-1] == 6
     assert fleet.updates == sorted(set(fleet.updates)) and fleet.updates[-1] == 6
     versions = np.concatenate(
         [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
     )
-    assert (versions == 6).all() and trainer.compared.totals["num_samples"] == me.events(
+    assert (versions == 6).all() and trainer.compared.totals["num_samples"] == ctx.events(
         "evaluation"
     )[-1]["num_rollouts"]
     assert not fleet.in_flight and loop.state.dispatch.admission.taken == 0
@@ -101,10 +101,10 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
     script = {
         f"{name}-0": "gone once" for name in ("evaluation-0-0", "evaluation-2-1", "train-1-2")
     }
-    me, fleet, _, loop = run(
+    ctx, fleet, _, loop = run(
         tmp_path, fakes.manifest(max_in_flight=4), fakes.FakeFleet(script=script)
     )
-    first = me.events("evaluation")[0]
+    first = ctx.events("evaluation")[0]
     assert (first["num_rollouts"], first["num_failed"]) == (6, 0)
     asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
     assert (
@@ -151,21 +151,21 @@ def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_tim
         fakes.manifest(rollout_timeout_s=0.2),
         fakes.FakeFleet(script={"evaluation-2-1-0": "gone, then hang"}),
     )
-    me = fakes.FakeMe(tmp_path, manifest)
+    ctx = fakes.FakeMe(tmp_path, manifest)
 
     async def main():
-        await asyncio.wait_for(loop_of(me, manifest, fleet, fakes.FakeTrainer()).run(), 20)
+        await asyncio.wait_for(loop_of(ctx, manifest, fleet, fakes.FakeTrainer()).run(), 20)
         return list(fleet.aborted), dict(
             fleet.in_flight
         )  # before asyncio ends what nobody else has
 
     assert asyncio.run(main()) == (["evaluation-2-1-0"], {})
-    assert me.events("evaluation")[0]["failures"] == {"timeout": 1}
+    assert ctx.events("evaluation")[0]["failures"] == {"timeout": 1}
 
 
 def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
-    me, _, _, _ = run(tmp_path, fakes.manifest(weights=(1.0, 2.0)))
-    rows = me.events("batch")
+    ctx, _, _, _ = run(tmp_path, fakes.manifest(weights=(1.0, 2.0)))
+    rows = ctx.events("batch")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert row.keys() >= {
@@ -175,7 +175,7 @@ def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
         }  # fmt: skip
         assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
     assert any("reward/task1" in row for row in rows)
-    assert {span["name"] for span in me.spans} >= {
+    assert {span["name"] for span in ctx.spans} >= {
         "cut",
         "pack",
         "send",
@@ -191,14 +191,14 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
             return Judgement(1.0, {})
 
     with caplog.at_level(logging.WARNING):
-        me, _, trainer, loop = run(tmp_path, fakes.manifest(max_sampled_ratio=2.0), task=Learned())
+        ctx, _, trainer, loop = run(tmp_path, fakes.manifest(max_sampled_ratio=2.0), task=Learned())
     assert len(trainer.batches) == 6 and all(
         not part.token["advantage"].any() for batch in trainer.batches for part in trained(batch)
     )
     assert all(batch.totals["rl"] == 8 * 4 for batch in trainer.batches), (
         "ordinary members of the loss"
     )
-    rows = me.events("batch")
+    rows = ctx.events("batch")
     assert [row["num_zero_advantage"] for row in rows] == [8] * 6 and [
         row["num_without_signal"] for row in rows
     ] == [row["num_sampled"] for row in rows]
@@ -249,7 +249,7 @@ def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out
     tmp_path,
 ):
     manifest = fakes.manifest(checkpoint_steps=2)
-    me, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
+    ctx, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     sample = Sample(
         fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
@@ -267,7 +267,7 @@ def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out
     )
     for batch, row in zip(
         [*first.batches, *second.batches],
-        [*me.events("batch"), *again.events("batch")],
+        [*ctx.events("batch"), *again.events("batch")],
         strict=True,
     ):
         versions = {
@@ -306,11 +306,11 @@ def test_a_batch_is_written_down_before_it_is_sent(tmp_path):
             await super().send(batch)
 
     manifest = fakes.manifest()
-    me, trainer = fakes.FakeMe(tmp_path, manifest), Dying()
-    loop = loop_of(me, manifest, fakes.FakeFleet(), trainer)
+    ctx, trainer = fakes.FakeMe(tmp_path, manifest), Dying()
+    loop = loop_of(ctx, manifest, fakes.FakeFleet(), trainer)
     with pytest.raises(RunFailed, match="the trainer is gone"):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
-    assert [row["step"] for row in me.events("batch")] == rollout_store.steps(tmp_path) == [1, 2]
+    assert [row["step"] for row in ctx.events("batch")] == rollout_store.steps(tmp_path) == [1, 2]
 
 
 def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
@@ -421,10 +421,10 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
         "train-2-1-0": "fail",
         "train-2-2-0": "fail",
     }
-    me, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
+    ctx, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
     dropped = loop.state.sink.dropped
     assert dropped["engine"] == 4 and dropped["empty"] == 1 and dropped["too_few_survivors"] == 1
-    assert me.events("batch")[-1]["dropped"]["engine"] == 4
+    assert ctx.events("batch")[-1]["dropped"]["engine"] == 4
 
 
 def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path, at_close):
@@ -447,9 +447,9 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 ):
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
-    me, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
+    ctx, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
     assert loop.state.sink.dropped["timeout"] == 1, "counted as one that does not train"
-    first, second = me.events("evaluation")[:2]
+    first, second = ctx.events("evaluation")[:2]
     assert (
         first["num_rollouts"],
         first["num_failed"],
@@ -477,9 +477,9 @@ def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often
     fleet = fakes.FakeFleet(
         script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True
     )
-    me, _, _, loop = run(tmp_path, manifest, fleet)
+    ctx, _, _, loop = run(tmp_path, manifest, fleet)
     assert (loop.state.sink.dropped["engine_still"], loop.state.sink.dropped["timeout"]) == (1, 0)
-    first = me.events("evaluation")[0]
+    first = ctx.events("evaluation")[0]
     assert (first["num_rollouts"], first["failures"], first["num_timeouts"]) == (
         5,
         {"engine_still": 1},
@@ -517,12 +517,12 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
         }
     )
     script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
-    me, fleet = (
+    ctx, fleet = (
         fakes.FakeMe(tmp_path, manifest, stage="evaluate"),
         fakes.FakeFleet(script=script, version=3),
     )
     held_out = evaluate.HeldOut(
-        me,
+        ctx,
         fleet,
         fakes.FakeRenderer(),
         {"train": [], "evaluation": [fakes.FakeTask()]},
@@ -596,12 +596,12 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
 
 
 def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
-    me, fleet, trainer = (
+    ctx, fleet, trainer = (
         fakes.FakeMe(tmp_path, fakes.manifest()),
         fakes.FakeFleet(),
         fakes.FakeTrainer(),
     )
-    loop = loop_of(me, me.manifest, fleet, trainer)
+    loop = loop_of(ctx, ctx.manifest, fleet, trainer)
     group = GroupRequest("train", 0, 0, 0, 8)
     queued = [
         Sample(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
@@ -823,14 +823,14 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
         num_steps=40, interval_steps=2, stop_at=0.9, checkpoint_steps=checkpoint_steps
     )
     fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
-    me, _, _, loop = run(
+    ctx, _, _, loop = run(
         tmp_path, manifest, fleet, trainer, held_out=improving(fleet, from_version)
     )
     last = trainer.version
     assert from_version <= last <= from_version + 4 and [
         batch.step for batch in trainer.batches
     ] == list(range(1, last + 1))
-    evaluated = {row["version"]: row["reward_mean"] for row in me.events("evaluation")}
+    evaluated = {row["version"]: row["reward_mean"] for row in ctx.events("evaluation")}
     assert (
         max(evaluated) == last
         and evaluated[last] == 1.0
@@ -840,7 +840,7 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
         [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
     )
     assert (versions == last).all(), "the last version is compared"
-    (ended,) = me.events("stopped_early")
+    (ended,) = ctx.events("stopped_early")
     assert (ended["version"], ended["step"], ended["num_steps"], ended["stop_at"]) == (
         last,
         last,
@@ -879,11 +879,13 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
     resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
     assert step % 2 == 0 and not resumed.stopped_early
     fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, step, attempt=2)
-    me, _, _, _ = run(
+    ctx, _, _, _ = run(
         tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 3), attempt=2
     )
     assert (
-        second.version < 12 and second.compared is not None and len(me.events("stopped_early")) == 1
+        second.version < 12
+        and second.compared is not None
+        and len(ctx.events("stopped_early")) == 1
     )
 
 

@@ -22,21 +22,21 @@ from orrery.trainer.parallel.world import World
 )
 def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     dissolved = []
-    monkeypatch.setattr(assemble, "pulse", lambda me, device: nullcontext())
+    monkeypatch.setattr(assemble, "pulse", lambda ctx, device: nullcontext())
     monkeypatch.setattr(
         assemble,
         "form",
         lambda mesh, rank, device, store: World(rank, 1, torch.device("cpu"), None),
     )
     monkeypatch.setattr(assemble, "dissolve", dissolved.append)
-    me = SimpleNamespace(
+    ctx = SimpleNamespace(
         manifest=manifest(),
         index=0,
         health=SimpleNamespace(doing=lambda what: None, waiting=lambda *_, **__: nullcontext()),
     )
     with (
         pytest.raises(type(error)) if error is not None else nullcontext(),
-        assemble.assemble_world(me),
+        assemble.assemble_world(ctx),
     ):
         if error is not None:
             raise error
@@ -73,11 +73,11 @@ def test_versions_that_do_not_fit_end_the_rl_stage_before_it_loads_weights(
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
     monkeypatch.setattr(assemble, "assemble_learner", loads)
-    me = SimpleNamespace(manifest=spec, stage="rl", run_dir=tmp_path)
+    ctx = SimpleNamespace(manifest=spec, stage="rl", run_dir=tmp_path)
     refused = (
         pytest.raises(OrreryError, match=r"transport\.weights: 'files'")
         if is_refused
         else pytest.raises(Loads)
     )
-    with refused, assemble.assemble_rl(me, World(rank, 2, torch.device("cpu"), None)):
+    with refused, assemble.assemble_rl(ctx, World(rank, 2, torch.device("cpu"), None)):
         pass

@@ -635,12 +635,12 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
         stages={"sft": None},
     )
     (tmp_path / "manifest.json").write_bytes(canonical_json(adapted))
-    me = parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"])
+    ctx = parse_role("trainer", ["--run-dir", str(tmp_path), "--stage", "rl"])
     start = write_start_weights(adapted, tmp_path / "weights" / "init")
 
     def begun():
         return assemble_learner(
-            me, World(0, 1, torch.device("cpu"), None), start, adapted.trainer.optimizer, 1.0
+            ctx, World(0, 1, torch.device("cpu"), None), start, adapted.trainer.optimizer, 1.0
         )
 
     train(first := begun(), [1, 2])

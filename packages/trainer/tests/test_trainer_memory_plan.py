@@ -689,13 +689,13 @@ def test_memory_that_is_not_from_torchs_allocator_is_told_too(
 
 def test_a_stage_that_runs_out_fails_with_the_sentence():
     spec = manifest()
-    me = SimpleNamespace(manifest=spec, stage="sft", index=0)
+    ctx = SimpleNamespace(manifest=spec, stage="sft", index=0)
     said = r"^rank 0 ran out of device memory in step 5: 20\.0 MiB were asked for; "
-    with pytest.raises(RunFailed, match=said) as failed, explained(me) as where:
+    with pytest.raises(RunFailed, match=said) as failed, explained(ctx) as where:
         where.learner = SimpleNamespace(step=4)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert failed.value.__suppress_context__
-    with pytest.raises(RuntimeError, match="else"), explained(me):
+    with pytest.raises(RuntimeError, match="else"), explained(ctx):
         raise RuntimeError("else")
 
 
@@ -706,13 +706,13 @@ def test_a_rank_that_others_hold_up_ends_all_the_same(monkeypatch):
     monkeypatch.setattr(
         out_of_memory.os, "_exit", lambda status: (code.append(status), ended.set())
     )
-    me = SimpleNamespace(
+    ctx = SimpleNamespace(
         manifest=manifest(mesh={"dp_shard": 2}),
         stage="rl",
         index=1,
         health=SimpleNamespace(failed=said.append),
     )
-    with pytest.raises(RunFailed) as failed, explained(me):
+    with pytest.raises(RunFailed) as failed, explained(ctx):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert ended.wait(60)
     assert said == [str(failed.value)] and code == [RunFailed.exit_code]

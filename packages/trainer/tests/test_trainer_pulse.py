@@ -49,7 +49,7 @@ def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
 
 
 def deeds():
-    """(me, what it said that it does, by how long that may stand still)."""
+    """(ctx, what it said that it does, by how long that may stand still)."""
     said = {}
     health = SimpleNamespace(
         doing=lambda what, step=None, still_s=None: said.update({what: still_s}),
@@ -71,7 +71,7 @@ def deeds():
     [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)],
 )
 def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
-    me, said = deeds()
+    ctx, said = deeds()
     world = SimpleNamespace(size=2, device=CPU)
     learner = SimpleNamespace(
         step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids)
@@ -83,9 +83,9 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
         SimpleNamespace(
             learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s
         ),
-        me,
+        ctx,
     )
-    saving = StageCheckpoints(me, learner, "rl")
+    saving = StageCheckpoints(ctx, learner, "rl")
     saving._saver = SimpleNamespace(copy=lambda *_: 0.0)
     saving.copy()
     assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
@@ -98,8 +98,8 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
 def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(
     kind, devices, limit_s
 ):
-    me, said = deeds()
-    me.health.waiting = lambda what, deadline_s, behind_s: nullcontext(
+    ctx, said = deeds()
+    ctx.health.waiting = lambda what, deadline_s, behind_s: nullcontext(
         said.update({what: (deadline_s, behind_s)})
     )
     transport, hardware = SimpleNamespace(rollouts=kind), SimpleNamespace(devices_per_node=devices)
@@ -114,7 +114,7 @@ def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_n
         batch_deadline_s=9.0,
         batch_behind_s=assemble._batch_behind_s(spec, world),
     )
-    loop._await_batch(rig, None, me, 5, 0)
+    loop._await_batch(rig, None, ctx, 5, 0)
     assert said == {"batch 5 from orchestrator": (9.0, limit_s)}
 
 

@@ -129,9 +129,9 @@ def start_run(folder: Path, spec, start: Path) -> Path:
 
 def sft_stage(run_dir: Path, *more: str) -> None:
     """In this process, which closes the role's files as a role's own end does."""
-    me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", *more])
-    with closing(me.metrics):
-        trainer_main.run_sft(me)
+    ctx = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", *more])
+    with closing(ctx.metrics):
+        trainer_main.run_sft(ctx)
 
 
 def run_here(folder: Path, spec, start: Path) -> tuple[list[dict], bytes]:

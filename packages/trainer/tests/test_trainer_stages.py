@@ -153,11 +153,11 @@ async def orchestrate(
     step before it. With `winds_down` the wind-down message comes there, with that half too.
     """
     argv = ["--run-dir", str(run_dir), "--stage", "rl", "--attempt", str(attempt)]
-    me = parse_role("orchestrator", argv)
+    ctx = parse_role("orchestrator", argv)
     mesh = spec.trainer.mesh
     ranks = mesh.world_size
-    sender = make_sender(spec.transport.rollouts, run_dir, me.host, me.port, ranks)
-    rendezvous.publish(me, sender.url)
+    sender = make_sender(spec.transport.rollouts, run_dir, ctx.host, ctx.port, ranks)
+    rendezvous.publish(ctx, sender.url)
     try:
         last = steps.stop - 1 if ends_early else spec.stages.rl.num_steps
         if ends_early:
@@ -543,7 +543,7 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
     )  # a checkpoint after step 2, which step 3's waits for
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
-    me = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
+    ctx = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
     found = []
 
     def complete(folder, notes):
@@ -557,8 +557,8 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
     monkeypatch.setattr(checkpoints, "complete", complete)
 
     def train():
-        with assemble_world(me) as world, assemble_rl(me, world) as rig:
-            rl(rig, me)
+        with assemble_world(ctx) as world, assemble_rl(ctx, world) as rig:
+            rl(rig, ctx)
 
     async def both():
         orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
@@ -828,12 +828,12 @@ def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     rig = SimpleNamespace(
         learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0, batch_behind_s=1.0
     )
-    me = SimpleNamespace(
+    ctx = SimpleNamespace(
         manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext())
     )
-    me.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
+    ctx.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
     for first_step in (3, 1):  # begun after its last step, or before it
         with pytest.raises(WoundDown) as wound_down:
-            loop._await_batch(rig, saving, me, 4, first_step)
+            loop._await_batch(rig, saving, ctx, 4, first_step)
         assert (wound_down.value.step, ended) == (3, ["finished"])
         ended.clear()

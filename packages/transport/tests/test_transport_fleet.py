@@ -13,7 +13,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import fence
 from orrery.observe.health import read_health
 from orrery.observe.metrics import read
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.transport import engine as engine_module
 from orrery.transport import fleet as fleet_module
 from orrery.transport import rendezvous
@@ -166,7 +166,7 @@ def test_equal_fingerprints_compare_silently():
 class Engines:
     """Stand-ins for two engines, their router and, started again, the second engine; and the orchestrator that drives them."""
 
-    me: RoleProcess
+    ctx: RoleContext
     fleet: EngineFleet
     urls: list[str]
     stand_ins: list[StandIn]
@@ -175,16 +175,16 @@ class Engines:
         """What the launcher and the new process do."""
         port = int(self.urls[3].rpartition(":")[2])
         rendezvous.publish(
-            RoleProcess("inference", self.me.run_dir, "rl", 1, 1, port, incarnation), self.urls[3]
+            RoleContext("inference", self.ctx.run_dir, "rl", 1, 1, port, incarnation), self.urls[3]
         )
 
     def waits(self):
-        return {wait.what for wait in read_health(self.me.run_dir, "rl")["orchestrator.0"].waits}
+        return {wait.what for wait in read_health(self.ctx.run_dir, "rl")["orchestrator.0"].waits}
 
     def rows(self, event):
         return [
             row
-            for row in read(self.me.run_dir / "metrics" / "orchestrator.0.jsonl")
+            for row in read(self.ctx.run_dir / "metrics" / "orchestrator.0.jsonl")
             if row.get("event") == event
         ]
 
@@ -193,17 +193,17 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
     monkeypatch.setattr("orrery.observe.token._kept", "t")
     monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
-    me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
+    ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
 
     async def main(urls):
-        async with EngineFleet(urls[:2], urls[2], restarting=me, model="adapter") as fleet:
-            return await asyncio.wait_for(scenario(Engines(me, fleet, urls, stand_ins)), 20)
+        async with EngineFleet(urls[:2], urls[2], restarting=ctx, model="adapter") as fleet:
+            return await asyncio.wait_for(scenario(Engines(ctx, fleet, urls, stand_ins)), 20)
 
     try:
         return run(stand_ins, main)
     finally:
-        me.metrics.close()
+        ctx.metrics.close()
 
 
 LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers from then on
@@ -748,14 +748,14 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
 ):
     monkeypatch.setattr("orrery.observe.token._kept", "t")
     monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
-    me = RoleProcess("orchestrator", tmp_path, "rl", 0, 1, 0)
+    ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
 
     async def scenario(urls):
         def listen(incarnation, url):
             info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
             rendezvous.publish(
-                RoleProcess("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
+                RoleContext("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
             )
             return info
 
@@ -765,7 +765,7 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
             )
 
         async with (
-            EngineFleet(urls[:2], restarting=me, handovers=[listen(0, urls[0])]) as fleet,
+            EngineFleet(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
             asyncio.timeout(20),
         ):
             prefill.fail |= {
@@ -793,4 +793,4 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
     try:
         run(stand_ins, scenario)
     finally:
-        me.metrics.close()
+        ctx.metrics.close()

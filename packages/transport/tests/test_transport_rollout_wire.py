@@ -460,17 +460,17 @@ from orrery.manifest.errors import RunFailed
 from orrery.observe.process import role_process
 from orrery.transport import rendezvous, rollout_wire
 async def sender():
-    rollout_wire.make_sender({kind!r}, me.run_dir, me.host, 0, 1).close()
-with role_process("orchestrator") as me:
+    rollout_wire.make_sender({kind!r}, ctx.run_dir, ctx.host, 0, 1).close()
+with role_process("orchestrator") as ctx:
     url = {f"file://{tmp_path}" if kind == "files" else "tcp://127.0.0.1:1"!r}
-    for begin in (lambda: asyncio.run(sender()), lambda: rollout_wire.make_receiver({kind!r}, me.run_dir, url, 0).close()):
+    for begin in (lambda: asyncio.run(sender()), lambda: rollout_wire.make_receiver({kind!r}, ctx.run_dir, url, 0).close()):
         try:
             begin()
         except RunFailed as error:
             assert "the run's token" in str(error)
         else:
             print("began")
-    rendezvous.publish(me, "http://here")
+    rendezvous.publish(ctx, "http://here")
 """
     environment = os.environ | {
         "ORRERY_LAUNCHER_PID": str(os.getpid()),

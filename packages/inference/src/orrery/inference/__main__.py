@@ -14,23 +14,23 @@ from orrery.transport.token import run_token
 
 def main() -> None:
     gc.disable()  # importing torch and vLLM makes millions of objects that all stay; `serve` collects again once it is up
-    with role_process("inference") as me:
+    with role_process("inference") as ctx:
         run_token()  # refuses to go on without one, before the minutes that loading may take
-        me.health.doing("loading vLLM")
-        manifest = me.manifest
-        engine_environment(manifest, me.host)
-        os.environ[INDEX] = str(me.index)
-        adapter = blank_adapter(me.run_dir, manifest, me.stage, me.index)
+        ctx.health.doing("loading vLLM")
+        manifest = ctx.manifest
+        engine_environment(manifest, ctx.host)
+        os.environ[INDEX] = str(ctx.index)
+        adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.index)
         arguments = server_arguments(
-            manifest, weights_dir(me.run_dir, manifest), me.index, me.host, me.port, adapter
+            manifest, weights_dir(ctx.run_dir, manifest), ctx.index, ctx.host, ctx.port, adapter
         )
-        arguments += offload(me)
+        arguments += offload(ctx)
         import_vllm(manifest)
         from orrery.inference.server import (
             serve,
         )  # imports vLLM, which reads the environment as it is imported
 
-        serve(me, arguments)
+        serve(ctx, arguments)
 
 
 if __name__ == "__main__":

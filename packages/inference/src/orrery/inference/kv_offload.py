@@ -24,7 +24,7 @@ from orrery.inference.routes_on_disk import FOLDER, FOLDER_BYTES
 from orrery.manifest.schema import Manifest, disk_block_bytes
 from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.transport import rendezvous
 
 HASH_SEED = "0"  # block hashes must be equal in all engines and after restarts
@@ -32,9 +32,9 @@ STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"  # the name of `kv_disk.BoundedFiles` in a configuration
 
 
-def disk_folder(me: RoleProcess) -> Path:
-    """Where engine `me` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
-    return scratch_disk.folder(me.run_dir, me.stage) / f"attempt_{me.attempt}" / str(me.index)
+def disk_folder(ctx: RoleContext) -> Path:
+    """Where engine `ctx` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
+    return scratch_disk.folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
@@ -71,25 +71,25 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
     }
 
 
-def offload(me: RoleProcess) -> list[str]:
+def offload(ctx: RoleContext) -> list[str]:
     """Arguments of `vllm serve` for this engine, after making ready what they name: folder, store, variables."""
-    disk = disk_folder(me)
-    config = offload_config(me.manifest, disk)
+    disk = disk_folder(ctx)
+    config = offload_config(ctx.manifest, disk)
     if config is None:
         return []
     os.environ["PYTHONHASHSEED"] = HASH_SEED
-    if me.manifest.inference.kv_offload.kind == "mooncake":
+    if ctx.manifest.inference.kv_offload.kind == "mooncake":
         refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
-        refuse_missing_rdma("inference.kv_offload", me.manifest.inference.kv_offload.protocol)
-        store = rendezvous.await_endpoints(me, "kv_store", 1, scaled(STORE_DEADLINE_S))[0]
+        refuse_missing_rdma("inference.kv_offload", ctx.manifest.inference.kv_offload.protocol)
+        store = rendezvous.await_endpoints(ctx, "kv_store", 1, scaled(STORE_DEADLINE_S))[0]
         disk.mkdir(parents=True, exist_ok=True)
-        os.environ.update(store_environment(me.manifest, disk, store.info["rpc"]))
+        os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     else:
         config["engine_id"] = (
-            f"{shared_memory.of_role(me.run_dir, me.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
+            f"{shared_memory.of_role(ctx.run_dir, ctx.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
         )
         prepare_disk(disk)
-    os.environ.update(routes_environment(me.manifest, disk))
+    os.environ.update(routes_environment(ctx.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
 
 

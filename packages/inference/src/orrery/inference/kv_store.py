@@ -2,7 +2,7 @@
 
 - In: nothing. Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections; engines wait for it.
 - It holds no block itself and starts empty with every attempt: nothing of an earlier attempt is ever found.
-- It listens on `me.host`; it ends with this process, and this process with it.
+- It listens on `ctx.host`; it ends with this process, and this process with it.
 """
 
 import socket
@@ -42,28 +42,28 @@ def master_program() -> Path:
 
 
 def main() -> None:
-    with role_process("kv_store") as me:
+    with role_process("kv_store") as ctx:
         refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
         program = master_program()
-        free_port, metrics_port = free_ports(2, me.host)
-        port = me.port or free_port
+        free_port, metrics_port = free_ports(2, ctx.host)
+        port = ctx.port or free_port
         arguments = {
-            "rpc_address": me.host,
+            "rpc_address": ctx.host,
             "rpc_port": port,
-            "metrics_host": me.host,
+            "metrics_host": ctx.host,
             "metrics_port": metrics_port,
         }
-        me.health.doing("starting mooncake_master")
+        ctx.health.doing("starting mooncake_master")
         process = subprocess.Popen(
             [program, *(f"--{name}={value}" for name, value in arguments.items())],
             preexec_fn=die_with_parent,
         )
         try:
-            await_start(me, process, "mooncake_master", "listen", lambda: _listens(me.host, port))
-            rendezvous.publish(me, f"http://{me.host}:{metrics_port}", rpc=f"{me.host}:{port}")
-            me.health.doing("serving")
+            await_start(ctx, process, "mooncake_master", "listen", lambda: _listens(ctx.host, port))
+            rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
+            ctx.health.doing("serving")
             raise RunFailed(
-                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{me.name}.log"
+                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{ctx.name}.log"
             )
         finally:
             process.kill()  # it holds nothing that outlives the stage

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from orrery.manifest.errors import RunFailed
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 
 START_DEADLINE_S = 60.0
 POLL_S = 0.05
 
 
 def await_start(
-    me: RoleProcess,
+    ctx: RoleContext,
     process: "subprocess.Popen[bytes]",
     program: str,
     what: str,
@@ -22,16 +22,16 @@ def await_start(
     """Return once `answers()`. Raises RunFailed where `program` ends first, or did not `what` (an infinitive) in time."""
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s
-    with me.health.waiting(f"{program} to {what}", deadline_s=deadline_s):
+    with ctx.health.waiting(f"{program} to {what}", deadline_s=deadline_s):
         while True:
             if process.poll() is not None:
                 raise RunFailed(
-                    f"{me.role}: {program} did not start (exit code {process.returncode}); read logs/{me.name}.log"
+                    f"{ctx.role}: {program} did not start (exit code {process.returncode}); read logs/{ctx.name}.log"
                 )
             if answers():
                 return
             if time.monotonic() > end:
                 raise RunFailed(
-                    f"{me.role}: {program} did not {what} within {deadline_s:g} s; read logs/{me.name}.log"
+                    f"{ctx.role}: {program} did not {what} within {deadline_s:g} s; read logs/{ctx.name}.log"
                 )
             time.sleep(POLL_S)

@@ -2,7 +2,7 @@
 
 - In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router knows every
   engine.
-- Only the front (`front`) listens on `me.host`. The router is on loopback and takes only
+- Only the front (`front`) listens on `ctx.host`. The router is on loopback and takes only
   `generate`.
 - The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
 - Its Prometheus page is on loopback too, without a key: counts and durations of requests, and the engines' addresses.
@@ -33,7 +33,7 @@ from orrery.observe.heartbeat import heartbeat
 from orrery.observe.lifeline import die_with_parent
 from orrery.observe.logs import log_level
 from orrery.observe.network import LOOPBACK, free_ports, without_proxy
-from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.process import RoleContext, role_process
 from orrery.transport import rendezvous
 from orrery.transport.fleet import request_s
 from orrery.transport.token import Purpose, authorization, run_token
@@ -77,11 +77,14 @@ def router_arguments(
 
 
 def main() -> None:
-    with role_process("router") as me, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(me, run_token()))
+    with (
+        role_process("router") as ctx,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(_serve(ctx, run_token()))
 
 
-async def _serve(me: RoleProcess, token: str) -> None:
+async def _serve(ctx: RoleContext, token: str) -> None:
     deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
 
     def end_early() -> None:
@@ -91,26 +94,26 @@ async def _serve(me: RoleProcess, token: str) -> None:
     try:
         engines = await asyncio.to_thread(
             rendezvous.await_endpoints,
-            me,
+            ctx,
             "inference",
-            me.manifest.inference.num_replicas,
+            ctx.manifest.inference.num_replicas,
             deadline_s,
             end_early,
         )
     finally:
         is_left.set()
     urls = [engine.url for engine in engines]
-    without_proxy([me.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
+    without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
     port, metrics_port = free_ports(2)  # vllm-router cannot choose and report a port
     inner = f"http://{LOOPBACK}:{port}"
-    async with Front(token, inner) as front, heartbeat(me.health):
-        url = await front.listen(me.host, me.port)
-        me.health.doing("starting vllm-router")
+    async with Front(token, inner) as front, heartbeat(ctx.health):
+        url = await front.listen(ctx.host, ctx.port)
+        ctx.health.doing("starting vllm-router")
         process = subprocess.Popen(
             [
                 *PROGRAM,
                 url + AUTHORIZED if token else "",
-                *router_arguments(me.manifest, urls, LOOPBACK, port, metrics_port),
+                *router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port),
             ],
             preexec_fn=die_with_parent,
             # --log-level is only for the router's Python; its core would log every request
@@ -120,18 +123,18 @@ async def _serve(me: RoleProcess, token: str) -> None:
             key = authorization(token, Purpose.GENERATE)
             await asyncio.to_thread(
                 await_start,
-                me,
+                ctx,
                 process,
                 "vllm-router",
                 "answer /health",
                 lambda: _is_healthy(inner, key),
             )
-            rendezvous.publish(me, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
-            me.health.doing("serving")
+            rendezvous.publish(ctx, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
+            ctx.health.doing("serving")
             while (code := process.poll()) is None:
                 await asyncio.sleep(WATCH_S)
             raise RunFailed(
-                f"router: vllm-router ended by itself (exit code {code}); read logs/{me.name}.log"
+                f"router: vllm-router ended by itself (exit code {code}); read logs/{ctx.name}.log"
             )
         finally:
             _stop(process)

@@ -37,7 +37,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.observe import scratch_disk, shared_memory
 from orrery.observe.deadline import scaled
 from orrery.observe.heartbeat import heartbeat
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.transport import rendezvous
 
 WATCH_S = 0.25
@@ -46,15 +46,15 @@ HANG_UP_S = 0.3  # for answers on their way out, once the engine has stopped
 START_DEADLINE_S = 300.0
 
 
-def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
+def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
-    left = Left.by(me)
+    left = Left.by(ctx)
     left.remove()  # of a start that was killed
-    log = me.run_dir / "logs" / f"{me.name}.log"
+    log = ctx.run_dir / "logs" / f"{ctx.name}.log"
     log_begin = log.stat().st_size if log.exists() else 0  # earlier starts have written to it too
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
-    releases.correct(me.manifest)
+    releases.correct(ctx.manifest)
     from vllm.entrypoints.launchers.api_server import (
         entry,
     )  # after the corrections, because it binds their names
@@ -67,11 +67,11 @@ def serve(me: RoleProcess, arguments: Sequence[str]) -> None:
     # have 107 characters.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
-        uvloop.run(_serve(me, entry, args, left))
+        uvloop.run(_serve(ctx, entry, args, left))
     except RuntimeError as error:  # vLLM's word for an engine core that died while starting
         cause = root_cause(error, log, log_begin)
         raise RunFailed(
-            f"inference {me.index}: vLLM did not start ({cause}); read logs/{me.name}.log"
+            f"inference {ctx.index}: vLLM did not start ({cause}); read logs/{ctx.name}.log"
         ) from error
     finally:
         _kill_children()
@@ -90,14 +90,14 @@ class Left:
     pid: int  # of the server: a fork that inherits its handlers removes nothing
 
     @staticmethod
-    def by(me: RoleProcess) -> "Left":
+    def by(ctx: RoleContext) -> "Left":
         """Call it before TMPDIR is another."""
         tempfile.tempdir = None
         names = (
-            scratch_disk.of_start(me.run_dir, me.index),
-            shared_memory.of_role(me.run_dir, me.name),
+            scratch_disk.of_start(ctx.run_dir, ctx.index),
+            shared_memory.of_role(ctx.run_dir, ctx.name),
         )
-        return Left(Path(tempfile.gettempdir()), *names, disk_folder(me), os.getpid())
+        return Left(Path(tempfile.gettempdir()), *names, disk_folder(ctx), os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
         """With the blocks on disk where the engine has `ended` in order, last: they may be many, and the launcher does not wait long."""
@@ -120,17 +120,17 @@ def _exit_now(left: Left) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> None:
+async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
     os.register_at_fork(
         after_in_child=socket.close
     )  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
-    me.health.doing("starting the engine")
+    ctx.health.doing("starting the engine")
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
     async with (
         entry.build_async_engine_client(args) as engine,
-        heartbeat(me.health),
+        heartbeat(ctx.health),
     ):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -140,10 +140,10 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
         await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
         if engine.errored:  # vLLM never answers a call whose core has died
             setting_up.cancel()
-            raise _died(me)
+            raise _died(ctx)
         setting_up.result()
         serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
-        announcing = asyncio.ensure_future(_announce(me, args, left))
+        announcing = asyncio.ensure_future(_announce(ctx, args, left))
         awaited = {serving, announcing, watching}
         while {serving, watching} <= awaited:
             done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -154,20 +154,20 @@ async def _serve(me: RoleProcess, entry: Any, args: Namespace, left: Left) -> No
         if serving.done():
             serving.result()  # raises what it ended by
         if not stopping.is_set():
-            raise _died(me)
+            raise _died(ctx)
         winding_down = serving.result()
     try:
         await asyncio.wait_for(winding_down, HANG_UP_S)
     except TimeoutError:
-        me.log.info("hanging up on requests that were in flight")
+        ctx.log.info("hanging up on requests that were in flight")
     finally:
         socket.close()
 
 
-def _died(me: RoleProcess) -> RunFailed:
+def _died(ctx: RoleContext) -> RunFailed:
     """Report at once that the engine core died: callers fail before the server has ended."""
-    died = RunFailed(f"inference {me.index}: the engine core died; read logs/{me.name}.log")
-    me.health.failed(str(died))
+    died = RunFailed(f"inference {ctx.index}: the engine core died; read logs/{ctx.name}.log")
+    ctx.health.failed(str(died))
     return died
 
 
@@ -210,7 +210,7 @@ async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None
         await asyncio.sleep(WATCH_S)
 
 
-async def _announce(me: RoleProcess, args: Namespace, left: Left) -> None:
+async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
     """Publish this server's address as soon as /health answers 200."""
     host, port = args.host, args.port
     deadline_s = scaled(START_DEADLINE_S)
@@ -218,15 +218,15 @@ async def _announce(me: RoleProcess, args: Namespace, left: Left) -> None:
     while not await _healthy(host, port):
         if time.monotonic() > end:
             raise RunFailed(
-                f"inference {me.index}: /health did not answer within {deadline_s:g} s of the engine being up"
+                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s of the engine being up"
             )
         await asyncio.sleep(0.02)
     vllm_shared_memory.without_name(left.shared)
     gc.collect()
     gc.freeze()  # what start-up made stays; later collections need not look at it again
     gc.enable()
-    rendezvous.publish(me, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
-    me.health.doing("serving")
+    rendezvous.publish(ctx, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
+    ctx.health.doing("serving")
 
 
 async def _healthy(host: str, port: int) -> bool:

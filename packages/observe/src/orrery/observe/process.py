@@ -1,7 +1,7 @@
 """A role's process: everything that all roles do alike, so that a role's `__main__` starts with its own work.
 
 - In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- Out: `me`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
+- Out: `ctx`, with the manifest, a logger on stderr, metrics, health and the lifeline; `host` is where it listens (`network.py`).
 - An `OrreryError` ends the process with one line `error: …`, health `failed` and the error's exit code; any other exception adds its
   traceback and exits 1, also `SystemExit(0)`: what ends well returns. SIGTERM raises `Terminated` where the main thread is, so `finally`
   blocks run.
@@ -48,7 +48,7 @@ class Terminated(SystemExit):
     """SIGTERM has asked this process to end."""
 
 
-class RoleProcess:
+class RoleContext:
     """This process as the run knows it."""
 
     def __init__(
@@ -100,8 +100,8 @@ class RoleProcess:
         self.lifeline.on_orphaned(callback)
 
 
-def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
-    """The launcher's command line as a `RoleProcess`, with nothing started yet."""
+def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
+    """The launcher's command line as a `RoleContext`, with nothing started yet."""
     parser = argparse.ArgumentParser(
         prog=role, description=f"The {role} role; `orrery run` starts it."
     )
@@ -117,7 +117,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
         help="a free port that is this process's own; 0: it takes one itself",
     )
     args = parser.parse_args(argv)
-    return RoleProcess(
+    return RoleContext(
         role,
         args.run_dir.resolve(),
         args.stage,
@@ -129,50 +129,50 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleProcess:
 
 
 @contextmanager
-def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleProcess]:
-    """`with role_process("trainer") as me:` around a role's whole life."""
+def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
+    """`with role_process("trainer") as ctx:` around a role's whole life."""
     # Before the health file is there: whoever reads it may send SIGUSR1, which ends a process that does not handle it.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
     _allow_open_files()
-    me = parse_role(role, argv)
+    ctx = parse_role(role, argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-    me.lifeline.start()
-    usage = UsageRows(me.name, me.metrics)
-    if me.lifeline.is_launched:
+    ctx.lifeline.start()
+    usage = UsageRows(ctx.name, ctx.metrics)
+    if ctx.lifeline.is_launched:
         usage.start()
     try:
         set_level()
         take()  # before any child could inherit it
-        yield me
+        yield ctx
     except WoundDown as end:
-        me.health.wound_down(end.step)
-        me.log.info("%s", end)
+        ctx.health.wound_down(end.step)
+        ctx.log.info("%s", end)
         raise SystemExit(WOUND_DOWN) from None
     except OrreryError as error:
-        me.health.failed(str(error))
+        ctx.health.failed(str(error))
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     except Terminated:
-        me.health.terminated()
+        ctx.health.terminated()
         raise
     except SystemExit as leave:
         traceback.print_exc()
-        me.health.failed(f"exit({leave.code!r}) was called before its work was done")
+        ctx.health.failed(f"exit({leave.code!r}) was called before its work was done")
         raise SystemExit(1) from None
     except BaseException as error:
         traceback.print_exc()
-        me.health.failed(
+        ctx.health.failed(
             explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         )
         raise SystemExit(1) from None
     else:
-        me.health.done()
+        ctx.health.done()
     finally:
         usage.stop()
-        me.metrics.close()
+        ctx.metrics.close()
 
 
 def _allow_open_files() -> None:

@@ -4,23 +4,23 @@ import asyncio
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.heartbeat import heartbeat
-from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.process import RoleContext, role_process
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
 from orrery.orchestrator.winding_down import end_trainer
 
 
-async def rl(me: RoleProcess) -> None:
+async def rl(ctx: RoleContext) -> None:
     """The RL stage, from the first weights to the last evaluation, or until it is asked to wind down."""
-    wire = assemble.sender(me)
+    wire = assemble.sender(ctx)
     try:
         try:
-            fleet = await assemble.fleet(me)
+            fleet = await assemble.fleet(ctx)
         except WoundDown as asked:  # before anything was sent
-            await end_trainer(me, wire, asked.step)
+            await end_trainer(ctx, wire, asked.step)
         async with fleet as engines:
-            await (await assemble.loop(me, engines, wire)).run()
-        with me.health.waiting("the trainer to take the last batch"):
+            await (await assemble.loop(ctx, engines, wire)).run()
+        with ctx.health.waiting("the trainer to take the last batch"):
             await wire.drained(None)
     finally:
         wire.close()
@@ -29,10 +29,10 @@ async def rl(me: RoleProcess) -> None:
 STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
-async def run(me: RoleProcess) -> None:
+async def run(ctx: RoleContext) -> None:
     """Run the stage under a heartbeat, because other roles wait for this event loop."""
-    async with heartbeat(me.health):
-        await STAGES[me.stage](me)
+    async with heartbeat(ctx.health):
+        await STAGES[ctx.stage](ctx)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -45,13 +45,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def main() -> None:
-    with role_process("orchestrator") as me:
-        if me.stage not in STAGES:
+    with role_process("orchestrator") as ctx:
+        if ctx.stage not in STAGES:
             raise OrreryError(
-                f"orchestrator: --stage {me.stage!r} is not one of mine; choose from {', '.join(STAGES)}"
+                f"orchestrator: --stage {ctx.stage!r} is not one of mine; choose from {', '.join(STAGES)}"
             )
         with asyncio.Runner(loop_factory=event_loop) as runner:
-            runner.run(run(me))
+            runner.run(run(ctx))
 
 
 if __name__ == "__main__":

@@ -29,31 +29,31 @@ READ_S = 1800.0  # to read data sets and a checkpoint from a shared file system;
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
 
-async def fleet(me: Any) -> EngineFleet:
+async def fleet(ctx: Any) -> EngineFleet:
     """A client of every engine of this stage, behind the router where there is one; waits until all listen.
 
     Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
     """
-    inference = me.manifest.inference
-    engines = await _endpoints(me, "inference", inference.num_replicas)
+    inference = ctx.manifest.inference
+    engines = await _endpoints(ctx, "inference", inference.num_replicas)
     router_url = None
     if inference.router.kind != "none":
-        router_url = (await _endpoints(me, "router", 1))[0].url
+        router_url = (await _endpoints(ctx, "router", 1))[0].url
     return EngineFleet(
         [engine.url for engine in engines],
         router_url,
         run_token(),
-        restarting=me if inference.max_restarts else None,
+        restarting=ctx if inference.max_restarts else None,
         incarnations=[engine.incarnation for engine in engines],
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
-        model=served_model(me.manifest, me.stage),
-        canary=Canary.of(me.manifest),
+        model=served_model(ctx.manifest, ctx.stage),
+        canary=Canary.of(ctx.manifest),
     )
 
 
-async def _endpoints(me: Any, role: str, count: int) -> list[rendezvous.Endpoint]:
+async def _endpoints(ctx: Any, role: str, count: int) -> list[rendezvous.Endpoint]:
     """Those of servers that are starting; looks for them in a thread, which ends once nobody waits for it any more."""
-    request, is_left = WindDownRequest(me), threading.Event()
+    request, is_left = WindDownRequest(ctx), threading.Event()
 
     def end_early() -> None:
         if (
@@ -61,11 +61,11 @@ async def _endpoints(me: Any, role: str, count: int) -> list[rendezvous.Endpoint
         ):  # the loop's end waits for its threads: SIGTERM would wait for the servers
             raise asyncio.CancelledError
         if request.look():
-            raise WoundDown(newest.step if (newest := checkpoints.latest(me.run_dir)) else 0)
+            raise WoundDown(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
 
     try:
         return await asyncio.to_thread(
-            rendezvous.await_endpoints, me, role, count, scaled(SERVERS_START_S), end_early
+            rendezvous.await_endpoints, ctx, role, count, scaled(SERVERS_START_S), end_early
         )
     finally:
         is_left.set()
@@ -79,48 +79,48 @@ def tasks(manifest: Manifest) -> dict[str, list]:
     }
 
 
-def policy_dir(me: Any, *stages: str) -> Any:
+def policy_dir(ctx: Any, *stages: str) -> Any:
     """The weights folder of the first of `stages` that this run has."""
-    names = [name for name in stages if name != "sft" or me.manifest.stages.sft is not None]
-    return me.run_dir / "weights" / names[0]
+    names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
+    return ctx.run_dir / "weights" / names[0]
 
 
-def renderer(me: Any, *stages: str) -> Renderer:
+def renderer(ctx: Any, *stages: str) -> Renderer:
     """The chat format of that folder, held to the model's vocabulary: an engine has no row for a token beyond it."""
-    return Renderer(policy_dir(me, *stages), me.manifest.model.vocab_size)
+    return Renderer(policy_dir(ctx, *stages), ctx.manifest.model.vocab_size)
 
 
-def sender(me: Any) -> RolloutSender:
+def sender(ctx: Any) -> RolloutSender:
     """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
     wire = make_sender(
-        me.manifest.transport.rollouts,
-        me.run_dir,
-        me.host,
-        me.port,
-        me.manifest.trainer.mesh.world_size,
+        ctx.manifest.transport.rollouts,
+        ctx.run_dir,
+        ctx.host,
+        ctx.port,
+        ctx.manifest.trainer.mesh.world_size,
     )
-    rendezvous.publish(me, wire.url)
+    rendezvous.publish(ctx, wire.url)
     return wire
 
 
-def state(me: Any) -> State:
+def state(ctx: Any) -> State:
     """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
     # Safe here: every file of a new checkpoint comes after our next cut.
-    checkpoints.discard_incomplete(me.run_dir)
+    checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(
-        me.run_dir, "sft"
+        ctx.run_dir, "sft"
     ):  # that stage is done, and all that is wanted of it is `weights/sft`
-        me.log.info(
+        ctx.log.info(
             "checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed))
         )
-    newest = checkpoints.latest(me.run_dir)
+    newest = checkpoints.latest(ctx.run_dir)
     if newest is None:
-        return State(me.manifest)
+        return State(ctx.manifest)
     step = newest.step
     resumed = State(
-        me.manifest, snapshot.read(checkpoints.checkpoint_dir(me.run_dir, *newest), step)
+        ctx.manifest, snapshot.read(checkpoints.checkpoint_dir(ctx.run_dir, *newest), step)
     )
-    me.log.info(
+    ctx.log.info(
         "resuming after step %d: %d rollouts queued, %d groups to redo",
         step,
         resumed.sink.num_queued,
@@ -129,23 +129,23 @@ def state(me: Any) -> State:
     return resumed
 
 
-async def reading(me: Any, read: Callable[[], T]) -> T:
+async def reading(ctx: Any, read: Callable[[], T]) -> T:
     """Return `read()`, run in a thread: it may take minutes, and the event loop must turn."""
-    with me.health.waiting(
+    with ctx.health.waiting(
         "tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)
     ):
         return await Beside("assemble")(read)
 
 
-async def loop(me: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
+async def loop(ctx: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
     """The RL stage."""
     begin, played, chat = await reading(
-        me, lambda: (state(me), tasks(me.manifest), renderer(me, "sft", "init"))
+        ctx, lambda: (state(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
     )
     watch = make_watch(
-        me.manifest.transport.weights,
-        me.run_dir,
-        me.attempt,
-        stage(me.manifest, me.stage).num_nodes,
+        ctx.manifest.transport.weights,
+        ctx.run_dir,
+        ctx.attempt,
+        stage(ctx.manifest, ctx.stage).num_nodes,
     )
-    return Loop(me, begin, played, chat, engines, watch, wire)
+    return Loop(ctx, begin, played, chat, engines, watch, wire)

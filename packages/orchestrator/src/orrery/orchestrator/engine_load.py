@@ -12,7 +12,7 @@ ENGINE_POLL_S = 0.5
 
 
 async def look(
-    me: Any, fleet: Any, admission: Admission, pace: Pace | None = None
+    ctx: Any, fleet: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
     """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is.
 
@@ -21,11 +21,11 @@ async def look(
     try:
         loads: dict[int, EngineMetrics] = await fleet.metrics()
     except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
-        me.log.warning("no numbers from the engines: %s", error)
+        ctx.log.warning("no numbers from the engines: %s", error)
         return {}
     due = pace is None or pace.due(time.monotonic())
     for index, load in loads.items() if due else ():
-        me.metrics.write(
+        ctx.metrics.write(
             None, event="engine", engine=index, running=load.running, waiting=load.waiting, kv_usage=load.kv_usage,
             preemptions=load.preemptions_total, external_hit_tokens=load.external_hit_tokens_total,
         )  # fmt: skip
@@ -33,13 +33,13 @@ async def look(
     serving = {
         index: load
         for index, load in loads.items()
-        if index >= me.manifest.inference.prefill_replicas
+        if index >= ctx.manifest.inference.prefill_replicas
     }
     before = admission.limit
     admission.observe(serving)
     if admission.need is not None:
         if due:
-            me.metrics.write(
+            ctx.metrics.write(
                 None,
                 event="admission",
                 limit=admission.limit,
@@ -47,7 +47,7 @@ async def look(
                 share=admission.need.share,
             )
         if admission.limit != before:
-            me.log.debug(
+            ctx.log.debug(
                 "rollouts in flight: %d of %d at most, before %d",
                 admission.taken,
                 admission.limit,

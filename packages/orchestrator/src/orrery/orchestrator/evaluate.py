@@ -36,68 +36,68 @@ from orrery.transport.weight_wire import make_publisher
 TICK_S = 0.5
 
 
-async def run(me: Any) -> None:
+async def run(ctx: Any) -> None:
     """The whole stage."""
-    async with await assemble.fleet(me) as fleet:
+    async with await assemble.fleet(ctx) as fleet:
         publisher = make_publisher(
-            "files", me.run_dir, me.attempt, stage(me.manifest, me.stage).num_nodes, keep=2
+            "files", ctx.run_dir, ctx.attempt, stage(ctx.manifest, ctx.stage).num_nodes, keep=2
         )
         try:
-            results = await _both(me, fleet, publisher)
+            results = await _both(ctx, fleet, publisher)
         finally:
             publisher.close()
-    _write(me, results)
+    _write(ctx, results)
 
 
-async def _both(me: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
+async def _both(ctx: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
     # RL may have ended early, with a checkpoint of its last step.
-    after = max(checkpoints.steps(me.run_dir), default=me.manifest.stages.rl.num_steps)
+    after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
-        "before": (0, assemble.policy_dir(me, "sft", "init")),
-        "after": (after, assemble.policy_dir(me, "rl")),
+        "before": (0, assemble.policy_dir(ctx, "sft", "init")),
+        "after": (after, assemble.policy_dir(ctx, "rl")),
     }
     chat, tasks = await assemble.reading(
-        me, lambda: (assemble.renderer(me, "rl"), assemble.tasks(me.manifest))
+        ctx, lambda: (assemble.renderer(ctx, "rl"), assemble.tasks(ctx.manifest))
     )
-    evaluation = HeldOut(me, fleet, chat, tasks, last_step=after)
+    evaluation = HeldOut(ctx, fleet, chat, tasks, last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
-        with me.metrics.span("update", version):
+        with ctx.metrics.span("update", version):
             published = await asyncio.to_thread(publisher.publish_folder, version, folder)
             if policy == "after":
-                check_last(me, version, folder, published.digest)
+                check_last(ctx, version, folder, published.digest)
             report = await fleet.update(published)
             assert report is not None  # files stay
-        me.metrics.write(
+        ctx.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=0.0, pause_s=report.paused_s,
             update_s=report.update_s, attest_s=report.attest_s, num_in_flight=0, attested=report.attested,
         )  # fmt: skip
-        me.health.doing(f"evaluating the policy {policy} RL")
+        ctx.health.doing(f"evaluating the policy {policy} RL")
         results[policy] = await evaluation.run(version)
         for row in results[policy].rows:
-            me.metrics.write(
+            ctx.metrics.write(
                 version, event="evaluation", policy=policy, digest=published.digest, **row
             )
-            me.metrics.add_span(
+            ctx.metrics.add_span(
                 "evaluation", row["start_s"], row["end_s"], version, task=row["task"]
             )
-            me.log.info(
+            ctx.log.info(
                 "%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row)
             )
     return results
 
 
-def check_last(me: Any, version: int, folder: Path, digest: str) -> None:
+def check_last(ctx: Any, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
 
     The check needs the wire `files`, which carries the same tensors in the same precision. Other
     wires have another precision or only adapters. There the launcher's comparison with the receipt
     must do.
     """
-    newest = checkpoints.latest(me.run_dir)
-    if me.manifest.transport.weights != "files" or newest is None or newest.step != version:
+    newest = checkpoints.latest(ctx.run_dir)
+    if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
         return
-    file = checkpoints.checkpoint_dir(me.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
+    file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
     try:
         expected = {
             int(step): text
@@ -105,27 +105,27 @@ def check_last(me: Any, version: int, folder: Path, digest: str) -> None:
         }[version]
     except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
         raise RunFailed(
-            f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(me)}"
+            f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(ctx)}"
         ) from error
     if digest != expected:
         raise RunFailed(
-            f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(me)}"
+            f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(ctx)}"
         )
 
 
-def _rl_again(me: Any) -> str:
-    return f"remove {me.run_dir / 'stages' / 'rl' / 'DONE'} and run rl again: it goes on from its last checkpoint"
+def _rl_again(ctx: Any) -> str:
+    return f"remove {ctx.run_dir / 'stages' / 'rl' / 'DONE'} and run rl again: it goes on from its last checkpoint"
 
 
 class HeldOut:
     """Evaluations without training beside them, over the same machines as in the RL stage."""
 
-    def __init__(self, me: Any, fleet: Any, renderer: Any, tasks: dict, last_step: int):
-        settings = me.manifest.stages.evaluate
-        self.overdue = Overdue(me.manifest.orchestrator.rollout_timeout_s)
-        self._timeouts_are_zero = me.manifest.orchestrator.on_timeout == "zero"
+    def __init__(self, ctx: Any, fleet: Any, renderer: Any, tasks: dict, last_step: int):
+        settings = ctx.manifest.stages.evaluate
+        self.overdue = Overdue(ctx.manifest.orchestrator.rollout_timeout_s)
+        self._timeouts_are_zero = ctx.manifest.orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
-            me.manifest.tasks.evaluation,
+            ctx.manifest.tasks.evaluation,
             max(last_step, 1),
             settings.num_problems,
             settings.rollouts_per_problem,
@@ -133,12 +133,12 @@ class HeldOut:
         )
         self.dispatch = Dispatch(
             Admission(
-                me.manifest.orchestrator.admission, me.manifest.inference.max_model_len_tokens
+                ctx.manifest.orchestrator.admission, ctx.manifest.inference.max_model_len_tokens
             )
         )
         self.pulse = Pulse()
-        self.stage = Stage(me.manifest, tasks, renderer, fleet, self._finished, self._failed)
-        self.me, self.fleet = me, fleet
+        self.stage = Stage(ctx.manifest, tasks, renderer, fleet, self._finished, self._failed)
+        self.ctx, self.fleet = ctx, fleet
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
@@ -155,7 +155,7 @@ class HeldOut:
         pace = Pace(ENGINE_POLL_S, time.monotonic())
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            self.overdue.look(await look(self.me, self.fleet, self.dispatch.admission, pace))
+            self.overdue.look(await look(self.ctx, self.fleet, self.dispatch.admission, pace))
             self.pulse.ring()
 
     async def _play(self, version: int) -> EvaluationResult:
@@ -186,7 +186,7 @@ class HeldOut:
         self._leave(Finished(request, rollout))
 
     def _failed(self, request: Request, reason: str, detail: str) -> None:
-        self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
         if reason == ENGINE_GONE and self.dispatch.again(request.name):
             self.pulse.ring()
             return
@@ -223,8 +223,8 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     return content
 
 
-def _write(me: Any, results: dict[str, EvaluationResult]) -> None:
-    uses = me.manifest.tasks.evaluation
+def _write(ctx: Any, results: dict[str, EvaluationResult]) -> None:
+    uses = ctx.manifest.tasks.evaluation
     lines = [
         samples.line(
             rollout,
@@ -236,7 +236,7 @@ def _write(me: Any, results: dict[str, EvaluationResult]) -> None:
         for policy, result in results.items()
         for group, rollout in result.rollouts
     ]
-    samples.write(me.run_dir / "rollouts" / "evaluate.jsonl", lines)
-    path = me.run_dir / "stages" / "evaluate" / "result.json"
+    samples.write(ctx.run_dir / "rollouts" / "evaluate.jsonl", lines)
+    path = ctx.run_dir / "stages" / "evaluate" / "result.json"
     make_folder(path.parent)
     write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

@@ -49,22 +49,29 @@ class Loop:
     """One RL stage."""
 
     def __init__(
-        self, me: Any, state: State, tasks: dict, renderer: Any, fleet: Any, watch: Any, sender: Any
+        self,
+        ctx: Any,
+        state: State,
+        tasks: dict,
+        renderer: Any,
+        fleet: Any,
+        watch: Any,
+        sender: Any,
     ):
-        self.me, self.state, self.fleet, self.sender = me, state, fleet, sender
+        self.ctx, self.state, self.fleet, self.sender = ctx, state, fleet, sender
         self.manifest = state.manifest
         self.pulse = Pulse()
         self.stage = Stage(
             self.manifest, tasks, renderer, fleet, self._finished, self._failed, self._may_be_last
         )
         self.overdue = Overdue(self.manifest.orchestrator.rollout_timeout_s)
-        self.updates = Updates(me, state, self.stage, fleet, watch)
-        self.activity = Activity(me.metrics.add_span)
+        self.updates = Updates(ctx, state, self.stage, fleet, watch)
+        self.activity = Activity(ctx.metrics.add_span)
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
         self._evaluation: EvaluationResult | None = None  # the newest that is finished
         self._said: str | None = None
         self._has_warned = False
-        self._wind_down = WindDownRequest(me)
+        self._wind_down = WindDownRequest(ctx)
         self._first_step = (
             state.clock.next_batch - 1
         )  # the checkpoint that this attempt resumes from, or 0
@@ -114,14 +121,19 @@ class Loop:
             if batch is None:
                 await self.pulse.wait(POLL_S)
                 continue
-            self.me.metrics.add_span("cut", start_s, time.time(), batch.step)
+            self.ctx.metrics.add_span("cut", start_s, time.time(), batch.step)
             kept = self.state.snapshot() if checkpoints.is_due(batch.step, self.manifest) else None
             row = cut.row(batch, self.manifest, time.monotonic())
             self.pulse.ring()  # a new batch number may let new groups start
             if kept is not None:
                 temperature = self.manifest.orchestrator.sampling.temperature
                 await asyncio.to_thread(
-                    snapshot.write, self.me.run_dir, batch.step, self.me.attempt, kept, temperature
+                    snapshot.write,
+                    self.ctx.run_dir,
+                    batch.step,
+                    self.ctx.attempt,
+                    kept,
+                    temperature,
                 )
             await self._send(batch, row)
         await self.stage.cancel(self.state.end_training())
@@ -140,7 +152,7 @@ class Loop:
             await asyncio.sleep(ENGINE_POLL_S)
             if self.state.updating:  # what is paused says nothing of what fits
                 continue
-            loads = await look(self.me, self.fleet, self.state.dispatch.admission, self._pace)
+            loads = await look(self.ctx, self.fleet, self.state.dispatch.admission, self._pace)
             self.overdue.look(loads)
             for index, load in loads.items():
                 if self._routed:
@@ -153,7 +165,7 @@ class Loop:
         self._settle(self.state.finished(request, rollout, time.time()))
 
     def _failed(self, request: Request, reason: str, detail: str) -> None:
-        self.me.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
         self._settle(self.state.failed(request, reason, detail, time.time()))
 
     def _end_overdue(self, now_s: float) -> None:
@@ -167,20 +179,20 @@ class Loop:
 
     def _settle(self, result: EvaluationResult | None) -> None:
         if result and self.state.stop_early(result):
-            self.me.log.info(
+            self.ctx.log.info(
                 "held-out reward %.3f of version %d has reached orchestrator.evaluation.stop_at %g: batch %d is the last",
                 result.reward_mean, result.version, self.manifest.orchestrator.evaluation.stop_at, self.state.clock.num_batches,
             )  # fmt: skip
         if result and result.version == self.state.clock.num_batches:
             self._evaluation = result  # its rollouts are sent to be compared; others' are not kept
         for row in result.rows if result else ():
-            self.me.metrics.write(
+            self.ctx.metrics.write(
                 result.version, event="evaluation", digest=self.state.digests[result.version], **row
             )
-            self.me.metrics.add_span(
+            self.ctx.metrics.add_span(
                 "evaluation", row["start_s"], row["end_s"], result.version, task=row["task"]
             )
-            self.me.log.info(
+            self.ctx.log.info(
                 "evaluation of version %d: %s %.3f (%s)",
                 result.version,
                 row["task"],
@@ -196,23 +208,23 @@ class Loop:
         temperature = self.manifest.orchestrator.sampling.temperature
         documents = [cut.document(sample, temperature) for sample in batch.samples]
         digests = cut.digests(batch.samples, state.digests)
-        with self.me.metrics.span("pack", step):
+        with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(
                 cut.packed, step, documents, self.manifest, {"digests": digests}
             )
         # Before it is sent: a batch that a checkpoint counts as trained is never cut again, so a kill must find all of this on disk.
-        self.me.metrics.write(
+        self.ctx.metrics.write(
             step, **row, version=max(map(int, digests)), digests=digests, num_in_flight=state.dispatch.num_in_flight,
             num_queued_rollouts=state.sink.num_queued, dropped=dict(state.sink.dropped),
         )  # fmt: skip
         self._warn_of_little_signal(step, row)
         await asyncio.to_thread(self._keep, batch, documents, digests)
         with (
-            self.me.metrics.span("send", step),
-            self.me.health.waiting(f"the trainer to take batch {step}"),
+            self.ctx.metrics.span("send", step),
+            self.ctx.health.waiting(f"the trainer to take batch {step}"),
         ):
             await self.sender.send(packed)
-        self.me.log.info(
+        self.ctx.log.info(
             "batch %d sent: reward %.3f, staleness %.2f",
             step,
             row["reward_mean"],
@@ -224,7 +236,7 @@ class Loop:
         if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
             return
         self._has_warned = True
-        self.me.log.warning(
+        self.ctx.log.warning(
             "batch %d: %d of %d sampled rollouts carry no signal, as all rewards of their group are equal; make the task harder or easier, "
             "raise orchestrator.algorithm.group_size, or end RL at a held-out reward (orchestrator.evaluation.stop_at)",
             step, row["num_without_signal"], row["num_sampled"],
@@ -233,10 +245,10 @@ class Loop:
     async def _end_early(self) -> NoReturn:
         """Wind down at the last batch that was sent."""
         step = self.state.clock.next_batch - 1
-        with self.me.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
+        with self.ctx.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
             await self.sender.wanted(step + 1)
         await self._write_now(step)
-        await end_trainer(self.me, self.sender, step)
+        await end_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
         """Write our half of the checkpoint of `step`, the last batch sent; 0 writes nothing."""
@@ -248,9 +260,9 @@ class Loop:
             is_resumed = step == self._first_step
             await asyncio.to_thread(
                 snapshot.write_now,
-                self.me.run_dir,
+                self.ctx.run_dir,
                 step,
-                self.me.attempt,
+                self.ctx.attempt,
                 kept,
                 temperature,
                 is_resumed,
@@ -282,8 +294,8 @@ class Loop:
         documents = [cut.document(sample, temperature) for sample in compared]
         info = {"compare": True, "digests": cut.digests(compared, self.state.digests)}
         with (
-            self.me.metrics.span("send", step),
-            self.me.health.waiting("the trainer to compare log-probs"),
+            self.ctx.metrics.span("send", step),
+            self.ctx.health.waiting("the trainer to compare log-probs"),
         ):
             await self.sender.send(
                 await asyncio.to_thread(cut.packed, step, documents, self.manifest, info)
@@ -293,19 +305,19 @@ class Loop:
         """Write our half of the last checkpoint, and a row that the stage ends early."""
         step = evaluation.version
         await self._write_now(step)
-        self.me.metrics.write(
+        self.ctx.metrics.write(
             step, event="stopped_early", version=step, reward_mean=evaluation.reward_mean, num_steps=self.manifest.stages.rl.num_steps,
             stop_at=self.manifest.orchestrator.evaluation.stop_at,
         )  # fmt: skip
 
     def _keep(self, batch: Cut, documents: list, digests: dict[str, str]) -> None:
-        rollout_store.write_batch(self.me.run_dir, batch.step, documents, digests=digests)
-        rollout_store.prune(self.me.run_dir, batch.step, self.manifest.orchestrator.keep_batches)
+        rollout_store.write_batch(self.ctx.run_dir, batch.step, documents, digests=digests)
+        rollout_store.prune(self.ctx.run_dir, batch.step, self.manifest.orchestrator.keep_batches)
         samples.append(
-            self.me.run_dir / "rollouts" / "samples.jsonl",
+            self.ctx.run_dir / "rollouts" / "samples.jsonl",
             (
                 samples.line(
-                    sample.rollout, step=batch.step, attempt=self.me.attempt, version=sample.dispatch_version,
+                    sample.rollout, step=batch.step, attempt=self.ctx.attempt, version=sample.dispatch_version,
                     task=self.manifest.tasks.train[sample.task_index].name, group=sample.group_id, advantage=sample.advantage,
                 )
                 for sample in batch.samples[:NUM_SAMPLES]
@@ -353,6 +365,6 @@ class Loop:
             return
         self._said = said
         self._waits.close()
-        self.me.health.doing(doing, step=step)
+        self.ctx.health.doing(doing, step=step)
         if waits is not None:
-            self._waits.enter_context(self.me.health.waiting(waits, deadline_s=deadline_s))
+            self._waits.enter_context(self.ctx.health.waiting(waits, deadline_s=deadline_s))

@@ -20,8 +20,8 @@ from orrery.transport.fleet import RETURN_S, UPDATE_S
 class Updates:
     """Brings engines to published versions, one update at a time."""
 
-    def __init__(self, me: Any, state: State, stage: Stage, fleet: Any, watch: Any):
-        self.me, self.state, self.stage, self.fleet, self.watch = me, state, stage, fleet, watch
+    def __init__(self, ctx: Any, state: State, stage: Stage, fleet: Any, watch: Any):
+        self.ctx, self.state, self.stage, self.fleet, self.watch = ctx, state, stage, fleet, watch
 
     async def take_newest(self) -> bool:
         """Update, if something newer is published and nothing has the version pinned. True where engines have changed."""
@@ -39,11 +39,11 @@ class Updates:
         start_s = time.time()
         await self.stage.cancel(state.drain())
         drained_s = time.time()
-        manifest = self.me.manifest
+        manifest = self.ctx.manifest
         return_s = (
             RETURN_S if manifest.inference.max_restarts else 0.0
         )  # an update without engines is over when one has come back
-        with self.me.health.waiting(
+        with self.ctx.health.waiting(
             f"engines to take version {version} (inference)",
             deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
         ):
@@ -56,15 +56,15 @@ class Updates:
         state.updated(version)
         state.updating = False
         num_in_flight = state.dispatch.num_in_flight
-        self.me.metrics.add_span(
+        self.ctx.metrics.add_span(
             "update", start_s, time.time(), version, num_in_flight=num_in_flight
         )
-        self.me.metrics.write(
+        self.ctx.metrics.write(
             version, event="update", version=version, digest=published.digest, drain_s=drained_s - start_s,
             pause_s=report.paused_s, update_s=report.update_s, attest_s=report.attest_s, num_in_flight=num_in_flight,
             attested=report.attested, canary_s=report.canary_s, canary_difference=report.canary_difference,
         )  # fmt: skip
-        self.me.log.info(
+        self.ctx.log.info(
             "version %d (%s) in all engines: %d in flight, paused %.0f ms",
             version,
             published.digest,

@@ -19,22 +19,22 @@ TAKE_S = 900.0  # the trainer may just be starting, or making a checkpoint
 class Request:
     """Whether the stage is asked to wind down; looks once a second, and once made it stays."""
 
-    def __init__(self, me: Any):
-        self._me, self._next_look_s = me, 0.0
+    def __init__(self, ctx: Any):
+        self._ctx, self._next_look_s = ctx, 0.0
         self.is_made = False
 
     def look(self) -> bool:
         now_s = time.monotonic()
         if not self.is_made and now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
-            self.is_made = wind_down.is_asked(self._me.run_dir, self._me.stage)
+            self.is_made = wind_down.is_asked(self._ctx.run_dir, self._ctx.stage)
         return self.is_made
 
 
-async def end_trainer(me: Any, wire: RolloutSender, step: int) -> NoReturn:
+async def end_trainer(ctx: Any, wire: RolloutSender, step: int) -> NoReturn:
     """Tell the trainer's ranks to end after batch `step`, and end with them: raises WoundDown once all have heard."""
-    ranks = me.manifest.trainer.mesh.world_size
-    with me.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
+    ranks = ctx.manifest.trainer.mesh.world_size
+    with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
         await wire.drained(scaled(TAKE_S))
     raise WoundDown(step)

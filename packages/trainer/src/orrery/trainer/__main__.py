@@ -2,32 +2,32 @@
 
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
-from orrery.observe.process import RoleProcess, role_process
+from orrery.observe.process import RoleContext, role_process
 from orrery.trainer.allocator import grow_segments
 
 
 def main() -> None:
-    with role_process("trainer") as me:
+    with role_process("trainer") as ctx:
         # Imported here, so that health and the lifeline stand before torch takes its seconds to load.
-        me.health.doing("loading torch")
+        ctx.health.doing("loading torch")
         grow_segments()
-        check_built(me.manifest)
-        match me.stage:
+        check_built(ctx.manifest)
+        match ctx.stage:
             case "init":
                 from orrery.trainer.initialize import initialize
 
-                initialize(me)
+                initialize(ctx)
             case "sft":
-                run_sft(me)
+                run_sft(ctx)
             case "rl":
-                run_rl(me)
+                run_rl(ctx)
             case _:
                 raise OrreryError(
-                    f"--stage: the trainer has no stage {me.stage!r}; choose from init, sft, rl"
+                    f"--stage: the trainer has no stage {ctx.stage!r}; choose from init, sft, rl"
                 )
 
 
-def run_sft(me: RoleProcess) -> None:
+def run_sft(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
     from orrery.trainer.memory_plan.out_of_memory import explained
     from orrery.trainer.publish import export
@@ -37,31 +37,31 @@ def run_sft(me: RoleProcess) -> None:
     from orrery.trainer.stage_checkpoints import resume
     from orrery.trainer.validation import load_validation
 
-    spec = me.manifest.stages.sft
+    spec = ctx.manifest.stages.sft
     if spec is None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
-    start = me.run_dir / "weights" / "init"
-    with assemble_world(me) as world, explained(me) as where:
+    start = ctx.run_dir / "weights" / "init"
+    with assemble_world(ctx) as world, explained(ctx) as where:
         learner = where.learner = assemble_learner(
-            me, world, start, spec.optimizer, spec.max_grad_norm
+            ctx, world, start, spec.optimizer, spec.max_grad_norm
         )
-        resume(me, learner, "sft")
-        me.health.doing("reading chats")
-        examples = load_examples(me.manifest, start, share=(world.rank, world.size))
-        sft(learner, examples, load_validation(me.manifest, start, examples.chats, world), me)
-        me.health.doing("exporting weights", still_s=parts_s(world.size))
+        resume(ctx, learner, "sft")
+        ctx.health.doing("reading chats")
+        examples = load_examples(ctx.manifest, start, share=(world.rank, world.size))
+        sft(learner, examples, load_validation(ctx.manifest, start, examples.chats, world), ctx)
+        ctx.health.doing("exporting weights", still_s=parts_s(world.size))
         learner.check_weights()
-        export(learner.policy, world, me.manifest.model, start, me.run_dir / "weights" / "sft")
+        export(learner.policy, world, ctx.manifest.model, start, ctx.run_dir / "weights" / "sft")
 
 
-def run_rl(me: RoleProcess) -> None:
+def run_rl(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_rl, assemble_world
     from orrery.trainer.loop import rl
     from orrery.trainer.memory_plan.out_of_memory import explained
 
-    with assemble_world(me) as world, explained(me) as where, assemble_rl(me, world) as rig:
+    with assemble_world(ctx) as world, explained(ctx) as where, assemble_rl(ctx, world) as rig:
         where.learner = rig.learner
-        rl(rig, me)
+        rl(rig, ctx)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
 from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.base import base_sha256
@@ -55,20 +55,20 @@ class Rig:
 
 
 @contextmanager
-def assemble_world(me: RoleProcess) -> Iterator[World]:
+def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """This rank among the manifest's ranks, with a process group where one is needed.
 
     A rank that fails leaves the group as it is: nccl's orderly end waits for collectives that other ranks may never come to, and until then
     nobody would learn what has failed.
     """
-    trainer = me.manifest.trainer
-    me.health.doing("joining the other ranks")
-    device = device_for(me.manifest.hardware.accelerator, me.index)
-    torch.manual_seed(me.manifest.seed + me.index)
-    store = meet(me, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
-    with pulse(me, device):
-        with me.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
-            world = form(trainer.mesh, me.index, device, store)
+    trainer = ctx.manifest.trainer
+    ctx.health.doing("joining the other ranks")
+    device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
+    torch.manual_seed(ctx.manifest.seed + ctx.index)
+    store = meet(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
+    with pulse(ctx, device):
+        with ctx.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
+            world = form(trainer.mesh, ctx.index, device, store)
         try:
             yield world
         except WoundDown:  # all ranks agreed on it
@@ -78,14 +78,14 @@ def assemble_world(me: RoleProcess) -> Iterator[World]:
 
 
 def assemble_learner(
-    me: RoleProcess, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
+    ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
 ) -> Learner:
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
-    me.health.doing("loading weights", still_s=parts_s(world.size))
-    policy = load_policy(me.manifest.model, me.manifest.trainer, world, start)
-    learner = Learner(policy, world, me.manifest.trainer, optimizer, max_grad_norm)
-    if me.manifest.trainer.lora is not None:
-        learner.base_sha256 = base_sha256(me.run_dir, me.stage, start)
+    ctx.health.doing("loading weights", still_s=parts_s(world.size))
+    policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
+    learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
+    if ctx.manifest.trainer.lora is not None:
+        learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     return learner
 
 
@@ -99,27 +99,27 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 
 @contextmanager
-def assemble_rl(me: RoleProcess, world: World) -> Iterator[Rig]:
+def assemble_rl(ctx: RoleContext, world: World) -> Iterator[Rig]:
     """The RL stage's rig, at the newest complete checkpoint or at version 0.
 
     Raises OrreryError, before weights are loaded, where the versions that it will have at once do not fit.
     """
-    manifest = me.manifest
+    manifest = ctx.manifest
     if world.is_first:
-        _check_room(me)
-    start = me.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
+        _check_room(ctx)
+    start = ctx.run_dir / "weights" / ("init" if manifest.stages.sft is None else "sft")
     learner = assemble_learner(
-        me, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm
+        ctx, world, start, manifest.trainer.optimizer, manifest.trainer.max_grad_norm
     )
-    num_nodes = stage(manifest, me.stage).num_nodes
-    publisher = _publisher(me, learner.policy, world, num_nodes)
+    num_nodes = stage(manifest, ctx.stage).num_nodes
+    publisher = _publisher(ctx, learner.policy, world, num_nodes)
     learner.before_step = publisher.settle
-    learner.guard = MismatchGuard(manifest, world, me.log)
-    resumed = stage_checkpoints.resume(me, learner, "rl")
+    learner.guard = MismatchGuard(manifest, world, ctx.log)
+    resumed = stage_checkpoints.resume(ctx, learner, "rl")
     if resumed is not None and world.is_first:
         publisher.restore(resumed / "trainer")
-    orchestrator = await_endpoints(me, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
-    receiver = make_receiver(manifest.transport.rollouts, me.run_dir, orchestrator.url, me.index)
+    orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
+    receiver = make_receiver(manifest.transport.rollouts, ctx.run_dir, orchestrator.url, ctx.index)
     try:
         deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
         publish_still_s = _publish_still_s(manifest, world, num_nodes)
@@ -155,15 +155,25 @@ def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     return still_s(False, world.size) if is_gathered_here else parts_s(world.size)
 
 
-def _publisher(me: RoleProcess, policy: Policy, world: World, num_nodes: int) -> Publisher:
-    kind, engine_dtype = me.manifest.transport.weights, getattr(torch, me.manifest.inference.dtype)
+def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -> Publisher:
+    kind, engine_dtype = (
+        ctx.manifest.transport.weights,
+        getattr(torch, ctx.manifest.inference.dtype),
+    )
     if kind in DIRECT_KINDS:
         source = make_source(
-            kind, me.run_dir, me.attempt, num_nodes, me.host, world.rank, world.size, world.device
+            kind,
+            ctx.run_dir,
+            ctx.attempt,
+            num_nodes,
+            ctx.host,
+            world.rank,
+            world.size,
+            world.device,
         )
-        return Direct(policy, source, engine_dtype, me)
+        return Direct(policy, source, engine_dtype, ctx)
     wire = (
-        make_publisher(kind, me.run_dir, me.attempt, num_nodes, _num_kept(me.manifest))
+        make_publisher(kind, ctx.run_dir, ctx.attempt, num_nodes, _num_kept(ctx.manifest))
         if world.is_first
         else None
     )
@@ -175,13 +185,13 @@ def _num_kept(manifest: Manifest) -> int:
     return manifest.orchestrator.max_batches_ahead + 3
 
 
-def _check_room(me: RoleProcess) -> None:
+def _check_room(ctx: RoleContext) -> None:
     """Of whole weights; adapters are small."""
-    manifest = me.manifest
+    manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return
     version_bytes = sum(
         hf.num_bytes for hf in hf_tensors(build_network(manifest.model, manifest.trainer, "meta"))
     )
     keep = min(_num_kept(manifest), manifest.stages.rl.num_steps)
-    check_room(me.run_dir, stage(manifest, me.stage).num_nodes, keep, version_bytes)
+    check_room(ctx.run_dir, stage(manifest, ctx.stage).num_nodes, keep, version_bytes)

@@ -12,23 +12,23 @@ import torch
 
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models import weights
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.check import check
 
 
-def initialize(me: RoleProcess) -> None:
-    me.health.doing("checking tasks")
-    check(me.manifest)
-    me.health.doing("initializing weights")
-    model = me.manifest.model
-    folder = me.run_dir / "weights" / "init"
+def initialize(ctx: RoleContext) -> None:
+    ctx.health.doing("checking tasks")
+    check(ctx.manifest)
+    ctx.health.doing("initializing weights")
+    model = ctx.manifest.model
+    folder = ctx.run_dir / "weights" / "init"
     partial = folder.with_name("init.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     write_tokenizer(model, partial)
     num_parameters = weights.write_initial(
-        model, partial, getattr(torch, me.manifest.trainer.param_dtype)
+        model, partial, getattr(torch, ctx.manifest.trainer.param_dtype)
     )
     publish_folder(partial, folder)
-    me.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)
+    ctx.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)

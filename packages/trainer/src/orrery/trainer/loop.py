@@ -22,7 +22,7 @@ import time
 from typing import NoReturn
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer.assemble import Rig
 from orrery.trainer.learner import Outcome
@@ -38,65 +38,65 @@ from orrery.transport.rollout_wire import ReceivedBatch
 SAME_WEIGHTS_TOLERANCE = 1e-4
 
 
-def rl(rig: Rig, me: RoleProcess) -> None:
+def rl(rig: Rig, ctx: RoleContext) -> None:
     """Train all batches that are left, then write `weights/rl`."""
     learner = rig.learner
-    first_step, num_steps = learner.step, me.manifest.stages.rl.num_steps
-    _publish(rig, me, is_first=True)
-    with StageCheckpoints(me, learner, "rl", beside="orchestrator") as saving:
+    first_step, num_steps = learner.step, ctx.manifest.stages.rl.num_steps
+    _publish(rig, ctx, is_first=True)
+    with StageCheckpoints(ctx, learner, "rl", beside="orchestrator") as saving:
         for step in range(learner.step + 1, num_steps + 1):
             saving.check()
             begin_s = time.monotonic()
-            batch = _await_batch(rig, saving, me, step, first_step)
+            batch = _await_batch(rig, saving, ctx, step, first_step)
             if batch.info.get("compare"):
-                _end_checkpoint(rig, saving, _has_checkpoint(rig, me, first_step))
+                _end_checkpoint(rig, saving, _has_checkpoint(rig, ctx, first_step))
                 break
             arrived_s = time.monotonic()
-            me.health.doing(
-                "training", step=step, still_s=_still_s(rig, me, is_first=step == first_step + 1)
+            ctx.health.doing(
+                "training", step=step, still_s=_still_s(rig, ctx, is_first=step == first_step + 1)
             )
-            outcome = _learn(rig, batch, factor(me.manifest.trainer.schedule, step, num_steps))
+            outcome = _learn(rig, batch, factor(ctx.manifest.trainer.schedule, step, num_steps))
             _check_same_weights(
-                me, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"]
+                ctx, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"]
             )
-            publish_s = _publish(rig, me)
-            is_due = checkpoints.is_due(step, me.manifest)
+            publish_s = _publish(rig, ctx)
+            is_due = checkpoints.is_due(step, ctx.manifest)
             checkpoint_blocked_s = saving.copy(rig.publisher.record()) if is_due else 0.0
             if rig.world.is_first:
-                _record(me, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
+                _record(ctx, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
             if is_due:
                 saving.write()
         else:
-            batch = _await_batch(rig, saving, me, num_steps + 1, first_step)
-        _compare(rig, me, batch)
-        me.health.doing("exporting weights", step=learner.step, still_s=parts_s(rig.world.size))
+            batch = _await_batch(rig, saving, ctx, num_steps + 1, first_step)
+        _compare(rig, ctx, batch)
+        ctx.health.doing("exporting weights", step=learner.step, still_s=parts_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
         export(
             learner.policy,
             rig.world,
-            me.manifest.model,
+            ctx.manifest.model,
             rig.start_weights,
-            me.run_dir / "weights" / "rl",
+            ctx.run_dir / "weights" / "rl",
         )
 
 
-def _still_s(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
-    return still_s(is_first, rig.world.size, warms_up(me.manifest.trainer, rig.world.device))
+def _still_s(rig: Rig, ctx: RoleContext, is_first: bool = False) -> float:
+    return still_s(is_first, rig.world.size, warms_up(ctx.manifest.trainer, rig.world.device))
 
 
 def _await_batch(
-    rig: Rig, saving: StageCheckpoints, me: RoleProcess, step: int, first_step: int
+    rig: Rig, saving: StageCheckpoints, ctx: RoleContext, step: int, first_step: int
 ) -> ReceivedBatch:
     """Raises WoundDown where there is none any more; `first_step` is the one that this attempt began at."""
-    waiting = me.health.waiting(
+    waiting = ctx.health.waiting(
         f"batch {step} from orchestrator",
         deadline_s=rig.batch_deadline_s,
         behind_s=rig.batch_behind_s,
     )
-    with me.metrics.span("wait", step=step), waiting:
+    with ctx.metrics.span("wait", step=step), waiting:
         batch = rig.receiver.receive(step, rig.batch_deadline_s)
     if batch.info.get("wind_down"):
-        _wind_down(rig, saving, _has_checkpoint(rig, me, first_step))
+        _wind_down(rig, saving, _has_checkpoint(rig, ctx, first_step))
     if rig.world.is_first:
         rig.publisher.check(step, batch.info.get("digests"))
     return batch
@@ -111,23 +111,23 @@ def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> Outcome:
     return rig.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
 
 
-def _publish(rig: Rig, me: RoleProcess, is_first: bool = False) -> float:
+def _publish(rig: Rig, ctx: RoleContext, is_first: bool = False) -> float:
     """Put out the weights that the learner holds; seconds taken."""
     version, begin_s = rig.learner.step, time.time()
-    limit_s = max(rig.publish_still_s, _still_s(rig, me, is_first))
-    me.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
+    limit_s = max(rig.publish_still_s, _still_s(rig, ctx, is_first))
+    ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
     canary = (
         None
-        if me.manifest.trainer.mismatch.canary_logprob_difference is None
-        else canary_tokens(me.manifest)
+        if ctx.manifest.trainer.mismatch.canary_logprob_difference is None
+        else canary_tokens(ctx.manifest)
     )
     published = rig.publisher.publish(
         version, () if canary is None else rig.learner.logprobs(canary)
     )
     end_s = time.time()
     if published is not None:
-        me.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
-        me.log.info("version %d published, weights %s", version, published.digest)
+        ctx.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
+        ctx.log.info("version %d published, weights %s", version, published.digest)
     return end_s - begin_s
 
 
@@ -138,10 +138,10 @@ def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoRe
     raise WoundDown(rig.learner.step)
 
 
-def _has_checkpoint(rig: Rig, me: RoleProcess, first_step: int) -> bool:
+def _has_checkpoint(rig: Rig, ctx: RoleContext, first_step: int) -> bool:
     """Return whether the last step has a checkpoint, computed so that all ranks agree."""
     done = rig.learner.step
-    return done == first_step or checkpoints.is_due(done, me.manifest)
+    return done == first_step or checkpoints.is_due(done, ctx.manifest)
 
 
 def _end_checkpoint(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> None:
@@ -151,34 +151,36 @@ def _end_checkpoint(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) ->
         saving.write()
 
 
-def _compare(rig: Rig, me: RoleProcess, batch: ReceivedBatch) -> None:
+def _compare(rig: Rig, ctx: RoleContext, batch: ReceivedBatch) -> None:
     """The last version in trainer and engines, on rollouts of its own."""
     version = rig.learner.step
-    me.health.doing("comparing log-probs with the engines", step=version, still_s=_still_s(rig, me))
+    ctx.health.doing(
+        "comparing log-probs with the engines", step=version, still_s=_still_s(rig, ctx)
+    )
     found, num_tokens = rig.learner.compare(batch)
     if found is None or not batch.info.get("compare"):
         raise RunFailed(
             f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log"
         )
     if rig.world.is_first:
-        me.metrics.write(
+        ctx.metrics.write(
             None,
             event="compare",
             version=version,
             logprob_max_abs_diff_same_weights=found,
             num_trained_tokens=num_tokens,
         )
-        me.log.info(
+        ctx.log.info(
             "version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens",
             version,
             found,
             num_tokens,
         )
-    _check_same_weights(me, f"version {version}", found)
+    _check_same_weights(ctx, f"version {version}", found)
 
 
-def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None:
-    manifest = me.manifest
+def _check_same_weights(ctx: RoleContext, what: str, found: float | None) -> None:
+    manifest = ctx.manifest
     exact = (
         manifest.hardware.accelerator == "cpu"
         and manifest.trainer.compute_dtype == manifest.inference.dtype == "float32"
@@ -191,7 +193,7 @@ def _check_same_weights(me: RoleProcess, what: str, found: float | None) -> None
 
 
 def _record(
-    me: RoleProcess,
+    ctx: RoleContext,
     step: int,
     begin_s: float,
     arrived_s: float,
@@ -200,10 +202,10 @@ def _record(
     checkpoint_blocked_s: float,
 ) -> None:
     end_s = time.monotonic()
-    me.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
-    me.metrics.add_span("optimizer", *outcome.optimizer, step=step)
+    ctx.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
+    ctx.metrics.add_span("optimizer", *outcome.optimizer, step=step)
     wait_s = arrived_s - begin_s + outcome.wait_s
-    me.metrics.write(
+    ctx.metrics.write(
         step,
         **outcome.metrics,
         step_time_s=end_s - begin_s,
@@ -216,7 +218,7 @@ def _record(
         checkpoint_blocked_s=checkpoint_blocked_s,
         tokens_per_s=outcome.metrics["num_tokens"] / (end_s - begin_s),
     )
-    me.log.info(
+    ctx.log.info(
         "step %d: loss %.4f, waited %.2f s of %.2f s",
         step,
         outcome.metrics["loss"],

@@ -26,7 +26,7 @@ from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
 from orrery.models.weights import named_hf_slices, named_hf_tensors, save
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.stored import REMEDY
@@ -113,9 +113,9 @@ class Direct(Publisher):
     Of weights under adapters it keeps each shard merged, in the engines' dtype, and sends from there.
     """
 
-    def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, me: RoleProcess):
+    def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, ctx: RoleContext):
         super().__init__(policy, None)
-        self._source, self._dtype, self._me = source, dtype, me
+        self._source, self._dtype, self._ctx = source, dtype, ctx
         self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
@@ -128,7 +128,7 @@ class Direct(Publisher):
         return published
 
     def settle(self) -> float:
-        with self._me.health.waiting(
+        with self._ctx.health.waiting(
             "engines that have asked for these weights", deadline_s=scaled(SETTLE_S)
         ):
             return self._source.settle()
@@ -158,11 +158,11 @@ class Direct(Publisher):
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:
         if self._source.rank == 0:
-            self._me.metrics.write(
+            self._ctx.metrics.write(
                 version, event="weights_sent", version=version, error=error or None, **parts
             )
             if error:
-                self._me.log.warning("version %d was not sent: %s", version, error)
+                self._ctx.log.warning("version %d was not sent: %s", version, error)
 
 
 def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path) -> None:

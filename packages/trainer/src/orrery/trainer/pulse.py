@@ -23,7 +23,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Trainer
 from orrery.observe.asked import call_on_signal
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.observe.stillness import STILL_S
 
 PERIOD_S = 3.0
@@ -98,27 +98,27 @@ def moved() -> None:
 
 
 @contextmanager
-def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
+def pulse(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     """Around the life of the process group."""
-    if not me.lifeline.is_launched:
+    if not ctx.lifeline.is_launched:
         yield
         return
-    folder = me.run_dir / "logs" / "flight_recorder"
+    folder = ctx.run_dir / "logs" / "flight_recorder"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank_{me.index}").unlink(missing_ok=True)  # of an earlier attempt
+    (folder / f"rank_{ctx.index}").unlink(missing_ok=True)  # of an earlier attempt
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
-    call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{me.index}", device))
-    if warms_up(me.manifest.trainer, device):
-        _say_when_compiling(me)
+    call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{ctx.index}", device))
+    if warms_up(ctx.manifest.trainer, device):
+        _say_when_compiling(ctx)
     if device.type == "cuda":
         _MARKS.follow(device)
     end = threading.Event()
 
     def beat() -> None:
         while not end.wait(scaled(PERIOD_S)):
-            me.health.beat(*collectives(device), _MARKS.count())
+            ctx.health.beat(*collectives(device), _MARKS.count())
 
     thread = threading.Thread(target=beat, name="pulse", daemon=True)
     thread.start()
@@ -129,7 +129,7 @@ def pulse(me: RoleProcess, device: torch.device) -> Iterator[None]:
         thread.join()
 
 
-def _say_when_compiling(me: RoleProcess) -> None:
+def _say_when_compiling(ctx: RoleContext) -> None:
     """A block that is compiled once more, for lengths it has not seen, takes its time in any step."""
     from torch._dynamo import (
         on_compile_end,
@@ -139,7 +139,7 @@ def _say_when_compiling(me: RoleProcess) -> None:
     compiling = ExitStack()
     on_compile_start(
         lambda _: compiling.enter_context(
-            me.health.waiting("the compiler", deadline_s=scaled(ALONE_S))
+            ctx.health.waiting("the compiler", deadline_s=scaled(ALONE_S))
         )
     )
     on_compile_end(lambda _: compiling.close())

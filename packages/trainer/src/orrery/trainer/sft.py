@@ -10,7 +10,7 @@
 import time
 
 from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.pulse import still_s, warms_up
 from orrery.trainer.schedule import factor
@@ -24,26 +24,26 @@ TOKENISE_DEADLINE_S = 600.0
 
 
 def sft(
-    learner: Learner, examples: Examples, validation: Validation | None, me: RoleProcess
+    learner: Learner, examples: Examples, validation: Validation | None, ctx: RoleContext
 ) -> None:
     """Train what is left of `stages.sft.num_steps` on `examples`."""
-    manifest, spec, world = me.manifest, me.manifest.stages.sft, learner.world
+    manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
     first_step, has_warm_up = learner.step + 1, warms_up(manifest.trainer, world.device)
     with (
-        StageCheckpoints(me, learner, "sft") as saving,
+        StageCheckpoints(ctx, learner, "sft") as saving,
         ahead(batches(examples, manifest, learner.step)) as take,
     ):
         for step in range(first_step, spec.num_steps + 1):
             saving.check()
             if validation is not None and learner.step % spec.validation.interval_steps == 0:
-                _validate(validation, learner, me, is_first=step == first_step)
+                _validate(validation, learner, ctx, is_first=step == first_step)
             begin_s = time.monotonic()
-            with me.health.waiting(
+            with ctx.health.waiting(
                 f"batch {step} to be tokenised", deadline_s=scaled(TOKENISE_DEADLINE_S)
             ):
                 batch = take()
             wait_s = time.monotonic() - begin_s
-            me.health.doing(
+            ctx.health.doing(
                 "sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up)
             )
             mine = [
@@ -65,9 +65,9 @@ def sft(
                     "checkpoint_blocked_s": blocked_s,
                     "tokens_per_s": outcome.metrics["num_tokens"] / step_s,
                 }
-                me.metrics.write(step, **outcome.metrics, **speed, wait_s=wait_s)
+                ctx.metrics.write(step, **outcome.metrics, **speed, wait_s=wait_s)
                 if step % 20 == 0 or step == spec.num_steps:
-                    me.log.info(
+                    ctx.log.info(
                         "sft step %d of %d: loss %.4f",
                         step,
                         spec.num_steps,
@@ -76,18 +76,18 @@ def sft(
             if is_due:
                 saving.write()
         if validation is not None:
-            _validate(validation, learner, me, is_first=False)
+            _validate(validation, learner, ctx, is_first=False)
 
 
-def _validate(validation: Validation, learner: Learner, me: RoleProcess, is_first: bool) -> None:
+def _validate(validation: Validation, learner: Learner, ctx: RoleContext, is_first: bool) -> None:
     step, begin_s = learner.step, time.monotonic()
     limit_s = still_s(
-        is_first, learner.world.size, warms_up(me.manifest.trainer, learner.world.device)
+        is_first, learner.world.size, warms_up(ctx.manifest.trainer, learner.world.device)
     )
-    me.health.doing("validating", step=step, still_s=limit_s)
-    with me.metrics.span("validation", step=step):
+    ctx.health.doing("validating", step=step, still_s=limit_s)
+    with ctx.metrics.span("validation", step=step):
         loss, num_tokens = validation.loss(learner)
     if learner.world.is_first:
         spent = {"num_validation_tokens": num_tokens, "validation_s": time.monotonic() - begin_s}
-        me.metrics.write(step, event="validation", validation_loss=loss, **spent)
-        me.log.info("sft step %d: validation loss %.4f on %d tokens", step, loss, num_tokens)
+        ctx.metrics.write(step, event="validation", validation_loss=loss, **spent)
+        ctx.log.info("sft step %d: validation loss %.4f on %d tokens", step, loss, num_tokens)

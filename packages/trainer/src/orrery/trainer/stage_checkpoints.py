@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import Saver
 from orrery.trainer.learner import Learner
@@ -26,19 +26,19 @@ class StageCheckpoints:
     Leaving the context waits until the last checkpoint is whole, except after an exception.
     """
 
-    def __init__(self, me: RoleProcess, learner: Learner, stage: str, beside: str | None = None):
-        self._me, self._learner, self._stage, self._beside = me, learner, stage, beside
-        self._saver = Saver(learner.world, me.health.waiting)
+    def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
+        self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
+        self._saver = Saver(learner.world, ctx.health.waiting)
 
     def __enter__(self) -> Self:
         self._saver.__enter__()
         num_steps = (
-            self._me.manifest.stages.sft.num_steps
+            self._ctx.manifest.stages.sft.num_steps
             if self._stage == "sft"
-            else self._me.manifest.stages.rl.num_steps
+            else self._ctx.manifest.stages.rl.num_steps
         )
         if any(
-            checkpoints.is_due(step, self._me.manifest, self._stage)
+            checkpoints.is_due(step, self._ctx.manifest, self._stage)
             for step in range(self._learner.step + 1, num_steps + 1)
         ):
             self._saver.reserve(self._learner)
@@ -59,10 +59,10 @@ class StageCheckpoints:
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
         """Copy the state of the last step, with `files`: seconds that training was blocked for. A collective."""
         step = self._learner.step
-        self._me.health.doing(
+        self._ctx.health.doing(
             "copying a checkpoint", step=step, still_s=still_s(False, self._learner.world.size)
         )
-        with self._me.metrics.span("checkpoint", step=step):
+        with self._ctx.metrics.span("checkpoint", step=step):
             return self._saver.copy(self._learner, self._folder / "trainer", files)
 
     def write(self) -> None:
@@ -79,12 +79,12 @@ class StageCheckpoints:
                 [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)],
             )
             checkpoints.prune(
-                self._me.run_dir,
-                self._me.manifest.trainer.checkpoint.keep,
-                self._me.attempt,
+                self._ctx.run_dir,
+                self._ctx.manifest.trainer.checkpoint.keep,
+                self._ctx.attempt,
                 self._stage,
             )
-            self._me.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
+            self._ctx.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
 
         self._saver.write(complete, whole=folder / checkpoints.MARKER)
 
@@ -95,25 +95,25 @@ class StageCheckpoints:
     @property
     def _folder(self) -> Path:
         return checkpoints.checkpoint_dir(
-            self._me.run_dir, self._learner.step, self._me.attempt, self._stage
+            self._ctx.run_dir, self._learner.step, self._ctx.attempt, self._stage
         )
 
 
-def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
+def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     """Go on from the newest complete checkpoint of `stage`: its folder, or None where there is none. A collective."""
     world = learner.world
     if (
         stage != "rl" and world.is_first
     ):  # there the orchestrator does it, before it writes its half
-        checkpoints.discard_incomplete(me.run_dir, stage)
-    newest = checkpoints.latest(me.run_dir, stage) or (0, 0)
+        checkpoints.discard_incomplete(ctx.run_dir, stage)
+    newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
     step, attempt = (
         world.each(number)[0] for number in newest
     )  # from rank 0: nodes may see a new folder late
     if not step:
         return None
-    me.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
-    folder = checkpoints.checkpoint_dir(me.run_dir, step, attempt, stage)
+    ctx.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
+    folder = checkpoints.checkpoint_dir(ctx.run_dir, step, attempt, stage)
     visible.appears(folder / checkpoints.MARKER)
     checkpoints.verify(folder, share=(world.rank, world.size), each=moved)
     world.barrier()  # nobody goes on before every share is known to be sound
@@ -122,5 +122,5 @@ def resume(me: RoleProcess, learner: Learner, stage: str) -> Path | None:
         raise RunFailed(
             f"{folder / 'trainer'}: is of step {learner.step}; remove {folder} to go on from the checkpoint before it"
         )
-    me.log.info("resuming after step %d", step)
+    ctx.log.info("resuming after step %d", step)
     return folder

@@ -47,7 +47,7 @@ from orrery.transport.weight_wire.contract import ROUND_S
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
-    from orrery.observe.process import RoleProcess
+    from orrery.observe.process import RoleContext
     from orrery.transport.weight_wire import Published
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class EngineFleet:
         engine_urls: Sequence[str],
         router_url: str | None = None,
         token: str | None = None,
-        restarting: "RoleProcess | None" = None,
+        restarting: "RoleContext | None" = None,
         incarnations: Sequence[int] = (),
         handovers: Sequence[Mapping[str, Any]] = (),
         model: str | None = None,
@@ -463,12 +463,12 @@ class EngineFleet:
 
     async def _fence(self, index: int, incarnation: int, why: str) -> None:
         """Give this engine nothing more, and have it ended and started again."""
-        me = self._restarting
-        assert me is not None
+        ctx = self._restarting
+        assert ctx is not None
         if not self.roster.failed(index, incarnation, why):
             return
-        me.log.warning("engine %d is fenced: %s", index, why)
-        me.metrics.write(
+        ctx.log.warning("engine %d is fenced: %s", index, why)
+        ctx.metrics.write(
             None, event="engine_fenced", engine=index, incarnation=incarnation, why=why
         )
         self._admitted.discard(index)
@@ -476,7 +476,7 @@ class EngineFleet:
         self._watch_for(index)
         url = self.engines[index].url  # now: its next incarnation has another
         await asyncio.to_thread(
-            fence.ask, me.run_dir, me.stage, me.attempt, f"inference.{index}", incarnation, why
+            fence.ask, ctx.run_dir, ctx.stage, ctx.attempt, f"inference.{index}", incarnation, why
         )
         await self._dismiss(
             url
@@ -489,13 +489,13 @@ class EngineFleet:
 
     def _watch_for(self, index: int) -> None:
         """From now on it has RETURN_S to serve again, where its clock does not run already."""
-        me = self._restarting
-        assert me is not None
+        ctx = self._restarting
+        assert ctx is not None
         self._away.setdefault(index, time.monotonic())
         if index not in self._clocks:
             wait = ExitStack()
             wait.enter_context(
-                me.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S))
+                ctx.health.waiting(f"inference.{index} to serve again", deadline_s=scaled(RETURN_S))
             )
             self._clocks[index] = time.monotonic(), wait
 
@@ -513,13 +513,13 @@ class EngineFleet:
 
     async def _tend(self) -> None:
         """Bring back who is away. Ends only by an error: what that is, `check` says, and whoever waits for an engine."""
-        me = self._restarting
-        assert me is not None
+        ctx = self._restarting
+        assert ctx is not None
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:
                 continue
-            listening = await asyncio.to_thread(rendezvous.find_endpoints, me, "inference")
+            listening = await asyncio.to_thread(rendezvous.find_endpoints, ctx, "inference")
             self._note_ends({(endpoint.index, endpoint.incarnation) for endpoint in listening})
             for endpoint in listening:
                 await self._meet(endpoint)

@@ -21,7 +21,7 @@ from orrery.transport import visible
 from orrery.transport.token import run_token
 
 if TYPE_CHECKING:
-    from orrery.observe.process import RoleProcess
+    from orrery.observe.process import RoleContext
 
 _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
@@ -48,28 +48,28 @@ class _File(msgspec.Struct):
     info: dict[str, Any]
 
 
-def _folder(me: "RoleProcess") -> Path:
-    return me.run_dir / "stages" / me.stage / "endpoints"
+def _folder(ctx: "RoleContext") -> Path:
+    return ctx.run_dir / "stages" / ctx.stage / "endpoints"
 
 
-def publish(me: "RoleProcess", url: str, **info: Any) -> None:
+def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
     """Say where this process listens; a second call replaces the first. RunFailed for a role that was started without the run's token."""
     run_token()
-    folder = _folder(me)
+    folder = _folder(ctx)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{me.role}.{me.index}.json"
+    path = folder / f"{ctx.role}.{ctx.index}.json"
     write_atomic(
         path,
         msgspec.json.encode(
-            _File(me.role, me.index, url, os.getpid(), me.attempt, me.incarnation, info)
+            _File(ctx.role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
         ),
     )
 
 
-def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
+def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
     """What `role` has published in this attempt so far, by index. Never waits."""
     found = []
-    for path in _folder(me).glob(f"{role}.*.json"):
+    for path in _folder(ctx).glob(f"{role}.*.json"):
         content = visible.read(path)
         if content is None:
             continue
@@ -79,7 +79,7 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
             raise RunFailed(
                 f"{path}: not an endpoint file ({error}); remove it and run again"
             ) from error
-        if file.attempt == me.attempt and file.role == role:
+        if file.attempt == ctx.attempt and file.role == role:
             found.append(
                 Endpoint(file.role, file.index, file.url, file.pid, file.incarnation, file.info)
             )
@@ -87,7 +87,7 @@ def find_endpoints(me: "RoleProcess", role: str) -> list[Endpoint]:
 
 
 def await_endpoints(
-    me: "RoleProcess",
+    ctx: "RoleContext",
     role: str,
     count: int,
     deadline_s: float,
@@ -98,10 +98,10 @@ def await_endpoints(
     Blocks the thread: from asyncio, call it through `asyncio.to_thread`. Raises `RunFailed` after `deadline_s`, and what `meanwhile`
     raises, which is called at every look.
     """
-    with me.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
+    with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
         while True:
-            found = {endpoint.index: endpoint for endpoint in find_endpoints(me, role)}
+            found = {endpoint.index: endpoint for endpoint in find_endpoints(ctx, role)}
             missing = [index for index in range(count) if index not in found]
             if not missing:
                 return [found[index] for index in range(count)]
@@ -109,7 +109,7 @@ def await_endpoints(
             waited_s = time.monotonic() - start
             if waited_s >= deadline_s:
                 raise RunFailed(
-                    f"{me.role} {me.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
+                    f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
             time.sleep(

@@ -9,11 +9,11 @@ from orrery.observe.report.page import render, summary
 
 
 def main() -> None:
-    with role_process("report") as me:
-        me.health.doing("drawing the report")
+    with role_process("report") as ctx:
+        ctx.health.doing("drawing the report")
         start_s = time.time()
-        run = RunData.load(me.run_dir)
-        page = me.run_dir / "report" / "index.html"
+        run = RunData.load(ctx.run_dir)
+        page = ctx.run_dir / "report" / "index.html"
         make_folder(page.parent)
         with reading("metrics/"):
             spent_s, others_s = wall_s(run), wall_s(run, "report")
@@ -21,7 +21,7 @@ def main() -> None:
         write_atomic(page, html.encode())
         line = summary(run, others_s + time.time() - start_s, page)
         write_atomic(page.with_name("summary.txt"), (line + "\n").encode())
-        me.log.info(line)
+        ctx.log.info(line)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest, Model, Trainer
-from orrery.observe.process import RoleProcess
+from orrery.observe.process import RoleContext
 from orrery.trainer.host_copy import available_bytes
 from orrery.trainer.learner import Learner
 from orrery.trainer.memory_plan.kept import width
@@ -39,18 +39,20 @@ class Where:
 
 
 @contextmanager
-def explained(me: RoleProcess) -> Iterator[Where]:
+def explained(ctx: RoleContext) -> Iterator[Where]:
     """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
-    where, world_size = Where(), me.manifest.trainer.mesh.world_size
-    ranks_here = min(world_size, me.manifest.hardware.devices_per_node)
+    where, world_size = Where(), ctx.manifest.trainer.mesh.world_size
+    ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
     if (
-        me.index == 0
+        ctx.index == 0
         and (
-            text := foreseen(me.manifest, me.stage, device_bytes(), available_bytes() // ranks_here)
+            text := foreseen(
+                ctx.manifest, ctx.stage, device_bytes(), available_bytes() // ranks_here
+            )
         )
         is not None
     ):
-        me.log.warning(text)
+        ctx.log.warning(text)
     try:
         yield where
     except RuntimeError as error:
@@ -58,10 +60,15 @@ def explained(me: RoleProcess) -> Iterator[Where]:
             raise
         step = None if where.learner is None else where.learner.step + 1
         text = explain(
-            error, me.index, step, me.manifest.model, *of_stage(me.manifest, me.stage), ranks_here
+            error,
+            ctx.index,
+            step,
+            ctx.manifest.model,
+            *of_stage(ctx.manifest, ctx.stage),
+            ranks_here,
         )
         if world_size > 1:
-            _end_soon(me, text)
+            _end_soon(ctx, text)
         raise RunFailed(text) from None
 
 
@@ -256,9 +263,9 @@ def _shown(num_bytes: int) -> str:
     )
 
 
-def _end_soon(me: RoleProcess, text: str) -> None:
+def _end_soon(ctx: RoleContext, text: str) -> None:
     def end() -> None:
-        me.health.failed(text)
+        ctx.health.failed(text)
         print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(RunFailed.exit_code)
 

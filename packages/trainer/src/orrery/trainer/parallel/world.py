@@ -1,7 +1,7 @@
 """The ranks of a trainer and the few collectives it uses by itself.
 
 - One rank: no process group at all; every collective is the identity.
-- Several: rank 0 opens a TCPStore at `me.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
+- Several: rank 0 opens a TCPStore at `ctx.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
   both on the interface of `orrery.observe.network`.
 - Three meshes over the same ranks, innermost axis last:
       mesh          dp_replicate × dp_shard × cp            who has which documents, and which part of them
@@ -29,7 +29,7 @@ from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
 
 if TYPE_CHECKING:
-    from orrery.observe.process import RoleProcess
+    from orrery.observe.process import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
 JOIN_DEADLINE_S = 600.0  # between the first rank and the last: each imports torch, some of them from a file system that all are reading
@@ -185,17 +185,17 @@ def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
     )
 
 
-def meet(me: "RoleProcess", world_size: int) -> dist.Store:
+def meet(ctx: "RoleContext", world_size: int) -> dist.Store:
     """The TCPStore of this stage's trainer ranks: rank 0 serves it, the others find it by its published address."""
     from orrery.transport import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
-    if me.index == 0:
-        listener = socket.create_server((me.host, me.port))
+    if ctx.index == 0:
+        listener = socket.create_server((ctx.host, ctx.port))
         port = listener.getsockname()[1]
         # Handing over a bound socket is the only way to keep TCPStore off the other interfaces.
         store = dist.TCPStore(
-            me.host,
+            ctx.host,
             port,
             world_size,
             True,
@@ -203,10 +203,10 @@ def meet(me: "RoleProcess", world_size: int) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        rendezvous.publish(me, f"tcp://{me.host}:{port}")
+        rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}")
         return store
-    with me.health.waiting("the address of trainer.0", deadline_s=scaled(JOIN_DEADLINE_S)):
-        first = rendezvous.await_endpoints(me, "trainer", 1, scaled(JOIN_DEADLINE_S))[0]
+    with ctx.health.waiting("the address of trainer.0", deadline_s=scaled(JOIN_DEADLINE_S)):
+        first = rendezvous.await_endpoints(ctx, "trainer", 1, scaled(JOIN_DEADLINE_S))[0]
     host, _, port = first.url.removeprefix("tcp://").rpartition(":")
     return dist.TCPStore(
         host, int(port), world_size, False, timeout=timeout, wait_for_workers=False
