@@ -26,6 +26,7 @@ def scripts(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         found.append(module)
+    monkeypatch.setattr(found[0], "WARM_STEPS", 3)  # the made-up run below is short
     return found
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT
 
 SHAPES = ("cpu", "h200_1", "h200_2", "h200_4", "h200_8")
-WARM_STEPS = 3
+WARM_STEPS = 4
 MOST_OF_MEDIAN = 3.0
 
 
