@@ -117,11 +117,11 @@ def whole_checkpoint(root: Path) -> None:
     for learner.step in (2, 4):
         folder = checkpoints.checkpoint_dir(root / "run", learner.step, 1)
         snapshot.write(root / "run", learner.step, 1, of_orchestrator(learner.step + 1), 1.0)
-        with checkpoint.Saver(ALONE) as saver:
+        with checkpoint.CheckpointWriter(ALONE) as saver:
             saver.copy(learner, folder / "trainer", {"more.json": b"{}"})
             saver.write(
                 lambda folder=folder: checkpoints.complete(
-                    folder, [f"trainer/{checkpoint.note(0)}"]
+                    folder, [f"trainer/{checkpoint.checksum_file(0)}"]
                 )
             )
 

@@ -135,7 +135,7 @@ def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, fl
     def step() -> None:
         guard.clear()
         guard.add(batch, logprob)
-        guard.judge(1, 0.0)
+        guard.check(1, 0.0)
 
     return timed(lambda: learner.logprobs(canary.token_ids)), timed(step)
 

@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint, and how long the checkpoint takes: N GB a rank, on the GPUs that are there or on the CPU.
 
-Each rank holds weights and AdamW's state as the trainer does (`Saver` of orrery.trainer.checkpoint, sharded by FSDP where there are several
+Each rank holds weights and AdamW's state as the trainer does (`CheckpointWriter` of orrery.trainer.checkpoint, sharded by FSDP where there are several
 ranks) and saves them four times. In between it runs steps (matrix products) with nothing on its way and with a save on its way: what
 writing and hashing take from the steps is the ratio of the two. The first save, whose host buffer was reserved beside the first steps,
 counts apart.
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import AdamW, Mesh
-from orrery.trainer.checkpoint import Saver, note, state_of
+from orrery.trainer.checkpoint import CheckpointWriter, checksum_file, state_of
 from orrery.trainer.optim import make_optimizer
 from orrery.trainer.parallel.world import World, dissolve, form
 from orrery.transport import checkpoints
@@ -42,7 +42,7 @@ ADAMW = AdamW(kind="adamw", lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_dec
 
 
 def holder(num_bytes: int, world: World) -> Any:
-    """What a `Saver` reads of a learner: float32 matrices and their two moments, `num_bytes` a rank in all."""
+    """What a `CheckpointWriter` reads of a learner: float32 matrices and their two moments, `num_bytes` a rank in all."""
     num_matrices = max(1, round(num_bytes * world.size / (3 * 4 * WIDTH * WIDTH)))
     with torch.device("meta" if world.mesh is not None else world.device):
         policy = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_matrices))
@@ -105,7 +105,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
     world = form(mesh, rank, device, store)
     learner, steps, saves = holder(num_bytes, world), Steps(device), []
     held = sum(held.local.nbytes for held in state_of(learner).values() if held.writes)
-    with Saver(world) as saver:
+    with CheckpointWriter(world) as saver:
         begin_s = time.perf_counter()
         saver.reserve(learner)
         while not saver.is_idle:
@@ -120,7 +120,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
             blocked_s = saver.copy(learner, target / "trainer")
             saver.write(
                 lambda target=target: checkpoints.complete(
-                    target, [f"trainer/{note(other)}" for other in range(size)]
+                    target, [f"trainer/{checksum_file(other)}" for other in range(size)]
                 )
             )
             beside = []

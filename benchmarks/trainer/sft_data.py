@@ -30,7 +30,7 @@ from orrery.tasks.chat import Renderer
 from orrery.trainer import sft_data
 from orrery.trainer.chats import Chat, Chats, open_chats
 from orrery.trainer.parallel.world import World
-from orrery.trainer.sft_data import Examples, ahead
+from orrery.trainer.sft_data import Examples, prefetch
 from orrery.trainer.validation import refuse_shared
 from record import record
 
@@ -165,7 +165,7 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
     """Share of a step that is waited for tokens, at the training speed of an 8-GPU host."""
     examples = Examples(chats, renderer, ("assistant",), 1 << 20, 1 << 20)
     num_steps, waited, trained = 6, 0.0, 0.0
-    with ahead(
+    with prefetch(
         examples.columns(range(step * BATCH, (step + 1) * BATCH)) for step in range(num_steps)
     ) as take:
         for step in range(num_steps):

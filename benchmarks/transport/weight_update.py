@@ -69,7 +69,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     from orrery.models.weights import initialize_on_device
     from orrery.trainer.parallel import build_policy
     from orrery.trainer.parallel.world import device_for, form
-    from orrery.trainer.publish import Adapters, Direct, Publisher
+    from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
     from orrery.transport.weight_wire import WeightPublisher
     from orrery.transport.weight_wire.source import Source
 
@@ -94,9 +94,9 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     if kind == "files":
         publisher = Publisher(policy, WeightPublisher(folder) if rank == 0 else None)
     elif kind == "adapters":
-        publisher = Adapters(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
+        publisher = AdapterPublisher(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
     else:
-        publisher = Direct(
+        publisher = DirectPublisher(
             policy, Source(kind, folder, "127.0.0.1", rank, size, device), dtype, ctx
         )
     version = -1

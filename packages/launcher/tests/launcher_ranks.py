@@ -18,22 +18,22 @@ from orrery.manifest.workspace import Workspace
 
 def be_a_rank() -> None:
     from orrery.trainer.__main__ import main
-    from orrery.trainer.checkpoint import Saver
+    from orrery.trainer.checkpoint import CheckpointWriter
     from orrery.trainer.learner import Learner
 
-    learn, copy = Learner.learn, Saver.copy
+    learn, copy = Learner.learn, CheckpointWriter.copy
 
     def learn_or_stop(self: Learner, *args, **options):
         if os.environ.get("STUCK") == f"{self.world.rank} {self.step + 1}":
             time.sleep(3600)
         return learn(self, *args, **options)
 
-    def copy_or_stop(self: Saver, learner: Learner, *args, **options):
+    def copy_or_stop(self: CheckpointWriter, learner: Learner, *args, **options):
         if os.environ.get("STUCK") == f"{learner.world.rank} {learner.step} copy":
             time.sleep(3600)
         return copy(self, learner, *args, **options)
 
-    Learner.learn, Saver.copy = learn_or_stop, copy_or_stop
+    Learner.learn, CheckpointWriter.copy = learn_or_stop, copy_or_stop
     main()
 
 

@@ -22,7 +22,7 @@ from orrery.trainer.parallel.world import World
 )
 def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     dissolved = []
-    monkeypatch.setattr(assemble, "pulse", lambda ctx, device: nullcontext())
+    monkeypatch.setattr(assemble, "heartbeat", lambda ctx, device: nullcontext())
     monkeypatch.setattr(
         assemble,
         "form",

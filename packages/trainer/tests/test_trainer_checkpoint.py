@@ -32,7 +32,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.run_folder import inputs_path
 from orrery.observe.process import parse_role
-from orrery.trainer import base, checkpoint, host_copy, pulse, replicas, safetensors_file
+from orrery.trainer import base, checkpoint, heartbeat, host_copy, replicas, safetensors_file
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.parallel.world import World
@@ -158,7 +158,7 @@ def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored
 def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_path, key, value):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
     name = f"{key}/network.layers.1.mlp.up_proj.weight"
-    with checkpoint.Saver(learner.world) as saver:
+    with checkpoint.CheckpointWriter(learner.world) as saver:
         for step in (1, 2):
             train(learner, [step])
             folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
@@ -382,7 +382,7 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(
 
     train(learner, [1, 2])
     expected = state_of(learner)
-    with checkpoint.Saver(learner.world, waiting) as saver:
+    with checkpoint.CheckpointWriter(learner.world, waiting) as saver:
         saver.reserve(learner)
         assert saver.copy(learner, tmp_path / "step_2" / "trainer", {"more.json": b"{}"}) > 0
         saver.write(lambda: completed.append(2))
@@ -406,9 +406,9 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
     train(learner, [1, 2])
     two, three = (checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (2, 3))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with checkpoint.Saver(learner.world) as saver:
+    with checkpoint.CheckpointWriter(learner.world) as saver:
         saver.copy(learner, two / "trainer")
-        saver.write(lambda: checkpoints.complete(two, [f"trainer/{checkpoint.note(0)}"]))
+        saver.write(lambda: checkpoints.complete(two, [f"trainer/{checkpoint.checksum_file(0)}"]))
         train(learner, [3])
         saver.copy(learner, three / "trainer")
         try:
@@ -429,7 +429,7 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
         saver.copy(
             learner, three / "trainer"
         )  # what is left of the first attempt is not in the way
-        saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.note(0)}"]))
+        saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.checksum_file(0)}"]))
     assert checkpoints.steps(tmp_path)[-1] == 3
     checkpoints.verify(three)
     assert not list(three.glob("*.partial"))
@@ -447,9 +447,9 @@ def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(
 
     for error, work in [
         (ZeroDivisionError, lambda saver: 1 / 0),
-        (SystemExit, checkpoint.Saver.wait),
+        (SystemExit, checkpoint.CheckpointWriter.wait),
     ]:
-        with pytest.raises(error), checkpoint.Saver(learner.world, ended) as saver:
+        with pytest.raises(error), checkpoint.CheckpointWriter(learner.world, ended) as saver:
             saver.copy(learner, tmp_path / "step_1" / "trainer")
             saver.write()
             work(saver)
@@ -465,7 +465,7 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
             RunFailed,
             match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left",
         ),
-        checkpoint.Saver(learner.world) as saver,
+        checkpoint.CheckpointWriter(learner.world) as saver,
     ):
         saver.reserve(learner)
         while True:
@@ -525,9 +525,9 @@ class OfTwo:
 
 @pytest.fixture
 def second(start, tmp_path):
-    """A learner, the world of the second rank, and its `Saver`, which has written its part of step 0."""
+    """A learner, the world of the second rank, and its `CheckpointWriter`, which has written its part of step 0."""
     learner, world = make_learner(manifest(), start), OfTwo()
-    saver = checkpoint.Saver(world)
+    saver = checkpoint.CheckpointWriter(world)
     (tmp_path / "step_0" / "trainer.partial").mkdir(parents=True)  # as the first rank does
     saver.copy(learner, tmp_path / "step_0" / "trainer")
     saver.write(whole=tmp_path / "step_0" / "COMPLETE")
@@ -551,7 +551,7 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
     saver.finish()
     saver.finish()
     assert world.said == [
-        ("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, pulse.PARTS_S),
+        ("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, heartbeat.IO_STALL_S),
         "barrier",
         "barrier",
     ]
@@ -573,7 +573,7 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
-    (tmp_path / checkpoint.note(0)).touch()
+    (tmp_path / checkpoint.checksum_file(0)).touch()
     with pytest.raises(RunFailed, match=r"nothing of rank 1 after 0 s; see logs/trainer\.1\.log"):
         checkpoint._await_notes(tmp_path, 3, lambda: False)
 

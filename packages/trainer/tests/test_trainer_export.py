@@ -11,7 +11,7 @@ from trainer_rank import train
 from orrery.manifest.identity import canonical_json
 from orrery.models import weights
 from orrery.trainer import checkpoint, export
-from orrery.trainer.stored import Stored
+from orrery.trainer.stored import CheckpointReader
 from orrery.transport import checkpoints
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
@@ -66,7 +66,7 @@ def test_an_export_has_the_bytes_of_the_policy_that_was_saved(tmp_path, case):
     weights.save(learner.policy.network, spec.model, tmp_path / "in_parts", 20_000)
     (tmp_path / "parts").mkdir()
     export.write(
-        Stored(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"),
+        CheckpointReader(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"),
         spec,
         run_dir / "weights" / "init",
         tmp_path / "parts",

@@ -88,7 +88,7 @@ def test_a_batch_without_any_advantage_trains_and_its_tokens_stay_in_the_denomin
     num_trained = int(columns.token["trained"].sum())
     found = learner.learn([columns], 1, count_members(columns), 1.0).metrics
     plain = make_learner(manifest(), start)
-    scored = micro_batch(columns, 1, CPU, plain.cut, plain.routes)
+    scored = micro_batch(columns, 1, CPU, plain.shard, plain.route_shape)
     with torch.no_grad():
         logprob, _ = plain.policy(scored)
     penalty = (

@@ -48,7 +48,7 @@ def judged(guard, step, *batches, kl=0.1):
     guard.clear()
     for each in batches:
         guard.add(*each)
-    return guard.judge(step, kl)
+    return guard.check(step, kl)
 
 
 def test_one_engine_of_four_that_forges_is_named_with_its_version_though_the_batch_as_a_whole_is_within_the_bound():

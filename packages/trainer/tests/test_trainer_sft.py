@@ -33,8 +33,8 @@ from orrery.trainer import sft, sft_data
 from orrery.trainer.chats import open_chats
 from orrery.trainer.initialize import initialize
 from orrery.trainer.parallel.world import World
-from orrery.trainer.sft_data import Examples, ahead, batches, load_examples
-from orrery.trainer.validation import Validation, load_validation
+from orrery.trainer.sft_data import Examples, batches, load_examples, prefetch
+from orrery.trainer.validation import ValidationSet, load_validation
 from orrery.transport import checkpoints
 from orrery.transport.columns import Columns
 
@@ -545,7 +545,7 @@ def test_one_batch_is_made_ahead_and_its_mistake_waits_for_its_turn():
             asked.release()
             yield Columns(np.array([0, number]))
 
-    with ahead(items()) as take:
+    with prefetch(items()) as take:
         assert asked.acquire(timeout=30), "the first is made before anybody asks"
         assert take().num_tokens == 0
         assert asked.acquire(timeout=30) and made == [0, 1], (
@@ -762,7 +762,7 @@ def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
     with pytest.raises(OrreryError, match=expected):
         load_validation(spec, tokenizer, examples.chats, ALONE)
     fewer = sft_spec(data=shared, validation=validated(num_examples=5))
-    assert isinstance(load_validation(fewer, tokenizer, examples.chats, ALONE), Validation), (
+    assert isinstance(load_validation(fewer, tokenizer, examples.chats, ALONE), ValidationSet), (
         "what is not validated may be trained"
     )
 

@@ -32,7 +32,7 @@ from orrery.models.placement import local_tensor
 from orrery.trainer import checkpoint, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
-from orrery.trainer.publish import Direct
+from orrery.trainer.publish import DirectPublisher
 from orrery.transport import checkpoints
 from orrery.transport.fingerprint import digest, tensor_fingerprint
 
@@ -92,7 +92,7 @@ def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
 
     checkpoint.publish_folder = publish_or_die
     checkpoint.write = write_half if after_file == "half" else then_die(checkpoint.write)
-    with checkpoint.Saver(learner.world) as saver:
+    with checkpoint.CheckpointWriter(learner.world) as saver:
         saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3, 1) / "trainer")
         saver.write()
         train(learner, [4])
@@ -108,7 +108,7 @@ class Captured:
 def held_by_this_rank(learner: Learner) -> dict:
     """Elements that this rank would send, and the most by which one differs from that of the whole merged tensors."""
     source = Captured()
-    publisher = Direct(learner.policy, source, torch.float32, None)
+    publisher = DirectPublisher(learner.policy, source, torch.float32, None)
     publisher.publish(0)
     train(learner, [9])  # the second time the same shards are filled again
     publisher.publish(1)

@@ -29,9 +29,9 @@ def main() -> None:
 
 def run_sft(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.heartbeat import io_stall_s
     from orrery.trainer.memory_plan.out_of_memory import explained
     from orrery.trainer.publish import export
-    from orrery.trainer.pulse import parts_s
     from orrery.trainer.sft import sft
     from orrery.trainer.sft_data import load_examples
     from orrery.trainer.stage_checkpoints import resume
@@ -49,7 +49,7 @@ def run_sft(ctx: RoleContext) -> None:
         ctx.health.doing("reading chats")
         examples = load_examples(ctx.manifest, start, share=(world.rank, world.size))
         sft(learner, examples, load_validation(ctx.manifest, start, examples.chats, world), ctx)
-        ctx.health.doing("exporting weights", still_s=parts_s(world.size))
+        ctx.health.doing("exporting weights", still_s=io_stall_s(world.size))
         learner.check_weights()
         export(learner.policy, world, ctx.manifest.model, start, ctx.run_dir / "weights" / "sft")
 

@@ -16,6 +16,7 @@ from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer import stage_checkpoints
 from orrery.trainer.base import base_sha256
+from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel import build_network, build_policy, fsdp
@@ -28,8 +29,7 @@ from orrery.trainer.parallel.world import (
     meet,
 )
 from orrery.trainer.policy import Policy
-from orrery.trainer.publish import Adapters, Direct, Publisher
-from orrery.trainer.pulse import moved, parts_s, pulse, still_s
+from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import RolloutReceiver, make_receiver
 from orrery.transport.weight_wire import DIRECT_KINDS, check_room, make_publisher, make_source
@@ -66,7 +66,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = meet(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
-    with pulse(ctx, device):
+    with heartbeat(ctx, device):
         with ctx.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
             world = form(trainer.mesh, ctx.index, device, store)
         try:
@@ -81,7 +81,7 @@ def assemble_learner(
     ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
 ) -> Learner:
     """The policy with the weights of the folder `start`, sharded as the mesh says, and a fresh optimizer."""
-    ctx.health.doing("loading weights", still_s=parts_s(world.size))
+    ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
     policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
     if ctx.manifest.trainer.lora is not None:
@@ -92,7 +92,7 @@ def assemble_learner(
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
     """The policy with the weights of the folder `start`, and fresh adapters where the manifest has some."""
     policy = build_policy(model, trainer, world)
-    weights.load(policy.network, start, each=moved)
+    weights.load(policy.network, start, each=mark_part)
     if trainer.lora is not None:
         lora.initialize(policy.network, trainer.lora.seed)
     return policy
@@ -143,7 +143,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
     is_here = (
         world.size <= manifest.hardware.devices_per_node and manifest.transport.rollouts != "files"
     )
-    return still_s(False, world.size) if is_here else parts_s(world.size)
+    return step_stall_s(False, world.size) if is_here else io_stall_s(world.size)
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
@@ -152,7 +152,7 @@ def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     On a direct wire ranks meet in a store, where rank 0 says by name who does not come (`weight_wire.meeting.MEET_S`): that comes first.
     """
     is_gathered_here = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
-    return still_s(False, world.size) if is_gathered_here else parts_s(world.size)
+    return step_stall_s(False, world.size) if is_gathered_here else io_stall_s(world.size)
 
 
 def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -> Publisher:
@@ -171,13 +171,17 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
             world.size,
             world.device,
         )
-        return Direct(policy, source, engine_dtype, ctx)
+        return DirectPublisher(policy, source, engine_dtype, ctx)
     wire = (
         make_publisher(kind, ctx.run_dir, ctx.attempt, num_nodes, _num_kept(ctx.manifest))
         if world.is_first
         else None
     )
-    return Adapters(policy, wire, engine_dtype) if kind == "adapters" else Publisher(policy, wire)
+    return (
+        AdapterPublisher(policy, wire, engine_dtype)
+        if kind == "adapters"
+        else Publisher(policy, wire)
+    )
 
 
 def _num_kept(manifest: Manifest) -> int:

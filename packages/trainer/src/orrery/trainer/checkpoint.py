@@ -46,13 +46,13 @@ from orrery.models.placement import Box, local_box, local_tensor
 from orrery.observe.deadline import scaled
 from orrery.observe.system_error import explain
 from orrery.trainer import replicas
+from orrery.trainer.heartbeat import io_stall_s, mark_part
 from orrery.trainer.host_copy import HostCopy
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import last_not_finite, named_state
 from orrery.trainer.parallel.world import World
-from orrery.trainer.pulse import moved, parts_s
 from orrery.trainer.safetensors_file import Stopped, write
-from orrery.trainer.stored import FORMAT, Stored
+from orrery.trainer.stored import FORMAT, CheckpointReader
 from orrery.transport import checkpoints, visible
 
 WRITE_DEADLINE_S = 1800.0
@@ -66,14 +66,14 @@ log = logging.getLogger(__name__)
 
 def save(learner: Learner, folder: Path) -> None:
     """Write the learner's state as `folder`; every rank calls it, and returns when all is on disk and renamed."""
-    with Saver(learner.world) as saver:
+    with CheckpointWriter(learner.world) as saver:
         saver.copy(learner, folder)
         saver.write()
 
 
 def load(learner: Learner, folder: Path) -> None:
     """Put the state in `folder` into the learner, whatever world size wrote it. Raises RunFailed where it does not fit the manifest."""
-    stored, mine = Stored(folder), state_of(learner)
+    stored, mine = CheckpointReader(folder), state_of(learner)
     if odd := sorted(mine.keys() ^ stored.shapes.keys()):
         raise RunFailed(
             f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model"
@@ -101,13 +101,13 @@ def load(learner: Learner, folder: Path) -> None:
     with torch.no_grad():
         for name, held in mine.items():
             stored.read(name, held.box, held.local)
-            moved()
+            mark_part()
     if stored.world_size == learner.world.size:
         _restore_rng(stored.file(learner.world.rank), learner.world.device)
     learner.step = stored.step
 
 
-def note(rank: int) -> str:
+def checksum_file(rank: int) -> str:
     """The file, beside rank `rank`'s own, that says what they hold."""
     return f"rank_{rank}.sha256.json"
 
@@ -116,7 +116,7 @@ def note(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class StateTensor:
     """A tensor of the state, as far as this rank holds it: `local` is the box `box` of what has `shape` in all."""
 
     shape: tuple[int, ...]
@@ -125,17 +125,17 @@ class Held:
     writes: bool  # False where another rank writes the same
 
 
-def state_of(learner: Learner) -> dict[str, Held]:
+def state_of(learner: Learner) -> dict[str, StateTensor]:
     """All that training changes."""
     held = {}
     for name, weight in learner.weights.items():
         writes = _is_first_copy(weight, learner.world)
-        held[f"weight/{name}"] = Held(
+        held[f"weight/{name}"] = StateTensor(
             tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes
         )
     for key, name, local, box in named_state(learner.optimizer, learner.weights):
         writes = held[f"weight/{name}"].writes if box else learner.world.is_first
-        held[f"{key}/{name}"] = Held(
+        held[f"{key}/{name}"] = StateTensor(
             held[f"weight/{name}"].shape if box else (), box, local, writes
         )
     return held
@@ -177,7 +177,7 @@ def _restore_rng(file: Any, device: torch.device) -> None:
 # Write --------------------------------------------------------------------------------------------------------------
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, deadline_s, behind_s)` is told of every wait.
 
     `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context finishes what is on its way, or after an exception
@@ -310,7 +310,7 @@ class Saver:
         if expected is not None and not self._world.is_first:
             what, whole = expected
             deadline_s = scaled(WRITE_DEADLINE_S)
-            with self._waiting(what, deadline_s, parts_s(self._world.size)):
+            with self._waiting(what, deadline_s, io_stall_s(self._world.size)):
                 if not visible.appears(whole, deadline_s):
                     raise _too_slow(what, deadline_s)
 
@@ -323,7 +323,7 @@ class Saver:
             tensors.name: write(tensors, self._host.buffers(), stop),
             index.name: write(index, [copied.index], stop),
         }
-        checkpoints.write_note(copied.partial / note(self._world.rank), written)
+        checkpoints.write_note(copied.partial / checksum_file(self._world.rank), written)
         if self._world.is_first:
             for name, content in copied.files.items():
                 (copied.partial / name).write_bytes(content)
@@ -361,7 +361,7 @@ def _await_notes(partial: Path, world_size: int, stop: Stop) -> None:
         found = set(
             os.listdir(partial)
         )  # a listing: a network file system may remember for long that a name was not there
-        missing = [rank for rank in range(world_size) if note(rank) not in found]
+        missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
         if stop():

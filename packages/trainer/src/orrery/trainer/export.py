@@ -32,7 +32,7 @@ from orrery.observe.system_error import explain
 from orrery.trainer.base import base_sha256
 from orrery.trainer.parallel import build_network
 from orrery.trainer.publish import copy_tokenizer
-from orrery.trainer.stored import Stored
+from orrery.trainer.stored import CheckpointReader
 from orrery.transport import checkpoints
 
 PREFIX = "weight/network."  # how a checkpoint names a parameter of the network
@@ -61,7 +61,7 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     try:
-        stored = Stored(folder / "trainer")
+        stored = CheckpointReader(folder / "trainer")
         if stored.base_sha256 is not None and stored.base_sha256 != (
             found := base_sha256(run_dir, stage, start)
         ):
@@ -78,7 +78,7 @@ def export_checkpoint(
 
 
 def write(
-    stored: Stored,
+    stored: CheckpointReader,
     manifest: Manifest,
     start: Path,
     folder: Path,
@@ -124,7 +124,7 @@ def _choose(run_dir: Path, stage: str, step: int | None) -> int:
 class _Tensors:
     """Any tensor of the policy. Asked for in the order of `hf_tensors`, it reads every byte once."""
 
-    def __init__(self, stored: Stored, network: CausalLm, base: dict[str, Any]):
+    def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base
         self._held = {
             name.removeprefix(PREFIX) for name in stored.shapes if name.startswith(PREFIX)

@@ -15,10 +15,10 @@ import torch
 
 from orrery.manifest.errors import RunFailed
 from orrery.trainer import cgroup
+from orrery.trainer.heartbeat import mark_part
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.parallel.world import World
-from orrery.trainer.pulse import moved
-from orrery.trainer.safetensors_file import Layout, content, layout
+from orrery.trainer.safetensors_file import FileLayout, content, layout
 
 REMEDY = "shard over more nodes, raise the job's limit if it has one, or free some (as trainer.memory.optimizer_offload)"
 
@@ -31,7 +31,7 @@ class HostCopy:
     def __init__(self, device: torch.device):
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
 
     def check_room(self, num_bytes: int, world: World) -> None:
         """Raises RunFailed where the ranks of this host together ask for more than it has. A collective; nothing is taken yet.
@@ -92,7 +92,7 @@ class HostCopy:
             self._buffer[start:stop].view(piece.dtype).view(piece.shape).copy_(
                 piece, non_blocking=True
             )
-            moved()
+            mark_part()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -1,6 +1,6 @@
 """The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
 
-- In: this rank's micro-batches, one by one as they arrive; every rank has equally many. Out: the weights moved, and the step's `Outcome`.
+- In: this rank's micro-batches, one by one as they arrive; every rank has equally many. Out: the weights moved, and the step's `StepResult`.
 - Gradients travel between ranks once, in the backward pass of the last micro-batch; the tally in one all-reduce after it.
 - Never: a step from a loss or a gradient that is not finite, or from a batch whose member counts were announced wrongly. The weights
   are then still those before the step, and the error names step, rank and tensor.
@@ -18,7 +18,8 @@ from torch import nn
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Optimizer, Trainer
-from orrery.trainer.loss import COMPONENTS, Tally, loss
+from orrery.trainer.heartbeat import mark_micro_batch
+from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
@@ -26,13 +27,12 @@ from orrery.trainer.parallel import compiled, context_parallel
 from orrery.trainer.parallel.fsdp import release, synchronize_gradients
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
-from orrery.trainer.pulse import mark
 from orrery.transport.columns import Columns
 from orrery.transport.routed_experts import route_shape
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step did: metrics by their names in `metrics/trainer.0.jsonl`, and when its phases began and ended (`time.time()`)."""
 
     metrics: dict[str, float | int | None]
@@ -59,8 +59,8 @@ class Learner:
             max_grad_norm,
         )
         self.loss = trainer.loss
-        self.routes = route_shape(policy.network.config)
-        self.cut = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
+        self.route_shape = route_shape(policy.network.config)
+        self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         self.weights = {
@@ -89,7 +89,7 @@ class Learner:
         num_micro_batches: int,
         totals: dict[str, int],
         lr_factor: float,
-    ) -> Outcome:
+    ) -> StepResult:
         """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed; OrreryError where blocks do not compile."""
         step = self.step + 1
         begin_s = time.time()
@@ -107,7 +107,7 @@ class Learner:
         if not math.isfinite(grad_norm):
             self._name_gradient(step)
         if self.guard is not None:
-            values["logprob_mean_abs_diff"] = self.guard.judge(step, values["mismatch_kl"])
+            values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
         self.optimizer.step(
@@ -121,7 +121,7 @@ class Learner:
             "learning_rate": self.peak_lr * lr_factor,
             "settle_s": settle_s,
         }
-        return Outcome(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
+        return StepResult(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
@@ -129,9 +129,11 @@ class Learner:
 
         The largest |log π − log μ| over all ranks, None where no sample was made by these weights alone; and the number of tokens scored.
         """
-        tally = Tally.zero(self.world.device)
+        tally = StepSums.zero(self.world.device)
         for columns in micro_batches:
-            batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
+            batch = micro_batch(
+                columns, self.step + 1, self.world.device, self.shard, self.route_shape
+            )
             with compiled.told(self.policy.network.config):
                 logprob, entropy = self.policy(batch)
             tally.add(
@@ -159,7 +161,7 @@ class Learner:
             },
             {},
         )
-        batch = micro_batch(columns, self.step + 1, self.world.device, self.cut, self.routes)
+        batch = micro_batch(columns, self.step + 1, self.world.device, self.shard, self.route_shape)
         with torch.compiler.set_stance("force_eager"):
             logprob, _ = self.policy(batch)
         release(self.policy)
@@ -178,14 +180,14 @@ class Learner:
 
     def _accumulate(
         self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
-    ) -> tuple[Tally, float]:
-        tally, arrivals = Tally.zero(self.world.device), Arrivals(micro_batches)
+    ) -> tuple[StepSums, float]:
+        tally, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
         self._reached.clear()
         if self.guard is not None:
             self.guard.clear()
         for index, columns in enumerate(arrivals):
-            mark(self.world.device)
-            batch = micro_batch(columns, step, self.world.device, self.cut, self.routes)
+            mark_micro_batch(self.world.device)
+            batch = micro_batch(columns, step, self.world.device, self.shard, self.route_shape)
             synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
@@ -211,7 +213,7 @@ class Learner:
         return tally, arrivals.wait_s
 
     def _agree(
-        self, step: int, tally: Tally, totals: dict[str, int]
+        self, step: int, tally: StepSums, totals: dict[str, int]
     ) -> dict[str, float | int | None]:
         """The step's metrics over all ranks, once every rank knows that loss and counts are sound."""
         sums = self._add_up(f"step {step}", tally)
@@ -223,13 +225,13 @@ class Learner:
                 )
         return metrics_of(sums, float(tally.peaks))
 
-    def _add_up(self, what: str, tally: Tally) -> dict[str, float]:
+    def _add_up(self, what: str, tally: StepSums) -> dict[str, float]:
         """The sums over all ranks, all of them finite."""
         mine = tally.sums.clone()
         self.world.sum(tally.sums)
         self.world.max(tally.peaks)
         sums = tally.values()
-        for position, name in enumerate(Tally.NAMES):
+        for position, name in enumerate(StepSums.NAMES):
             if not math.isfinite(sums[name]):
                 ranks = [
                     rank
@@ -310,7 +312,7 @@ def _forget(hidden: torch.Tensor) -> None:
     hidden.grad = None
 
 
-class Arrivals:
+class _TimedIterator:
     """An iterator that knows how long it waited for its items, and how many came."""
 
     def __init__(self, items: Iterable[Columns]):

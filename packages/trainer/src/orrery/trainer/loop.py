@@ -25,10 +25,10 @@ from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
 from orrery.trainer.assemble import Rig
-from orrery.trainer.learner import Outcome
+from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
+from orrery.trainer.learner import StepResult
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.publish import export
-from orrery.trainer.pulse import parts_s, still_s, warms_up
 from orrery.trainer.schedule import factor
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
@@ -69,7 +69,7 @@ def rl(rig: Rig, ctx: RoleContext) -> None:
         else:
             batch = _await_batch(rig, saving, ctx, num_steps + 1, first_step)
         _compare(rig, ctx, batch)
-        ctx.health.doing("exporting weights", step=learner.step, still_s=parts_s(rig.world.size))
+        ctx.health.doing("exporting weights", step=learner.step, still_s=io_stall_s(rig.world.size))
         learner.check_weights()  # all of them: not every expert was asked
         export(
             learner.policy,
@@ -81,7 +81,7 @@ def rl(rig: Rig, ctx: RoleContext) -> None:
 
 
 def _still_s(rig: Rig, ctx: RoleContext, is_first: bool = False) -> float:
-    return still_s(is_first, rig.world.size, warms_up(ctx.manifest.trainer, rig.world.device))
+    return step_stall_s(is_first, rig.world.size, warms_up(ctx.manifest.trainer, rig.world.device))
 
 
 def _await_batch(
@@ -102,7 +102,7 @@ def _await_batch(
     return batch
 
 
-def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> Outcome:
+def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> StepResult:
     if missing := [name for name in COMPONENTS if name not in batch.totals]:
         raise RunFailed(
             f"batch {batch.step}: announces no count of its {missing[0]} tokens, so its loss cannot be normalised"
@@ -197,7 +197,7 @@ def _record(
     step: int,
     begin_s: float,
     arrived_s: float,
-    outcome: Outcome,
+    outcome: StepResult,
     publish_s: float,
     checkpoint_blocked_s: float,
 ) -> None:

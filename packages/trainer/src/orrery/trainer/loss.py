@@ -39,7 +39,7 @@ class Targets:
 
 
 @dataclass
-class Tally:
+class StepSums:
     """Sums over tokens that become a step's metrics; they add up over micro-batches and ranks without any per-token gather."""
 
     NAMES = (
@@ -56,13 +56,13 @@ class Tally:
     )  # float32 [1]: max |log π − log μ| over `same_weights` tokens, −1 where there are none
 
     @classmethod
-    def zero(cls, device: torch.device) -> "Tally":
+    def zero(cls, device: torch.device) -> "StepSums":
         return cls(
             torch.zeros(len(cls.NAMES), dtype=torch.float64, device=device),
             torch.full((1,), -1.0, device=device),
         )
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "StepSums") -> None:
         self.sums += other.sums
         self.peaks = torch.maximum(self.peaks, other.peaks)
 
@@ -104,7 +104,7 @@ def loss(
     targets: Targets,
     totals: dict[str, int],
     spec: DppoLoss,
-) -> tuple[torch.Tensor, Tally]:
+) -> tuple[torch.Tensor, StepSums]:
     """This micro-batch's share of L (scalar, with gradient) and its tally, but for `samples` and what follows it.
 
     `logprob` f32 [M] with gradient, `entropy` f32 [M]; `totals[c]` is N_c over all ranks and micro-batches of the step.
@@ -145,4 +145,4 @@ def loss(
             *logprob.new_zeros(5),
         ]
         peak = torch.where(same, log_ratio.abs(), torch.full_like(log_ratio, -1.0)).max().reshape(1)
-    return total, Tally(torch.stack([value.double() for value in sums]), peak)
+    return total, StepSums(torch.stack([value.double() for value in sums]), peak)

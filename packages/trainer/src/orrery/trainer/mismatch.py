@@ -22,7 +22,7 @@ MIN_TOKENS = 256
 
 
 class MismatchGuard:
-    """The sums of one step on this rank; `judge` adds those of all ranks."""
+    """The sums of one step on this rank; `check` adds those of all ranks."""
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
@@ -52,7 +52,7 @@ class MismatchGuard:
         )
         self._sums[1].view(-1).index_add_(0, place, is_member.double())
 
-    def judge(self, step: int, kl: float | None) -> float | None:
+    def check(self, step: int, kl: float | None) -> float | None:
         """Return the mean |difference| over all trained tokens, or None if there are none.
 
         A collective. Raises RunFailed beyond a `stop` bound.

@@ -1,7 +1,7 @@
 """Publishing: the policy's weights go out after every step, under Hugging Face names.
 
 - Every rank takes part. On the wire `files` tensors are gathered and rank 0 writes, one tensor at a time, so no rank ever holds two whole
-  tensors because of this. On a direct wire each rank answers for its own part, and sends it when engines ask (`Direct`).
+  tensors because of this. On a direct wire each rank answers for its own part, and sends it when engines ask (`DirectPublisher`).
 - On a direct wire weights travel in the dtype that engines compute in; buffers, such as a bias of choice, in their own. On the wire
   `adapters` nothing travels but adapters, in that dtype too.
 - Version n is what batch n made; the version that a stage starts from is published before the first batch is asked for.
@@ -96,7 +96,7 @@ class Publisher:
             raise RunFailed(f"{folder / PUBLISHED}: cannot be read ({error}); {REMEDY}") from error
 
 
-class Adapters(Publisher):
+class AdapterPublisher(Publisher):
     """The trainer's end of the wire `adapters`."""
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None, dtype: torch.dtype):
@@ -107,7 +107,7 @@ class Adapters(Publisher):
         return named_peft_tensors(self._policy.network, self._dtype)
 
 
-class Direct(Publisher):
+class DirectPublisher(Publisher):
     """The trainer's end of a direct wire, on every rank. It sends from the weights themselves, until `settle`.
 
     Of weights under adapters it keeps each shard merged, in the engines' dtype, and sends from there.

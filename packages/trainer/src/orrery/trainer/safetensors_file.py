@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where the tensors of one file stand: `spans` are [start, stop) in the data behind `header`, in the file's order."""
 
     header: bytes
@@ -56,7 +56,7 @@ class Layout:
         return max((stop for _, stop in self.spans.values()), default=0)
 
 
-def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
+def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
     """The file of `tensors` = {name: (dtype, shape)}."""
     header, spans, start = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-_RANK[tensors[name][0]], name)):
@@ -66,7 +66,7 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
         spans[name], start = (start, stop), stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return Layout(len(text).to_bytes(8, "little") + text, spans)
+    return FileLayout(len(text).to_bytes(8, "little") + text, spans)
 
 
 def content(tensor: torch.Tensor) -> memoryview:

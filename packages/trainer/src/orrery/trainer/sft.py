@@ -11,12 +11,12 @@ import time
 
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleContext
+from orrery.trainer.heartbeat import step_stall_s, warms_up
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.pulse import still_s, warms_up
 from orrery.trainer.schedule import factor
-from orrery.trainer.sft_data import Examples, ahead, batches
+from orrery.trainer.sft_data import Examples, batches, prefetch
 from orrery.trainer.stage_checkpoints import StageCheckpoints
-from orrery.trainer.validation import Validation
+from orrery.trainer.validation import ValidationSet
 from orrery.transport import checkpoints
 from orrery.transport.packing import pack_for
 
@@ -24,14 +24,14 @@ TOKENISE_DEADLINE_S = 600.0
 
 
 def sft(
-    learner: Learner, examples: Examples, validation: Validation | None, ctx: RoleContext
+    learner: Learner, examples: Examples, validation: ValidationSet | None, ctx: RoleContext
 ) -> None:
     """Train what is left of `stages.sft.num_steps` on `examples`."""
     manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
     first_step, has_warm_up = learner.step + 1, warms_up(manifest.trainer, world.device)
     with (
         StageCheckpoints(ctx, learner, "sft") as saving,
-        ahead(batches(examples, manifest, learner.step)) as take,
+        prefetch(batches(examples, manifest, learner.step)) as take,
     ):
         for step in range(first_step, spec.num_steps + 1):
             saving.check()
@@ -44,7 +44,7 @@ def sft(
                 batch = take()
             wait_s = time.monotonic() - begin_s
             ctx.health.doing(
-                "sft", step=step, still_s=still_s(step == first_step, world.size, has_warm_up)
+                "sft", step=step, still_s=step_stall_s(step == first_step, world.size, has_warm_up)
             )
             mine = [
                 batch.select(samples)
@@ -79,9 +79,11 @@ def sft(
             _validate(validation, learner, ctx, is_first=False)
 
 
-def _validate(validation: Validation, learner: Learner, ctx: RoleContext, is_first: bool) -> None:
+def _validate(
+    validation: ValidationSet, learner: Learner, ctx: RoleContext, is_first: bool
+) -> None:
     step, begin_s = learner.step, time.monotonic()
-    limit_s = still_s(
+    limit_s = step_stall_s(
         is_first, learner.world.size, warms_up(ctx.manifest.trainer, learner.world.device)
     )
     ctx.health.doing("validating", step=step, still_s=limit_s)

@@ -124,7 +124,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 
 @contextmanager
-def ahead(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
+def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
     """A function that gives the next of `items`; the one after it is then made on a thread, and raises where it is asked for."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)

@@ -14,9 +14,9 @@ from typing import Self
 from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleContext
 from orrery.trainer import checkpoint
-from orrery.trainer.checkpoint import Saver
+from orrery.trainer.checkpoint import CheckpointWriter
+from orrery.trainer.heartbeat import io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
-from orrery.trainer.pulse import moved, parts_s, still_s
 from orrery.transport import checkpoints, visible
 
 
@@ -28,7 +28,7 @@ class StageCheckpoints:
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
-        self._saver = Saver(learner.world, ctx.health.waiting)
+        self._saver = CheckpointWriter(learner.world, ctx.health.waiting)
 
     def __enter__(self) -> Self:
         self._saver.__enter__()
@@ -60,7 +60,7 @@ class StageCheckpoints:
         """Copy the state of the last step, with `files`: seconds that training was blocked for. A collective."""
         step = self._learner.step
         self._ctx.health.doing(
-            "copying a checkpoint", step=step, still_s=still_s(False, self._learner.world.size)
+            "copying a checkpoint", step=step, still_s=step_stall_s(False, self._learner.world.size)
         )
         with self._ctx.metrics.span("checkpoint", step=step):
             return self._saver.copy(self._learner, self._folder / "trainer", files)
@@ -76,7 +76,10 @@ class StageCheckpoints:
                 )
             checkpoints.complete(
                 folder,
-                [f"trainer/{checkpoint.note(rank)}" for rank in range(self._learner.world.size)],
+                [
+                    f"trainer/{checkpoint.checksum_file(rank)}"
+                    for rank in range(self._learner.world.size)
+                ],
             )
             checkpoints.prune(
                 self._ctx.run_dir,
@@ -112,10 +115,10 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     )  # from rank 0: nodes may see a new folder late
     if not step:
         return None
-    ctx.health.doing(f"resuming from step {step}", step=step, still_s=parts_s(world.size))
+    ctx.health.doing(f"resuming from step {step}", step=step, still_s=io_stall_s(world.size))
     folder = checkpoints.checkpoint_dir(ctx.run_dir, step, attempt, stage)
     visible.appears(folder / checkpoints.MARKER)
-    checkpoints.verify(folder, share=(world.rank, world.size), each=moved)
+    checkpoints.verify(folder, share=(world.rank, world.size), each=mark_part)
     world.barrier()  # nobody goes on before every share is known to be sound
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:

@@ -17,7 +17,7 @@ FORMAT = 1
 REMEDY = "remove its step folder to go on from the checkpoint before it"
 
 
-class Stored:
+class CheckpointReader:
     """The trainer's half of a checkpoint (`checkpoint.py` has its files). Raises RunFailed where it is not one."""
 
     def __init__(self, folder: Path):

@@ -16,11 +16,11 @@ import torch
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.trainer.chats import Chat, Chats
+from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import release
 from orrery.trainer.parallel.world import World
-from orrery.trainer.pulse import mark
 from orrery.trainer.sft_data import open_examples
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack_for
@@ -28,7 +28,7 @@ from orrery.transport.packing import pack_for
 FIELD = "stages.sft.validation"
 
 
-class Validation:
+class ValidationSet:
     """Ready to be run again and again: this rank's micro-batches stay in memory."""
 
     def __init__(self, manifest: Manifest, examples: Columns, world: World):
@@ -43,8 +43,8 @@ class Validation:
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:
-            mark(world.device)
-            batch = micro_batch(columns, learner.step + 1, world.device, learner.cut)
+            mark_micro_batch(world.device)
+            batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
             counts_M = (
                 batch.loss.cross_entropy_weight.double()
@@ -61,7 +61,7 @@ class Validation:
 
 def load_validation(
     manifest: Manifest, tokenizer: Path, training: Chats, world: World
-) -> Validation | None:
+) -> ValidationSet | None:
     """Raises OrreryError where there are too few examples, or one that is trained too. A collective."""
     spec = manifest.stages.sft.validation
     if spec is None:
@@ -72,7 +72,7 @@ def load_validation(
             f"{FIELD}.num_examples: {spec.num_examples} are asked for and data has {len(examples)}"
         )
     refuse_shared([examples.chats[index] for index in range(spec.num_examples)], training, world)
-    return Validation(manifest, examples.columns(range(spec.num_examples)), world)
+    return ValidationSet(manifest, examples.columns(range(spec.num_examples)), world)
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:

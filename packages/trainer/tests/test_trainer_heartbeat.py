@@ -1,4 +1,4 @@
-"""The pulse of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
+"""The heartbeat of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
 
 import logging
 import pickle
@@ -15,7 +15,7 @@ from trainer_cases import make_learner, manifest, write_start_weights
 
 from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.stillness import STILL_S
-from orrery.trainer import assemble, checkpoint, loop, pulse
+from orrery.trainer import assemble, checkpoint, heartbeat, loop
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
 
@@ -25,25 +25,27 @@ CPU = torch.device("cpu")
 def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_waits_for_it(
     monkeypatch,
 ):
-    assert [pulse.still_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [
+    assert [heartbeat.step_stall_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [
         STILL_S,
-        pulse.ALONE_S,
-        pulse.ALONE_S,
+        heartbeat.WARM_UP_STALL_S,
+        heartbeat.WARM_UP_STALL_S,
     ]
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "3")
-    assert pulse.still_s(False, 2) == 3 * STILL_S
+    assert heartbeat.step_stall_s(False, 2) == 3 * STILL_S
 
 
 def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
     eager, compiled = (manifest(trainer={"compile": compile}).trainer for compile in (False, True))
     cuda = torch.device("cuda")
-    assert [pulse.warms_up(*each) for each in ((eager, CPU), (compiled, CPU), (eager, cuda))] == [
+    assert [
+        heartbeat.warms_up(*each) for each in ((eager, CPU), (compiled, CPU), (eager, cuda))
+    ] == [
         False,
         True,
         True,
     ]
-    assert [pulse.still_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [
-        pulse.ALONE_S,
+    assert [heartbeat.step_stall_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [
+        heartbeat.WARM_UP_STALL_S,
         STILL_S,
     ]
 
@@ -68,7 +70,7 @@ def deeds():
 
 @pytest.mark.parametrize(
     ("kind", "num_nodes", "limit_s"),
-    [("files", 1, STILL_S), ("files", 2, pulse.PARTS_S), ("nccl", 1, pulse.PARTS_S)],
+    [("files", 1, STILL_S), ("files", 2, heartbeat.IO_STALL_S), ("nccl", 1, heartbeat.IO_STALL_S)],
 )
 def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
     ctx, said = deeds()
@@ -93,7 +95,7 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
 
 @pytest.mark.parametrize(
     ("kind", "devices", "limit_s"),
-    [("zmq", 2, STILL_S), ("zmq", 1, pulse.PARTS_S), ("files", 2, pulse.PARTS_S)],
+    [("zmq", 2, STILL_S), ("zmq", 1, heartbeat.IO_STALL_S), ("files", 2, heartbeat.IO_STALL_S)],
 )
 def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(
     kind, devices, limit_s
@@ -120,9 +122,9 @@ def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_n
 
 def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch):
     def parts(work):
-        before = pulse._MARKS.count()
+        before = heartbeat._PROGRESS.count()
         work()
-        return pulse._MARKS.count() - before
+        return heartbeat._PROGRESS.count() - before
 
     spec = manifest()
     start = write_start_weights(spec, tmp_path / "start")
@@ -134,10 +136,10 @@ def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch
     folder = checkpoints.checkpoint_dir(tmp_path, 0, 1)
     assert parts(lambda: checkpoint.save(learner, folder / "trainer")) > num_weights
     assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
-    checkpoints.complete(folder, [f"trainer/{checkpoint.note(0)}"])
+    checkpoints.complete(folder, [f"trainer/{checkpoint.checksum_file(0)}"])
     monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1000)
     num_bytes = (folder / "trainer" / "rank_0.safetensors").stat().st_size
-    assert parts(lambda: checkpoints.verify(folder, each=pulse.moved)) >= num_bytes / 1000
+    assert parts(lambda: checkpoints.verify(folder, each=heartbeat.mark_part)) >= num_bytes / 1000
 
 
 def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it_gets_there():
@@ -153,7 +155,7 @@ def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it
             time.sleep(0.01)
         return marks.count() == number
 
-    marks, events = pulse._Marks(), [Event(), Event()]
+    marks, events = heartbeat._Progress(), [Event(), Event()]
     marks.add(CPU)
     marks.follow(CPU)
     for event in events:
@@ -166,7 +168,7 @@ def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it
 
 
 def test_what_torch_recorded_is_kept_as_it_writes_it_itself(tmp_path):
-    pulse.keep_flight_recorder(tmp_path / "rank_0", CPU)
+    heartbeat.dump_flight_recorder(tmp_path / "rank_0", CPU)
     assert {"entries", "pg_config", "pg_status", "version"} <= pickle.loads(
         (tmp_path / "rank_0").read_bytes()
     ).keys()
@@ -178,8 +180,8 @@ def test_a_torch_without_a_recorder_counts_nothing_and_keeps_nothing(
 ):
     for name in (f"_dump_{kind}_trace", f"_dump_{kind}_trace_json"):
         monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
-    assert pulse.collectives(device) == (0, 0)
-    pulse.keep_flight_recorder(tmp_path / "rank_0", device)
+    assert heartbeat.count_collectives(device) == (0, 0)
+    heartbeat.dump_flight_recorder(tmp_path / "rank_0", device)
     assert not list(tmp_path.iterdir())
 
 
@@ -198,7 +200,7 @@ def test_compiling_is_a_wait_of_its_own_in_whatever_step_it_comes():
 
     callbacks = callback_handler.start_callbacks, callback_handler.end_callbacks
     before = [list(each) for each in callbacks]
-    pulse._say_when_compiling(SimpleNamespace(health=SimpleNamespace(waiting=waiting)))
+    heartbeat._say_when_compiling(SimpleNamespace(health=SimpleNamespace(waiting=waiting)))
     try:
         double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
         for num_compilations, length in ((1, 2), (1, 2), (2, 3)):

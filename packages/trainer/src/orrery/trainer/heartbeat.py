@@ -1,4 +1,4 @@
-"""Pulse: by what the launcher tells a rank that is stuck from one that waits for it (`orrery.observe.stillness`), and what is kept then.
+"""Heartbeat: by what the launcher tells a rank that is stuck from one that waits for it (`orrery.observe.stillness`), and what is kept then.
 
 - In: a launched rank, before its process group is formed. Out: every PERIOD_S, in its health: how many collectives this rank has begun and
   completed, over all groups, as torch's flight recorder counts them (nccl: completed on the device), and its marks.
@@ -27,18 +27,18 @@ from orrery.observe.process import RoleContext
 from orrery.observe.stillness import STILL_S
 
 PERIOD_S = 3.0
-ALONE_S = 600.0  # of a first step, which compiles, tunes kernels and connects ranks; of a single rank, which has no collectives to count
-PARTS_S = 300.0  # of a part, a tensor or a file, of what is read or written where many ranks may ask one file system at once
+WARM_UP_STALL_S = 600.0  # of a first step, which compiles, tunes kernels and connects ranks; of a single rank, which has no collectives to count
+IO_STALL_S = 300.0  # of a part, a tensor or a file, of what is read or written where many ranks may ask one file system at once
 
 
-def still_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
+def step_stall_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
     """How long a step, or what stands between two, may show no progress: no collective and no mark begun or completed."""
-    return scaled(ALONE_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
+    return scaled(WARM_UP_STALL_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
 
 
-def parts_s(num_ranks: int) -> float:
+def io_stall_s(num_ranks: int) -> float:
     """The same of what goes through files, part by part."""
-    return scaled(ALONE_S if num_ranks == 1 else PARTS_S)
+    return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
@@ -46,10 +46,10 @@ def warms_up(trainer: Trainer, device: torch.device) -> bool:
     return trainer.compile or device.type == "cuda"
 
 
-class _Marks:
+class _Progress:
     """Micro-batches that the device has got to, and parts that the host is done with; one queue, since a process has one device.
 
-    A thread of its own waits for each. The pulse never asks the device itself: `Event.query` keeps Python's lock while it may have to wait
+    A thread of its own waits for each. The heartbeat never asks the device itself: `Event.query` keeps Python's lock while it may have to wait
     for another thread's call into CUDA, one that waits for a collective, and then nobody here says anything more.
     """
 
@@ -83,22 +83,22 @@ class _Marks:
         return self._done
 
 
-_MARKS = _Marks()
+_PROGRESS = _Progress()
 _HOST = torch.device("cpu")
 
 
-def mark(device: torch.device) -> None:
+def mark_micro_batch(device: torch.device) -> None:
     """A micro-batch begins."""
-    _MARKS.add(device)
+    _PROGRESS.add(device)
 
 
-def moved() -> None:
+def mark_part() -> None:
     """A part of something on the host is done."""
-    _MARKS.add(_HOST)
+    _PROGRESS.add(_HOST)
 
 
 @contextmanager
-def pulse(ctx: RoleContext, device: torch.device) -> Iterator[None]:
+def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     """Around the life of the process group."""
     if not ctx.lifeline.is_launched:
         yield
@@ -109,18 +109,18 @@ def pulse(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
-    call_on_signal(lambda: keep_flight_recorder(folder / f"rank_{ctx.index}", device))
+    call_on_signal(lambda: dump_flight_recorder(folder / f"rank_{ctx.index}", device))
     if warms_up(ctx.manifest.trainer, device):
         _say_when_compiling(ctx)
     if device.type == "cuda":
-        _MARKS.follow(device)
+        _PROGRESS.follow(device)
     end = threading.Event()
 
     def beat() -> None:
         while not end.wait(scaled(PERIOD_S)):
-            ctx.health.beat(*collectives(device), _MARKS.count())
+            ctx.health.beat(*count_collectives(device), _PROGRESS.count())
 
-    thread = threading.Thread(target=beat, name="pulse", daemon=True)
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
@@ -139,13 +139,13 @@ def _say_when_compiling(ctx: RoleContext) -> None:
     compiling = ExitStack()
     on_compile_start(
         lambda _: compiling.enter_context(
-            ctx.health.waiting("the compiler", deadline_s=scaled(ALONE_S))
+            ctx.health.waiting("the compiler", deadline_s=scaled(WARM_UP_STALL_S))
         )
     )
     on_compile_end(lambda _: compiling.close())
 
 
-def collectives(device: torch.device) -> tuple[int, int]:
+def count_collectives(device: torch.device) -> tuple[int, int]:
     """(begun, completed) by this process so far, over all groups."""
     ask = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if ask is None:
@@ -160,7 +160,7 @@ def collectives(device: torch.device) -> tuple[int, int]:
     return begun, completed
 
 
-def keep_flight_recorder(path: Path, device: torch.device) -> None:
+def dump_flight_recorder(path: Path, device: torch.device) -> None:
     """What torch recorded of the last collectives, in the form that it writes itself."""
     if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
         write_atomic(path, dump())

@@ -1,12 +1,12 @@
-"""The referees that only GPUs can run: kernels, rings and exchanged experts, layouts over NCCL, offloads, checkpoints, flight recorders.
+"""Run the checks that only GPUs can run: kernels, rings and exchanged experts, layouts over NCCL, offloads, checkpoints, flight recorders.
 
 They are tests, which pass or fail; here their outcome is kept. A group of them is a process, which is ended when it takes too long; then
 all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart. With `--only` the other groups' rows
 stay as they are, each with the commit that it ran at.
 
-    python benchmarks/trainer/referees.py                       # one GPU does, two do more
-    python benchmarks/trainer/referees.py --only layouts flight_recorders
-    python benchmarks/trainer/referees.py --check               # on any machine: that every group has tests
+    python benchmarks/trainer/gpu_checks.py                       # one GPU does, two do more
+    python benchmarks/trainer/gpu_checks.py --only layouts flight_recorders
+    python benchmarks/trainer/gpu_checks.py --check               # on any machine: that every group has tests
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.observe.provenance import commit
 from record import ROOT, hardware, record
 
-RECORD = Path(__file__).with_name("referees_gpu.json")
+RECORD = Path(__file__).with_name("gpu_checks.json")
 TRAINER = "packages/trainer/tests"
 GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what pytest is told
     "kernels": (150, ["packages/kernels/tests"]),
@@ -129,7 +129,7 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
         return
     record(
         path,
-        figure="referees on GPUs that pass, of those that ran",
+        figure="checks on GPUs that pass, of those that ran",
         value=passed / (passed + failed),
         unit="share",
         goal=1.0,
@@ -160,7 +160,7 @@ def main() -> int:
         )
     if not torch.cuda.is_available():
         raise SystemExit(
-            "no GPU here: the referees of a CPU run with `make test`; --check shows what would run"
+            "no GPU here: the checks for CPUs run with `make test`; --check shows what would run"
         )
     outcomes: dict[str, Outcome] = {}
     for name in args.only:
