@@ -13,7 +13,6 @@ RECORDS = sorted((ROOT / "benchmarks").glob("*/*.json"))
 DIRTY = {
     "cluster/overhead",
     "demo/wall_time",
-    "kernels/lm_head",
     "trainer/qwen3_30b_a3b_131k",
     "trainer/qwen3_30b_a3b_16k",
     "trainer/qwen3_8b_8k",
