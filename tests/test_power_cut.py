@@ -40,11 +40,10 @@ from orrery.models import weights  # noqa: E402
 from orrery.observe.process import parse_role  # noqa: E402
 from orrery.orchestrator import snapshot  # noqa: E402
 from orrery.orchestrator.state import Snapshot, State  # noqa: E402
-from orrery.trainer import checkpoint, safetensors_file  # noqa: E402
-from orrery.trainer.export import export_checkpoint  # noqa: E402
+from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # noqa: E402
+from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
-from orrery.trainer.publish import export  # noqa: E402
 from orrery.transport import checkpoints, rollout_store  # noqa: E402
 from orrery.transport.columns import Columns  # noqa: E402
 
@@ -96,9 +95,11 @@ def start_of_rl(root: Path) -> None:
     shutil.copytree(root / "run" / "weights" / "init", root / "run" / "weights" / "sft")
 
 
-def export_policy(root: Path) -> None:
+def write_policy(root: Path) -> None:
     learner = make_learner(manifest(), root / "start")
-    export(learner.policy, ALONE, manifest().model, root / "start", root / "run" / "weights" / "rl")
+    export_policy(
+        learner.policy, ALONE, manifest().model, root / "start", root / "run" / "weights" / "rl"
+    )
 
 
 def save_in_parts(root: Path) -> None:
@@ -109,7 +110,7 @@ def save_in_parts(root: Path) -> None:
 def trainers_half(root: Path) -> None:
     learner = make_learner(manifest(), root / "start")
     learner.step = 2
-    checkpoint.save(learner, checkpoints.checkpoint_dir(root / "run", 2, 1) / "trainer")
+    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(root / "run", 2, 1) / "trainer")
 
 
 def whole_checkpoint(root: Path) -> None:
@@ -117,7 +118,7 @@ def whole_checkpoint(root: Path) -> None:
     for learner.step in (2, 4):
         folder = checkpoints.checkpoint_dir(root / "run", learner.step, 1)
         snapshot.write(root / "run", learner.step, 1, of_orchestrator(learner.step + 1), 1.0)
-        with checkpoint.CheckpointWriter(ALONE) as saver:
+        with checkpoint_writer.CheckpointWriter(ALONE) as saver:
             saver.copy(learner, folder / "trainer", {"more.json": b"{}"})
             saver.write(
                 lambda folder=folder: checkpoints.complete(
@@ -207,7 +208,7 @@ def end_a_stage(root: Path) -> None:
     write_atomic(run / "manifest.json", canonical_json(manifest()))
     (run / "weights").mkdir()
     learner = make_learner(manifest(), root / "start")
-    export(learner.policy, ALONE, manifest().model, root / "start", run / "weights" / "rl")
+    export_policy(learner.policy, ALONE, manifest().model, root / "start", run / "weights" / "rl")
     job = Job(
         run,
         StagePlan("rl", (), ()),
@@ -245,7 +246,7 @@ CASES = {
         save_in_parts, lambda root: (start_weights(root), (root / "model").mkdir()), vouches=(("model/config.json", "model"),),
         safe=("model",),
     ),
-    "the policy": Case(export_policy, lambda root: (start_weights(root), begun(root)), whole=("run/weights/rl",), safe=("run/weights",)),
+    "the policy": Case(write_policy, lambda root: (start_weights(root), begun(root)), whole=("run/weights/rl",), safe=("run/weights",)),
     "a checkpoint's half": Case(
         trainers_half, lambda root: (start_weights(root), begun(root)), whole=("run/checkpoints/*/trainer",), safe=("run/checkpoints",)
     ),

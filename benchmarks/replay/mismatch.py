@@ -32,11 +32,10 @@ from orrery.manifest.workspace import find_workspace
 from orrery.models import build, weights
 from orrery.observe.report.data import RunData
 from orrery.trainer.assemble import load_policy
-from orrery.trainer.learner import Learner, count_members
+from orrery.trainer.learner import Learner, count_members, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
-from orrery.trainer.schedule import factor
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack_for
 from orrery.transport.rollout_store import read_batch
@@ -103,7 +102,7 @@ def in_bfloat16(learner: Learner, manifest: Manifest) -> Policy:
 def train(learner: Learner, manifest: Manifest, step: int, columns: Columns) -> None:
     """The run's step, of the same micro-batches in the same order."""
     [plan] = pack_for(manifest, columns.lengths)
-    rate = factor(manifest.trainer.schedule, step, manifest.stages.rl.num_steps)
+    rate = learning_rate_factor(manifest.trainer.schedule, step, manifest.stages.rl.num_steps)
     learner.learn(
         [columns.select(samples) for samples in plan], len(plan), count_members(columns), rate
     )

@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint, and how long the checkpoint takes: N GB a rank, on the GPUs that are there or on the CPU.
 
-Each rank holds weights and AdamW's state as the trainer does (`CheckpointWriter` of orrery.trainer.checkpoint, sharded by FSDP where there are several
+Each rank holds weights and AdamW's state as the trainer does (`CheckpointWriter` of orrery.trainer.checkpoint_writer, sharded by FSDP where there are several
 ranks) and saves them four times. In between it runs steps (matrix products) with nothing on its way and with a save on its way: what
 writing and hashing take from the steps is the ratio of the two. The first save, whose host buffer was reserved beside the first steps,
 counts apart.
@@ -29,7 +29,8 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import AdamW, Mesh
-from orrery.trainer.checkpoint import CheckpointWriter, checksum_file, state_of
+from orrery.trainer.checkpoint import checksum_file, state_of
+from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.optim import make_optimizer
 from orrery.trainer.parallel.world import World, dissolve, form
 from orrery.transport import checkpoints

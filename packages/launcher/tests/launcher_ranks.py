@@ -18,7 +18,7 @@ from orrery.manifest.workspace import Workspace
 
 def be_a_rank() -> None:
     from orrery.trainer.__main__ import main
-    from orrery.trainer.checkpoint import CheckpointWriter
+    from orrery.trainer.checkpoint_writer import CheckpointWriter
     from orrery.trainer.learner import Learner
 
     learn, copy = Learner.learn, CheckpointWriter.copy

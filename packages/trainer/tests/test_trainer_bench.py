@@ -18,7 +18,7 @@ from trainer_cases import manifest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
 from orrery.models.flops import true_work
-from orrery.trainer import host_copy
+from orrery.trainer import host_memory
 from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench import rank as bench_rank
 from orrery.trainer.bench.__main__ import (
@@ -544,7 +544,7 @@ def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monk
 
 
 def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: 24 << 30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 24 << 30)
     with pytest.raises(
         OrreryError,
         match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1",

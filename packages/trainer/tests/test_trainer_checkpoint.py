@@ -32,7 +32,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.run_folder import inputs_path
 from orrery.observe.process import parse_role
-from orrery.trainer import base, checkpoint, heartbeat, host_copy, replicas, safetensors_file
+from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.parallel.world import World
@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_pat
     straight, stopped, resumed = (make_learner(manifest(), start) for _ in range(3))
     train(straight, [1, 2, 3, 4])
     train(stopped, [1, 2])
-    checkpoint.save(stopped, tmp_path / "step_2" / "trainer")
+    checkpoint_writer.save(stopped, tmp_path / "step_2" / "trainer")
     drawn = torch.rand(3)
     checkpoint.load(resumed, tmp_path / "step_2" / "trainer")
     assert torch.equal(torch.rand(3), drawn)
@@ -82,7 +82,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     alone = make_learner(manifest(), write_start_weights(manifest(), folder / "start"))
     train(alone, [1, 2])
-    checkpoint.save(alone, folder / "by_one")
+    checkpoint_writer.save(alone, folder / "by_one")
     shards, replicas = {"mesh": {"dp_shard": 2}}, {"mesh": {"dp_replicate": 2}}
     by_one, by_two = {"resume": folder / "by_one", "steps": []}, folder / "step_2" / "trainer"
     jobs = [
@@ -158,7 +158,7 @@ def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored
 def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_path, key, value):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
     name = f"{key}/network.layers.1.mlp.up_proj.weight"
-    with checkpoint.CheckpointWriter(learner.world) as saver:
+    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
         for step in (1, 2):
             train(learner, [step])
             folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
@@ -191,10 +191,16 @@ def test_every_rank_hears_whose_part_is_not_finite(two_ranks):
 
 def test_a_fingerprint_tells_bits_and_places():
     one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0], dtype=torch.bfloat16)
-    assert replicas.fingerprint([one, other]) == replicas.fingerprint([one.clone(), other.clone()])
-    assert replicas.fingerprint([one, other]) != replicas.fingerprint([other, one])
-    assert replicas.fingerprint([-torch.zeros(1)]) != replicas.fingerprint([torch.zeros(1)])
-    assert replicas.fingerprint([]) == replicas.fingerprint([torch.empty(0)]) == 0
+    assert checkpoint_writer.fingerprint([one, other]) == checkpoint_writer.fingerprint(
+        [one.clone(), other.clone()]
+    )
+    assert checkpoint_writer.fingerprint([one, other]) != checkpoint_writer.fingerprint(
+        [other, one]
+    )
+    assert checkpoint_writer.fingerprint([-torch.zeros(1)]) != checkpoint_writer.fingerprint(
+        [torch.zeros(1)]
+    )
+    assert checkpoint_writer.fingerprint([]) == checkpoint_writer.fingerprint([torch.empty(0)]) == 0
 
 
 MIXTURE = {"family": "qwen3_moe", "moe": {**MOE, "expert_intermediate_size": 20}}
@@ -224,7 +230,7 @@ def travelled(tmp_path_factory):
     for route, (trainer, places) in ROUTES.items():
         alone = make_learner(manifest(model=MIXTURE, trainer=trainer), folder / "start")
         train(alone, [1, 2])
-        checkpoint.save(alone, before := folder / route)
+        checkpoint_writer.save(alone, before := folder / route)
         for (mesh, axes), place in zip(MESHES.items(), places, strict=True):
             job = {
                 "name": f"{route}_{mesh}",
@@ -275,7 +281,7 @@ def test_every_mesh_reads_what_every_other_wrote(travelled, route):
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
     learner = make_learner(manifest(), start)
     train(learner, [1])
-    checkpoint.save(learner, tmp_path / "trainer")
+    checkpoint_writer.save(learner, tmp_path / "trainer")
     model = {"intermediate_size": 64}
     other = make_learner(
         manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "other")
@@ -296,7 +302,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
 def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
     learner = make_learner(manifest(), start)
     train(learner, [1])
-    checkpoint.save(learner, tmp_path / "whole")
+    checkpoint_writer.save(learner, tmp_path / "whole")
     breakages = {
         "rank_0.safetensors": lambda path: path.write_bytes(b"torn"),
         "rank_0.json": Path.unlink,
@@ -315,7 +321,7 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
 ):
     learner = make_learner(manifest(), start)
     train(learner, [1, 2])
-    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     process = multiprocessing.get_context("spawn").Process(
         target=die_in_the_middle, args=(start, tmp_path, after_file)
@@ -337,7 +343,7 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     train(learner, [3])
-    checkpoint.save(learner, checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer")
+    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 3, 1))
     assert checkpoints.steps(tmp_path)[-1] == 3
     assert (
@@ -357,8 +363,8 @@ class Gate:
     """Holds back the thread that writes, until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.opened, self._write = threading.Event(), checkpoint.write
-        monkeypatch.setattr(checkpoint, "write", self)
+        self.opened, self._write = threading.Event(), checkpoint_writer.write
+        monkeypatch.setattr(checkpoint_writer, "write", self)
 
     def __call__(self, path, buffers, stop):
         while not self.opened.wait(0.01):
@@ -382,7 +388,7 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(
 
     train(learner, [1, 2])
     expected = state_of(learner)
-    with checkpoint.CheckpointWriter(learner.world, waiting) as saver:
+    with checkpoint_writer.CheckpointWriter(learner.world, waiting) as saver:
         saver.reserve(learner)
         assert saver.copy(learner, tmp_path / "step_2" / "trainer", {"more.json": b"{}"}) > 0
         saver.write(lambda: completed.append(2))
@@ -406,7 +412,7 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
     train(learner, [1, 2])
     two, three = (checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (2, 3))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with checkpoint.CheckpointWriter(learner.world) as saver:
+    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
         saver.copy(learner, two / "trainer")
         saver.write(lambda: checkpoints.complete(two, [f"trainer/{checkpoint.checksum_file(0)}"]))
         train(learner, [3])
@@ -447,9 +453,12 @@ def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(
 
     for error, work in [
         (ZeroDivisionError, lambda saver: 1 / 0),
-        (SystemExit, checkpoint.CheckpointWriter.wait),
+        (SystemExit, checkpoint_writer.CheckpointWriter.wait),
     ]:
-        with pytest.raises(error), checkpoint.CheckpointWriter(learner.world, ended) as saver:
+        with (
+            pytest.raises(error),
+            checkpoint_writer.CheckpointWriter(learner.world, ended) as saver,
+        ):
             saver.copy(learner, tmp_path / "step_1" / "trainer")
             saver.write()
             work(saver)
@@ -459,13 +468,13 @@ def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(
 
 def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start, monkeypatch):
     learner = make_learner(manifest(), start)
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(safetensors_file, "available_bytes", lambda: 1000)
     with (
         pytest.raises(
             RunFailed,
             match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left",
         ),
-        checkpoint.CheckpointWriter(learner.world) as saver,
+        checkpoint_writer.CheckpointWriter(learner.world) as saver,
     ):
         saver.reserve(learner)
         while True:
@@ -477,7 +486,7 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
     told = iter([hosts, [100, 90, 100], [60, 60, 60]])
     world = SimpleNamespace(rank=0, each=lambda value: next(told))
-    copy = host_copy.HostCopy(torch.device("cpu"))
+    copy = safetensors_file.HostCopy(torch.device("cpu"))
     if fits:
         copy.check_room(60, world)
     else:
@@ -490,7 +499,7 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
 
 def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path):
     learner = make_learner(manifest(), start)
-    checkpoint.save(learner, tmp_path / "trainer")
+    checkpoint_writer.save(learner, tmp_path / "trainer")
     spec = manifest()
     dtypes = dict.fromkeys(
         ("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16"
@@ -527,10 +536,10 @@ class OfTwo:
 def second(start, tmp_path):
     """A learner, the world of the second rank, and its `CheckpointWriter`, which has written its part of step 0."""
     learner, world = make_learner(manifest(), start), OfTwo()
-    saver = checkpoint.CheckpointWriter(world)
+    saver = checkpoint_writer.CheckpointWriter(world)
     (tmp_path / "step_0" / "trainer.partial").mkdir(parents=True)  # as the first rank does
     saver.copy(learner, tmp_path / "step_0" / "trainer")
-    saver.write(whole=tmp_path / "step_0" / "COMPLETE")
+    saver.write(marker=tmp_path / "step_0" / "COMPLETE")
     saver.wait()
     world.said.clear()
     return learner, world, saver
@@ -551,7 +560,7 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
     saver.finish()
     saver.finish()
     assert world.said == [
-        ("the checkpoint in step_0", checkpoint.WRITE_DEADLINE_S, heartbeat.IO_STALL_S),
+        ("the checkpoint in step_0", checkpoint_writer.WRITE_DEADLINE_S, heartbeat.IO_STALL_S),
         "barrier",
         "barrier",
     ]
@@ -562,7 +571,7 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
     second, tmp_path, monkeypatch, call
 ):
     learner, world, saver = second
-    monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
     with pytest.raises(
         RunFailed,
         match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run reachable, and fast",
@@ -572,10 +581,10 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "WRITE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
     (tmp_path / checkpoint.checksum_file(0)).touch()
     with pytest.raises(RunFailed, match=r"nothing of rank 1 after 0 s; see logs/trainer\.1\.log"):
-        checkpoint._await_notes(tmp_path, 3, lambda: False)
+        checkpoint_writer._await_checksums(tmp_path, 3, lambda: False)
 
 
 def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypatch):
@@ -613,7 +622,7 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
     )
     train(straight, [1, 2, 3])
     train(stopped, [1, 2])
-    checkpoint.save(stopped, tmp_path / "trainer")
+    checkpoint_writer.save(stopped, tmp_path / "trainer")
     checkpoint.load(resumed, tmp_path / "trainer")
     train(resumed, [3])
     assert_same(state_of(resumed), state_of(straight))
@@ -644,7 +653,7 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
         )
 
     train(first := begun(), [1, 2])
-    checkpoint.save(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    checkpoint_writer.save(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     tensors = load_file(start / "model.safetensors")
@@ -667,11 +676,11 @@ def test_the_digest_of_the_base_is_the_launchers_where_it_has_hashed_the_files(
     tmp_path, monkeypatch
 ):
     start = write_start_weights(manifest(), tmp_path / "weights" / "init")
-    found = base.base_sha256(tmp_path, "rl", start)
+    found = checkpoint.base_sha256(tmp_path, "rl", start)
     path = inputs_path(tmp_path, "rl")
     path.parent.mkdir(parents=True)
     path.write_text(
         json.dumps({"weights/init/model.safetensors": sha256(start / "model.safetensors")})
     )
-    monkeypatch.setattr(base, "sha256", lambda path: pytest.fail("hashed twice"))
-    assert base.base_sha256(tmp_path, "rl", start) == found
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("hashed twice"))
+    assert checkpoint.base_sha256(tmp_path, "rl", start) == found

@@ -10,8 +10,8 @@ from trainer_rank import train
 
 from orrery.manifest.identity import canonical_json
 from orrery.models import weights
-from orrery.trainer import checkpoint, export
-from orrery.trainer.stored import CheckpointReader
+from orrery.trainer import checkpoint_writer, export
+from orrery.trainer.checkpoint import CheckpointReader
 from orrery.transport import checkpoints
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
@@ -46,7 +46,7 @@ def run_with_checkpoints(run_dir, steps, **fields):
     for step in steps:
         train(learner, [step])
         folder = checkpoints.checkpoint_dir(run_dir, step, 1)
-        checkpoint.save(learner, folder / "trainer")
+        checkpoint_writer.save(learner, folder / "trainer")
         checkpoints.complete(folder)
     return spec, learner, run_dir
 

@@ -15,7 +15,8 @@ from trainer_cases import make_learner, manifest, write_start_weights
 
 from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.stillness import STILL_S
-from orrery.trainer import assemble, checkpoint, heartbeat, loop
+from orrery.trainer import assemble, checkpoint, checkpoint_writer, heartbeat
+from orrery.trainer.loop import RlLoop
 from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.transport import checkpoints
 
@@ -81,14 +82,9 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
     spec = SimpleNamespace(transport=SimpleNamespace(weights=kind))
     may_stand_s = assemble._publish_still_s(spec, world, num_nodes)
     publisher = SimpleNamespace(publish=lambda version, canary: None)
-    loop._publish(
-        SimpleNamespace(
-            learner=learner, publisher=publisher, world=world, publish_still_s=may_stand_s
-        ),
-        ctx,
-    )
+    RlLoop(ctx, world, learner, publisher, None, None, 9.0, 9.0, may_stand_s).publish()
     saving = StageCheckpoints(ctx, learner, "rl")
-    saving._saver = SimpleNamespace(copy=lambda *_: 0.0)
+    saving._writer = SimpleNamespace(copy=lambda *_: 0.0)
     saving.copy()
     assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
 
@@ -110,13 +106,9 @@ def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_n
         SimpleNamespace(size=2, is_first=False),
     )
     receiver = SimpleNamespace(receive=lambda step, deadline_s: SimpleNamespace(info={}))
-    rig = SimpleNamespace(
-        receiver=receiver,
-        world=world,
-        batch_deadline_s=9.0,
-        batch_behind_s=assemble._batch_behind_s(spec, world),
-    )
-    loop._await_batch(rig, None, ctx, 5, 0)
+    behind_s = assemble._batch_behind_s(spec, world)
+    learner = SimpleNamespace(step=4)
+    RlLoop(ctx, world, learner, None, receiver, None, 9.0, behind_s, 9.0).receive(5)
     assert said == {"batch 5 from orchestrator": (9.0, limit_s)}
 
 
@@ -134,7 +126,7 @@ def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch
         lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)
     ) == len(hf_tensors(learner.policy.network))
     folder = checkpoints.checkpoint_dir(tmp_path, 0, 1)
-    assert parts(lambda: checkpoint.save(learner, folder / "trainer")) > num_weights
+    assert parts(lambda: checkpoint_writer.save(learner, folder / "trainer")) > num_weights
     assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
     checkpoints.complete(folder, [f"trainer/{checkpoint.checksum_file(0)}"])
     monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1000)
@@ -200,7 +192,7 @@ def test_compiling_is_a_wait_of_its_own_in_whatever_step_it_comes():
 
     callbacks = callback_handler.start_callbacks, callback_handler.end_callbacks
     before = [list(each) for each in callbacks]
-    heartbeat._say_when_compiling(SimpleNamespace(health=SimpleNamespace(waiting=waiting)))
+    heartbeat._report_compilation(SimpleNamespace(health=SimpleNamespace(waiting=waiting)))
     try:
         double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
         for num_compilations, length in ((1, 2), (1, 2), (2, 3)):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orrery.trainer.host_copy import HostCopy, available_bytes
-from orrery.trainer.host_memory import host_block
+from orrery.trainer.host_memory import available_bytes, host_block
+from orrery.trainer.safetensors_file import HostCopy
 
 GPU = torch.device("cuda", 0)
 

@@ -16,11 +16,11 @@ from trainer_cases import (
 from orrery.models import build, lora, weights
 from orrery.models.hf_tensors import hf_tensors, named_hf_tensors, named_peft_tensors
 from orrery.models.lora import adapters
+from orrery.trainer.export import export_policy
 from orrery.trainer.learner import count_totals
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
-from orrery.trainer.publish import export
 
 LORA = {"rank": 4, "alpha": 8.0, "seed": 11}
 MODELS = {"dense": {}, "moe": {"family": "qwen3_moe", "moe": MOE}}
@@ -100,7 +100,7 @@ def test_what_is_exported_is_the_exact_sum_rounded_once(tmp_path, model, dtype):
     parameters, adapter_of = dict(network.named_parameters()), dict(adapters(network))
     for index, adapter in enumerate(adapter_of.values()):
         torch.nn.init.normal_(adapter.b, std=0.05, generator=torch.Generator().manual_seed(index))
-    export(
+    export_policy(
         Policy(network, 16),
         World(0, 1, torch.device("cpu"), None),
         spec.model,

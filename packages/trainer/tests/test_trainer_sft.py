@@ -33,8 +33,8 @@ from orrery.trainer import sft, sft_data
 from orrery.trainer.chats import open_chats
 from orrery.trainer.initialize import initialize
 from orrery.trainer.parallel.world import World
+from orrery.trainer.sft import ValidationSet, load_validation
 from orrery.trainer.sft_data import Examples, batches, load_examples, prefetch
-from orrery.trainer.validation import ValidationSet, load_validation
 from orrery.transport import checkpoints
 from orrery.transport.columns import Columns
 
@@ -631,7 +631,7 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
 ):
     spec = sft_spec(num_steps=7, validation=validated())
     rows, expected = run_here(tmp_path / "straight", spec, start)
-    run_dir, right = start_run(tmp_path / "died", spec, start), sft.factor
+    run_dir, right = start_run(tmp_path / "died", spec, start), sft.learning_rate_factor
 
     def die(schedule, step, num_steps):
         while (
@@ -642,10 +642,10 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
             raise RunFailed("killed")
         return right(schedule, step, num_steps)
 
-    monkeypatch.setattr(sft, "factor", die)
+    monkeypatch.setattr(sft, "learning_rate_factor", die)
     with pytest.raises(RunFailed, match="killed"):
         sft_stage(run_dir)
-    monkeypatch.setattr(sft, "factor", right)
+    monkeypatch.setattr(sft, "learning_rate_factor", right)
     sft_stage(run_dir, "--attempt", "2")
     assert (run_dir / "weights" / "sft" / "model.safetensors").read_bytes() == expected
 

@@ -29,12 +29,11 @@ from orrery.observe.metrics import rows as rows_of
 from orrery.observe.process import parse_role
 from orrery.observe.wind_down import WoundDown
 from orrery.tasks.chat import Renderer
-from orrery.trainer import loop
 from orrery.trainer.assemble import assemble_rl, assemble_world
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.initialize import initialize
 from orrery.trainer.learner import count_totals
-from orrery.trainer.loop import rl
+from orrery.trainer.loop import RlLoop
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -522,7 +521,7 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
     before, after = Publisher(policy, Wire()), Publisher(policy, Wire())
     before.publish(1)
     before.publish(2)
-    for name, content in before.record().items():
+    for name, content in before.checkpoint_files().items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(RunFailed, match="batch 3: does not say which weights sampled it"):
         before.check(3, None)
@@ -557,8 +556,8 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
     monkeypatch.setattr(checkpoints, "complete", complete)
 
     def train():
-        with assemble_world(ctx) as world, assemble_rl(ctx, world) as rig:
-            rl(rig, ctx)
+        with assemble_world(ctx) as world, assemble_rl(ctx, world) as loop:
+            loop.run()
 
     async def both():
         orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
@@ -820,20 +819,21 @@ def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     saving = SimpleNamespace(
         copy=lambda *_: pytest.fail("the last step has its checkpoint"),
         finish=lambda: ended.append("finished"),
+        is_due=lambda step: checkpoints.is_due(step, spec),
     )
     batch = SimpleNamespace(info={"wind_down": True})
     receiver = SimpleNamespace(
         receive=lambda step, _: batch if step == 4 else pytest.fail(f"asked for batch {step}")
-    )
-    rig = SimpleNamespace(
-        learner=SimpleNamespace(step=3), receiver=receiver, batch_deadline_s=1.0, batch_behind_s=1.0
     )
     ctx = SimpleNamespace(
         manifest=spec, metrics=SimpleNamespace(span=lambda *_, **__: nullcontext())
     )
     ctx.health = SimpleNamespace(waiting=lambda *_, **__: nullcontext())
     for first_step in (3, 1):  # begun after its last step, or before it
+        learner = SimpleNamespace(step=first_step)
+        loop = RlLoop(ctx, None, learner, None, receiver, saving, 1.0, 1.0, 1.0)
+        learner.step = 3
         with pytest.raises(WoundDown) as wound_down:
-            loop._await_batch(rig, saving, ctx, 4, first_step)
+            loop.receive(4)
         assert (wound_down.value.step, ended) == (3, ["finished"])
         ended.clear()

@@ -29,7 +29,7 @@ from trainer_cases import (
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
 from orrery.models.placement import local_tensor
-from orrery.trainer import checkpoint, safetensors_file
+from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, dissolve, form, world_of
 from orrery.trainer.publish import DirectPublisher
@@ -83,16 +83,18 @@ def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
         return safetensors_file.write(path, buffers, die_later)
 
     safetensors_file.CHUNK_BYTES = 4096
-    publish = checkpoint.publish_folder
+    publish = checkpoint_writer.publish_folder
 
     def publish_or_die(partial: Path, folder: Path) -> None:
         if after_file == "step_3":
             publish(partial, folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.publish_folder = publish_or_die
-    checkpoint.write = write_half if after_file == "half" else then_die(checkpoint.write)
-    with checkpoint.CheckpointWriter(learner.world) as saver:
+    checkpoint_writer.publish_folder = publish_or_die
+    checkpoint_writer.write = (
+        write_half if after_file == "half" else then_die(checkpoint_writer.write)
+    )
+    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
         saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3, 1) / "trainer")
         saver.write()
         train(learner, [4])
@@ -160,7 +162,7 @@ def do(job: dict, folder: Path, world: World) -> dict:
                 if key.startswith("exp_avg/")
             ).local.view(-1)[0] = float("nan")
         if "save" in job:
-            checkpoint.save(learner, Path(job["save"]))
+            checkpoint_writer.save(learner, Path(job["save"]))
     except RunFailed as error:
         answer["error"] = str(error)
     if "compare" in job:

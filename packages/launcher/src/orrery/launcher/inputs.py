@@ -3,7 +3,7 @@ receipt.
 
 - In: the `outputs` of those stages in `receipt.json`, sha256 by path. Out: the verified digests in
   `stages/<stage>/inputs.json`. With adapters, every checkpoint holds the digest of the frozen
-  weights (`orrery.trainer.base`).
+  weights (`orrery.trainer.checkpoint.base_sha256`).
 - This finds accidents: a power cut, a full or failing disk, edited or copied files, a repeated
   stage. It does not stop the folder's owner, who can also change the receipt.
 - Every start hashes every file once. Sizes and times cannot show that a disk has lost a block.

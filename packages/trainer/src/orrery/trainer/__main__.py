@@ -1,14 +1,17 @@
-"""`python -m orrery.trainer --stage init|sft|rl`: one rank of the trainer in one stage. The launcher starts it."""
+"""Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
+
+The launcher starts it. Heavy modules are imported late, so that the health file and the check on
+the parent process exist before torch loads, which takes seconds.
+"""
 
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.observe.process import RoleContext, role_process
-from orrery.trainer.allocator import grow_segments
+from orrery.trainer import grow_segments
 
 
 def main() -> None:
     with role_process("trainer") as ctx:
-        # Imported here, so that health and the lifeline stand before torch takes its seconds to load.
         ctx.health.doing("loading torch")
         grow_segments()
         check_built(ctx.manifest)
@@ -29,39 +32,37 @@ def main() -> None:
 
 def run_sft(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.export import export_policy
     from orrery.trainer.heartbeat import io_stall_s
     from orrery.trainer.memory_plan.out_of_memory import explained
-    from orrery.trainer.publish import export
-    from orrery.trainer.sft import sft
+    from orrery.trainer.sft import load_validation, sft
     from orrery.trainer.sft_data import load_examples
     from orrery.trainer.stage_checkpoints import resume
-    from orrery.trainer.validation import load_validation
 
-    spec = ctx.manifest.stages.sft
+    manifest, spec = ctx.manifest, ctx.manifest.stages.sft
     if spec is None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
-    start = ctx.run_dir / "weights" / "init"
+    weights = ctx.run_dir / "weights"
+    start = weights / "init"
     with assemble_world(ctx) as world, explained(ctx) as where:
-        learner = where.learner = assemble_learner(
-            ctx, world, start, spec.optimizer, spec.max_grad_norm
-        )
+        learner = assemble_learner(ctx, world, start, spec.optimizer, spec.max_grad_norm)
+        where.learner = learner
         resume(ctx, learner, "sft")
         ctx.health.doing("reading chats")
-        examples = load_examples(ctx.manifest, start, share=(world.rank, world.size))
-        sft(learner, examples, load_validation(ctx.manifest, start, examples.chats, world), ctx)
+        examples = load_examples(manifest, start, share=(world.rank, world.size))
+        sft(learner, examples, load_validation(manifest, start, examples.chats, world), ctx)
         ctx.health.doing("exporting weights", still_s=io_stall_s(world.size))
         learner.check_weights()
-        export(learner.policy, world, ctx.manifest.model, start, ctx.run_dir / "weights" / "sft")
+        export_policy(learner.policy, world, manifest.model, start, weights / "sft")
 
 
 def run_rl(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_rl, assemble_world
-    from orrery.trainer.loop import rl
     from orrery.trainer.memory_plan.out_of_memory import explained
 
-    with assemble_world(ctx) as world, explained(ctx) as where, assemble_rl(ctx, world) as rig:
-        where.learner = rig.learner
-        rl(rig, ctx)
+    with assemble_world(ctx) as world, explained(ctx) as where, assemble_rl(ctx, world) as loop:
+        where.learner = loop.learner
+        loop.run()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Chats to train on, one by its number, wherever they are held: a task's demonstrations, a JSONL file, a dataset on disk.
+"""Chats to train on, read by index from a task's demonstrations, a JSONL file or a dataset.
 
-- Held in memory is only where a chat begins: lines of a file by their offsets, rows of Arrow files that are mapped, not read.
-- What is not the file or the dataset that the manifest names (sha256, fingerprint) is refused before a chat of it is read.
-- A chat that is none is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`. So is one that would lose words without
-  a word: what a message, a call or a tool says is read or refused. Beside the messages and the tools, notes may stand, which are not read.
+- Only positions are kept in memory: line offsets of a file, or memory-mapped Arrow tables.
+- A file or dataset whose sha256 or fingerprint differs from the manifest's is refused.
+- A malformed chat is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`.
+- A chat that would lose content is refused too: every field of a message, call or tool is read or
+  refused. Other fields beside the messages and tools are ignored.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.task import Role
 
 FORM = '{"messages": [{"role", "content"}]}'
-NOT_READ = ("functions", "chat_template_kwargs")  # beside messages; a chat is another without them
-MESSAGE: dict[Role, tuple[str, ...]] = {
+REFUSED = ("functions", "chat_template_kwargs")  # beside the messages; they change the chat
+MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
     "system": ("role", "content", "name"),
     "user": ("role", "content", "name"),
     "assistant": ("role", "content", "name", "tool_calls"),
@@ -35,13 +36,13 @@ MESSAGE: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    where: str  # for sentences about it
+    where: str  # its place, for error messages
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
 
 
 class Chats(Protocol):
-    """A sequence. Reading a chat raises OrreryError where it is none."""
+    """A sequence of chats. Reading a malformed one raises OrreryError."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +50,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """What `data`, the manifest's `field`, holds. Raises OrreryError where that is not there, is something else, or is nothing."""
+    """Open `data`, the manifest's `field`. Raise OrreryError if it is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: there is not one chat in it")
@@ -57,20 +58,18 @@ def open_chats(data: SftData, field: str) -> Chats:
 
 
 class DemonstratedChats:
-    """The first problems of a task, as it solves them."""
+    """A task's own solutions of its first problems."""
 
     def __init__(self, data: Demonstrations, field: str):
-        self._task, self._name, self._num_problems = (
-            make(data.task),
-            data.task.name,
-            data.num_problems,
-        )
+        self._task, self._name = make(data.task), data.task.name
+        self._num_problems = data.num_problems
         self._demonstrate: Callable[[int], list[Message]] | None = getattr(
             self._task, "demonstration", None
         )
         if self._demonstrate is None:
             raise OrreryError(
-                f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, or set {field.removesuffix('.data')} to null"
+                f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, "
+                f"or set {field.removesuffix('.data')} to null"
             )
 
     def __len__(self) -> int:
@@ -82,16 +81,15 @@ class DemonstratedChats:
 
 
 class FileChats:
-    """JSONL: one `{"messages": [...]}` a line, with `tools` or without."""
+    """JSONL: one `{"messages": [...]}` a line, optionally with `tools`."""
 
     def __init__(self, data: ChatFile, field: str):
         self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
         digest, at = hashlib.sha256(), 0
         try:
             with self._path.open("rb") as file:
-                for number, line in enumerate(
-                    file, 1
-                ):  # bytes end a line at \n alone: JSON strings may hold U+2028 and its like
+                # Bytes end a line at \n only. JSON strings may hold U+2028 and the like.
+                for number, line in enumerate(file, 1):
                     digest.update(line)
                     if not line.isspace():
                         self._begins.append(at)
@@ -116,11 +114,9 @@ class FileChats:
 
 
 class DatasetChats:
-    """Columns of a Hugging Face dataset that `save_to_disk` wrote: the messages, and `tools` where there is one.
+    """A Hugging Face dataset that `save_to_disk` wrote: a column of messages, optionally `tools`.
 
-    It is Arrow streams, and `state.json`, which says their names.
-
-    Its files are read as they are; the library that wrote them is not needed.
+    Such a folder is Arrow streams and a `state.json` with their names. Only pyarrow is needed.
     """
 
     def __init__(self, data: ChatDataset, field: str):
@@ -128,18 +124,17 @@ class DatasetChats:
             import pyarrow as pa
         except ImportError as error:
             raise OrreryError(
-                f"{field}.kind: datasets are read with pyarrow, which is not installed here; type `make setup`, "
-                f"or `pip install pyarrow` where the environment is not of this checkout"
+                f"{field}.kind: datasets are read with pyarrow, which is not installed here; type "
+                f"`make setup`, or `pip install pyarrow` where the environment is not of this "
+                f"checkout"
             ) from error
         self._folder, self._column = _split_folder(data, field), data.column
-        state = {
-            "_data_files": [],
-            "_fingerprint": None,
-            **_json(self._folder / "state.json", field),
-        }
+        default: dict[str, Any] = {"_data_files": [], "_fingerprint": None}
+        state = default | _json(self._folder / "state.json", field)
         if (found := state["_fingerprint"]) != data.fingerprint:
             raise OrreryError(
-                f"{field}.fingerprint: {self._folder} has {found}, the manifest says {data.fingerprint}"
+                f"{field}.fingerprint: {self._folder} has {found}, "
+                f"the manifest says {data.fingerprint}"
             )
         self._parts = []
         for path in (self._folder / file["filename"] for file in state["_data_files"]):
@@ -149,36 +144,31 @@ class DatasetChats:
                 raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
             if data.column not in table.column_names:
                 raise OrreryError(
-                    f"{field}.column: {path} has no {data.column!r}; choose from {', '.join(sorted(table.column_names))}"
+                    f"{field}.column: {path} has no {data.column!r}; "
+                    f"choose from {', '.join(sorted(table.column_names))}"
                 )
-            beside = [
-                name
-                for name in ("tools", *NOT_READ)
-                if name in table.column_names and name != data.column
-            ]
-            self._parts += table.select([data.column, *beside]).to_batches()
+            others = {"tools", *REFUSED} - {data.column}
+            columns = [data.column, *(name for name in table.column_names if name in others)]
+            self._parts += table.select(columns).to_batches()
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Chat:
-        where = f"{self._folder}: row {index}"
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        at = index - (int(self._ends[part - 1]) if part else 0)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part = self._parts[number]
+        at = index - (int(self._ends[number - 1]) if number else 0)
 
         def read() -> dict[str, Any]:
-            row = {
-                name: _present(self._parts[part].column(name)[at].as_py())
-                for name in self._parts[part].schema.names
-            }
+            row = {name: _present(part.column(name)[at].as_py()) for name in part.schema.names}
             return {"messages": row.pop(self._column), **row}
 
-        return _chat(where, read)
+        return _chat(f"{self._folder}: row {index}", read)
 
 
 def _split_folder(data: ChatDataset, field: str) -> Path:
-    """The folder of the one dataset that is meant."""
+    """Return the folder of the dataset, or of its split."""
     folder = Path(data.path)
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json", field)["splits"]
@@ -189,7 +179,8 @@ def _split_folder(data: ChatDataset, field: str) -> Path:
         return folder / data.split
     if data.split is not None:
         raise OrreryError(
-            f"{field}.split: {folder} is not a dataset of several splits, so there is no {data.split!r}; set it to null"
+            f"{field}.split: {folder} is not a dataset of several splits, "
+            f"so there is no {data.split!r}; set it to null"
         )
     return folder
 
@@ -204,26 +195,28 @@ def _json(path: Path, field: str) -> dict[str, Any]:
 
 
 def _present(value: Any) -> Any:
-    """In Arrow a field that any row has stands in all, so null means absent."""
+    """Drop null fields: in Arrow all rows have every field, so null means absent."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
+# Parsing ------------------------------------------------------------------------------------------
+
+
 def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
     try:
-        line = read()
-        messages = [_message(number, entry) for number, entry in enumerate(line["messages"])]
-        _refuse_other_order(line["messages"])
-        for name in NOT_READ:
-            if line.get(name):
+        row = read()
+        messages = [_message(number, entry) for number, entry in enumerate(row["messages"])]
+        _check_order_of_results(row["messages"])
+        for name in REFUSED:
+            if row.get(name):
                 raise OrreryError(
-                    f"{name!r} changes the chat and is not read; say it in messages and tools, or leave it out"
+                    f"{name!r} changes the chat and is not read; say it in messages and tools, "
+                    f"or leave it out"
                 )
-        tools = _parsed(line.get("tools") or ()) or ()
-        return Chat(
-            where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in enumerate(tools))
-        )
+        tools = enumerate(_parsed(row.get("tools") or ()) or ())
+        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in tools))
     except OrreryError as error:
         raise OrreryError(f"{where}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -236,33 +229,29 @@ def _message(number: int, entry: dict[str, Any]) -> Message:
     role, content, calls = entry["role"], entry.get("content"), entry.get("tool_calls") or ()
     if role not in get_args(Role):
         raise ValueError(f"role {role!r} is none of {', '.join(get_args(Role))}")
-    _refuse_others(f"message {number} ({role})", entry, MESSAGE[role])
+    _refuse_other_fields(f"message {number} ({role})", entry, MESSAGE_FIELDS[role])
     if content is None and not calls:
         needed = "content or tool_calls" if role == "assistant" else "content"
         raise OrreryError(
-            f'message {number} ({role}) has no {needed}; add it (what is empty is "content": ""), or leave the message out'
+            f"message {number} ({role}) has no {needed}; "
+            f'add it (what is empty is "content": ""), or leave the message out'
         )
     if not isinstance(content, str | None):
         raise TypeError(f"the content of a message is text, not {type(content).__name__}")
-    return Message(
-        role,
-        content or "",
-        tuple(_call(f"a call of message {number}", call) for call in calls),
-        entry.get("name"),
-    )
+    parsed = tuple(_call(f"a call of message {number}", call) for call in calls)
+    return Message(role, content or "", parsed, entry.get("name"))
 
 
 def _call(what: str, call: dict[str, Any]) -> ToolCall:
     function = call["function"]
-    _refuse_others(what, call, ("id", "type", "function"))
-    _refuse_others(what, function, ("name", "arguments"))
-    return msgspec.convert(
-        {"name": function["name"], "arguments": _parsed(function["arguments"])}, ToolCall
-    )
+    _refuse_other_fields(what, call, ("id", "type", "function"))
+    _refuse_other_fields(what, function, ("name", "arguments"))
+    fields = {"name": function["name"], "arguments": _parsed(function["arguments"])}
+    return msgspec.convert(fields, ToolCall)
 
 
-def _refuse_other_order(entries: list[dict[str, Any]]) -> None:
-    """Results answer calls by their order: a `tool_call_id` is read to see that it says the same."""
+def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
+    """Raise OrreryError if a `tool_call_id` is out of order. Results answer calls in order."""
     waiting: list[Any] = []
     for number, entry in enumerate(entries):
         if entry["role"] == "assistant":
@@ -270,37 +259,36 @@ def _refuse_other_order(entries: list[dict[str, Any]]) -> None:
         elif entry["role"] == "tool":
             given, has_call = entry.get("tool_call_id"), bool(waiting)
             expected = waiting.pop(0) if has_call else None
+            what = f"message {number} (tool) has the tool_call_id {given!r}"
             if given is not None and not has_call:
-                raise OrreryError(
-                    f"message {number} (tool) has the tool_call_id {given!r} and no call before it waits for a result"
-                )
+                raise OrreryError(f"{what} and no call before it waits for a result")
             if None not in (given, expected) and given != expected:
                 raise OrreryError(
-                    f"message {number} (tool) has the tool_call_id {given!r} where the next call is {expected!r}; "
+                    f"{what} where the next call is {expected!r}; "
                     f"put results in the order of their calls"
                 )
 
 
 def _tool(what: str, given: Any) -> Tool:
-    """As templates have it, `{"type": "function", "function": {…}}`, or that function alone."""
+    """Parse `{"type": "function", "function": {…}}`, or the function alone."""
     tool = _parsed(given)
     function = tool.get("function", tool)
     if function is not tool:
-        _refuse_others(what, tool, ("type", "function"))
-    _refuse_others(what, function, Tool.__struct_fields__)
+        _refuse_other_fields(what, tool, ("type", "function"))
+    _refuse_other_fields(what, function, Tool.__struct_fields__)
     try:
         return msgspec.convert(function, Tool)
     except msgspec.ValidationError as error:
-        raise OrreryError(
-            f"{what}: {error}; give it {', '.join(Tool.__struct_fields__)}"
-        ) from error
+        fields = ", ".join(Tool.__struct_fields__)
+        raise OrreryError(f"{what}: {error}; give it {fields}") from error
 
 
-def _refuse_others(what: str, given: dict[str, Any], read: Collection[str]) -> None:
+def _refuse_other_fields(what: str, given: dict[str, Any], known: Collection[str]) -> None:
     for name, value in given.items():
-        if name not in read and value not in (None, []):
+        if name not in known and value not in (None, []):
             raise OrreryError(
-                f"{what} has {name!r}, which is not read; leave it out, or say it in one of {', '.join(read)}"
+                f"{what} has {name!r}, which is not read; leave it out, "
+                f"or say it in one of {', '.join(known)}"
             )
 
 

@@ -1,167 +1,99 @@
-"""Checkpoints: weights and optimizer state as each rank holds them, in safetensors, readable at any world size and mesh.
+"""The trainer's half of a checkpoint: its files, and reading them at any world size and mesh.
 
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
-        rank_<i>.json         {name: {"shape", "dtype", "box"}}: what rank i holds, box = [start, stop) a dimension
+        rank_<i>.json         {name: {"shape", "dtype", "box"}}: a box is [start, stop) a dimension
         rank_<i>.safetensors  those boxes, and the rank's random-number state
-        rank_<i>.sha256.json  size and sha256 of rank i's two files, which rank i wrote, synced and hashed itself
-        published.json        {version: digest}: what was published so far (`publish.py`)
+        rank_<i>.sha256.json  size and sha256 of the two files above
+        published.json        {version: digest} of all published versions (`publish.py`)
 
-- Names: `weight/<parameter>`, and `<key>/<parameter>` for optimizer state (`exp_avg`, `exp_avg_sq`, `step`).
-- Each rank writes what it holds; of replicas, and of what is not sharded, only the first rank does. Reading intersects boxes
-  (`stored.py`), so another mesh, or another way of sharding, reads the same files.
-- What is not finite is not stored: the checkpoint before, which is good, would go for it, and every attempt would end as this one.
-- Frozen weights (those that adapters are added to) are named and not stored: the folder that the stage began with has them,
-  and its digest is stored (`base.py`).
-- Training waits only while what a rank holds is copied into host memory (`host_copy.py`). A thread writes the copy; another checkpoint
-  waits until the one before it is done, so at most one is on its way.
-- Threads take part in no collective. Each rank's leaves its note of sha256; the first rank's waits for all notes, then renames the folder,
-  which so appears whole; the others' main threads look for it before they meet the first rank in the next collective, whose own deadline
-  is shorter. A checkpoint counts only once its marker is there (`orrery.transport.checkpoints`); a process that is killed
-  leaves nothing that is read, and a run goes on from the newest checkpoint that counts.
-- What fails in the thread ends its rank at the next step, with one sentence.
-- Why not torch.distributed.checkpoint: its metadata and its tensors are pickles.
-- Random-number state is restored where the world size is the same. Training draws no numbers, so at another one nothing is lost.
+Names are `weight/<parameter>` and, for optimizer state, `<key>/<parameter>`. Boxes let another
+mesh read the files. `torch.distributed.checkpoint` is not used: it stores pickles.
 """
 
+import hashlib
 import json
-import logging
-import os
-import shutil
-import threading
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from orrery.manifest.errors import RunFailed
-from orrery.manifest.publish import make_folder, publish_folder
-from orrery.models.placement import Box, local_box, local_tensor
-from orrery.observe.deadline import scaled
-from orrery.observe.system_error import explain
-from orrery.trainer import replicas
-from orrery.trainer.heartbeat import io_stall_s, mark_part
-from orrery.trainer.host_copy import HostCopy
+from orrery.manifest.digest import sha256
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_object
+from orrery.manifest.run_folder import inputs_path
+from orrery.models.hf_folder import weight_files
+from orrery.models.placement import Box, intersection, local_box, local_tensor, relative, slices
+from orrery.trainer.heartbeat import mark_part
 from orrery.trainer.learner import Learner
-from orrery.trainer.optim import last_not_finite, named_state
+from orrery.trainer.optim import named_state
 from orrery.trainer.parallel.world import World
-from orrery.trainer.safetensors_file import Stopped, write
-from orrery.trainer.stored import FORMAT, CheckpointReader
-from orrery.transport import checkpoints, visible
 
-WRITE_DEADLINE_S = 1800.0
-ABANDON_S = 20.0  # for the thread to notice that its process ends
-POLL_S = 0.1
-
-Stop = Callable[[], bool]
-Waiting = Callable[[str, float, float | None], AbstractContextManager[object]]
-log = logging.getLogger(__name__)
-
-
-def save(learner: Learner, folder: Path) -> None:
-    """Write the learner's state as `folder`; every rank calls it, and returns when all is on disk and renamed."""
-    with CheckpointWriter(learner.world) as saver:
-        saver.copy(learner, folder)
-        saver.write()
-
-
-def load(learner: Learner, folder: Path) -> None:
-    """Put the state in `folder` into the learner, whatever world size wrote it. Raises RunFailed where it does not fit the manifest."""
-    stored, mine = CheckpointReader(folder), state_of(learner)
-    if odd := sorted(mine.keys() ^ stored.shapes.keys()):
-        raise RunFailed(
-            f"{folder}: {odd[0]} is only in the {'checkpoint' if odd[0] in stored.shapes else 'model'}; it is of another model"
-        )
-    if odd := sorted(frozen_names(learner) ^ stored.frozen):
-        raise RunFailed(
-            f"{folder}: {odd[0]} is frozen only in the {'checkpoint' if odd[0] in stored.frozen else 'model'}: another model"
-        )
-    if stored.base_sha256 != learner.base_sha256:
-        raise RunFailed(
-            f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, and this stage began with "
-            f"{learner.base_sha256}; "
-            f"put those weights back, or remove {folder.parent.parent} to train the adapters anew"
-        )
-    for name, held in mine.items():
-        if stored.shapes[name] != held.shape:
-            raise RunFailed(
-                f"{folder}: {name} has shape {list(stored.shapes[name])}, the model's has {list(held.shape)}; it is of another model"
-            )
-        if stored.dtypes[name] != (mine_is := str(held.local.dtype).removeprefix("torch.")):
-            raise RunFailed(
-                f"{folder}: {name} is {stored.dtypes[name]}, the model's is {mine_is}, and rounding would change the run without a word; "
-                f"export it with the Orrery that wrote it, and start another run from the folder"
-            )
-    with torch.no_grad():
-        for name, held in mine.items():
-            stored.read(name, held.box, held.local)
-            mark_part()
-    if stored.world_size == learner.world.size:
-        _restore_rng(stored.file(learner.world.rank), learner.world.device)
-    learner.step = stored.step
+FORMAT = 1
+REMEDY = "remove its step folder to go on from the checkpoint before it"
 
 
 def checksum_file(rank: int) -> str:
-    """The file, beside rank `rank`'s own, that says what they hold."""
+    """Return the name of the file with the checksums of rank `rank`'s files."""
     return f"rank_{rank}.sha256.json"
 
 
-# What there is ------------------------------------------------------------------------------------------------------
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# State of a learner -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the state, as far as this rank holds it: `local` is the box `box` of what has `shape` in all."""
+    """This rank's part of a tensor of the state: `local` is the box `box` of the whole `shape`."""
 
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
-    writes: bool  # False where another rank writes the same
+    writes: bool  # False if another rank writes the same box
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
-    """All that training changes."""
-    held = {}
+    """Return everything that training changes: trained weights and optimizer state, by name."""
+    state = {}
     for name, weight in learner.weights.items():
-        writes = _is_first_copy(weight, learner.world)
-        held[f"weight/{name}"] = StateTensor(
-            tuple(weight.shape), local_box(weight), local_tensor(weight).detach(), writes
-        )
+        local, writes = local_tensor(weight).detach(), _is_first_copy(weight, learner.world)
+        state[f"weight/{name}"] = StateTensor(tuple(weight.shape), local_box(weight), local, writes)
     for key, name, local, box in named_state(learner.optimizer, learner.weights):
-        writes = held[f"weight/{name}"].writes if box else learner.world.is_first
-        held[f"{key}/{name}"] = StateTensor(
-            held[f"weight/{name}"].shape if box else (), box, local, writes
-        )
-    return held
+        trained = state[f"weight/{name}"]
+        shape, writes = (trained.shape, trained.writes) if box else ((), learner.world.is_first)
+        state[f"{key}/{name}"] = StateTensor(shape, box, local, writes)
+    return state
 
 
 def frozen_names(learner: Learner) -> frozenset[str]:
-    return frozenset(
-        name for name, weight in learner.policy.named_parameters() if not weight.requires_grad
-    )
+    """Return the weights that are named in a checkpoint but not stored in it."""
+    parameters = learner.policy.named_parameters()
+    return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
-def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
-    """Whether no rank before this one holds the same box."""
-    if not isinstance(weight, DTensor):
-        return world.is_first
-    coordinate = weight.device_mesh.get_coordinate()
-    if coordinate is None or world.replica:
-        return False
-    return not any(
-        at
-        for at, placement in zip(coordinate, weight.placements, strict=True)
-        if placement.is_replicate()
-    )
+def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
+    """Return the digest of the frozen weights in the folder `start`.
+
+    A checkpoint of adapters is valid only with the same frozen weights. The digest is the sha256
+    of the lines "digest  name", sorted by name. The launcher has hashed the files already
+    (`inputs.json`), unless the stage was started by hand.
+    """
+    file = inputs_path(run_dir, stage)
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    digest = hashlib.sha256()
+    for path in sorted(weight_files(start)):
+        name = path.relative_to(run_dir).as_posix() if path.is_relative_to(run_dir) else path.name
+        digest.update(f"{known.get(name) or sha256(path)}  {path.name}\n".encode())
+    return digest.hexdigest()
 
 
-def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     states = {"rng/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["rng/cuda"] = torch.cuda.get_rng_state(device)
@@ -170,257 +102,124 @@ def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_rng(file: Any, device: torch.device) -> None:
     torch.set_rng_state(file.get_tensor("rng/cpu"))
-    if device.type == "cuda" and "rng/cuda" in file.keys():  # a run that began on CPUs has none  # noqa: SIM118
+    # A run that began on CPUs has no CUDA state.
+    if device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
 
-# Write --------------------------------------------------------------------------------------------------------------
+def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
+    """Return whether no rank before this one holds the same box."""
+    if not isinstance(weight, DTensor):
+        return world.is_first
+    coordinate = weight.device_mesh.get_coordinate()
+    if coordinate is None or world.replica:
+        return False
+    placed = zip(coordinate, weight.placements, strict=True)
+    return not any(index for index, placement in placed if placement.is_replicate())
 
 
-class CheckpointWriter:
-    """Writes checkpoints beside training; every rank of `world` has one. `waiting(what, deadline_s, behind_s)` is told of every wait.
+# Reading ------------------------------------------------------------------------------------------
 
-    `copy`, then `write`, at every checkpoint; `check` at every step. Leaving the context finishes what is on its way, or after an exception
-    gives it up.
+
+def load(learner: Learner, folder: Path) -> None:
+    """Load `folder` into the learner. Raise RunFailed if it does not fit the manifest.
+
+    Random-number state is restored if the world size is the same. Training draws no numbers.
     """
-
-    def __init__(
-        self, world: World, waiting: Waiting = lambda what, deadline_s, behind_s: nullcontext()
-    ):
-        self._world, self._waiting = world, waiting
-        self._host = HostCopy(world.device)
-        self._copied: _Copied | None = None
-        self._work: _Work | None = None
-        self._whole: tuple[str, Path] | None = (
-            None  # the last checkpoint, and what is there when it is whole
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.finish()
-        elif self._work is not None:
-            self._work.abandon()
-
-    def reserve(self, learner: Learner) -> None:
-        """Make room in host memory for the first copy, beside training. A collective."""
-        self.wait()
-        mine = [held.local for held in state_of(learner).values() if held.writes] + list(
-            _rng_state(self._world.device).values()
-        )
-        num_bytes = sum(tensor.nbytes for tensor in mine)
-        self._host.check_room(num_bytes, self._world)
-        self._work = _Work(lambda stop: self._host.reserve(num_bytes), _host_memory(num_bytes))
-
-    def copy(
-        self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
-    ) -> float:
-        """Copy what `folder` is to hold; seconds that it took, after which training may go on. `files` go along as they are.
-
-        A collective. Waits first for the checkpoint before, if it is not whole yet. Raises RunFailed where replicas differ, or something
-        is not finite.
-        """
-        begin_s = time.monotonic()
-        self._await_whole()
-        _check_finite(learner)
-        partial = folder.with_name(f"{folder.name}.partial")
-        if self._world.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_folder(partial)
-        replicas.compare(learner.weights.values(), self._world, learner.step)
-        self._world.barrier()
-        mine = {
-            name: held
-            for name, held in state_of(learner).items()
-            if held.writes and held.local.numel()
-        }
-        pieces = {name: held.local for name, held in mine.items()} | _rng_state(self._world.device)
-        num_bytes = sum(piece.nbytes for piece in pieces.values())
-        if not self._host.has_room(num_bytes):
-            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S), None):
-                self._host.reserve(num_bytes)
-        self._host.fill(pieces)
-        index = {
-            name: {
-                "shape": held.shape,
-                "dtype": str(held.local.dtype).removeprefix("torch."),
-                "box": held.box,
-            }
-            for name, held in mine.items()
-        }
-        state = {
-            "format": FORMAT, "step": learner.step, "world_size": self._world.size, "frozen": sorted(frozen_names(learner)),
-            "base_sha256": learner.base_sha256,
-        }  # fmt: skip
-        self._copied = _Copied(
-            folder, partial, _json(index), dict(files or {}) | {"state.json": _json(state)}
-        )
-        return time.monotonic() - begin_s
-
-    def write(self, then: Callable[[], object] = lambda: None, whole: Path | None = None) -> None:
-        """Begin to write what was copied; in the first rank's thread `then` is called after the folder has its name.
-
-        `whole`: what `then` leaves when the checkpoint is whole; the folder, where there is nothing more.
-        """
-        copied, self._copied = self._copied, None
-        assert copied is not None, "copy first"
-        what = f"the checkpoint in {copied.folder.parent.name}"
-        self._whole = what, whole or copied.folder
-        self._work = _Work(lambda stop: self._write(copied, then, stop), what)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return self._work is None or self._work.is_done
-
-    def check(self) -> None:
-        """Raises what has failed since; waits for nothing."""
-        if self.is_idle:
-            self.wait()
-
-    def wait(self) -> None:
-        """Until this rank has no more to do for the last checkpoint: on the first rank, until it is whole. Raises what failed."""
-        if (work := self._work) is not None:
-            with (
-                nullcontext()
-                if work.is_done
-                else self._waiting(work.what, scaled(WRITE_DEADLINE_S), None)
-            ):
-                work.join(scaled(WRITE_DEADLINE_S))
-            self._work = None  # only now: whoever is interrupted while it waits gives it up
-            if work.error is not None:
-                raise work.error
-
-    def finish(self) -> None:
-        """Until the last checkpoint is whole, for every rank. A collective."""
-        self._await_whole()
-        self._world.barrier()
-
-    def _await_whole(self) -> None:
-        """Until the last checkpoint is whole. No collective: one ends before WRITE_DEADLINE_S, and cannot say what is waited for."""
-        self.wait()
-        expected, self._whole = self._whole, None
-        if expected is not None and not self._world.is_first:
-            what, whole = expected
-            deadline_s = scaled(WRITE_DEADLINE_S)
-            with self._waiting(what, deadline_s, io_stall_s(self._world.size)):
-                if not visible.appears(whole, deadline_s):
-                    raise _too_slow(what, deadline_s)
-
-    def _write(self, copied: "_Copied", then: Callable[[], object], stop: Stop) -> None:
-        tensors, index = (
-            copied.partial / f"rank_{self._world.rank}.{suffix}"
-            for suffix in ("safetensors", "json")
-        )
-        written = {
-            tensors.name: write(tensors, self._host.buffers(), stop),
-            index.name: write(index, [copied.index], stop),
-        }
-        checkpoints.write_note(copied.partial / checksum_file(self._world.rank), written)
-        if self._world.is_first:
-            for name, content in copied.files.items():
-                (copied.partial / name).write_bytes(content)
-            _await_notes(copied.partial, self._world.size, stop)
-            publish_folder(copied.partial, copied.folder)
-            then()
+    stored, state = CheckpointReader(folder), state_of(learner)
+    _check_fits(stored, state, learner, folder)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            stored.read(name, tensor.box, tensor.local)
+            mark_part()
+    if stored.world_size == learner.world.size:
+        _restore_rng(stored.file(learner.world.rank), learner.world.device)
+    learner.step = stored.step
 
 
-@dataclass(frozen=True)
-class _Copied:
-    folder: Path
-    partial: Path
-    index: bytes
-    files: dict[str, bytes]
-
-
-def _check_finite(learner: Learner) -> None:
-    """Raises RunFailed, on every rank, where a weight or the optimizer's state of it is not finite on one. A collective.
-
-    What a damaged moment does shows a step later still than what a weight does, and whoever went on from either would end there each time.
-    """
-    held, step = state_of(learner), learner.step
-    found = learner.world.each(last_not_finite(one.local for one in held.values()))
-    if (worst := max(found)) >= 0:
+def _check_fits(
+    stored: "CheckpointReader", state: dict[str, StateTensor], learner: Learner, folder: Path
+) -> None:
+    if odd := sorted(state.keys() ^ stored.shapes.keys()):
+        where = "checkpoint" if odd[0] in stored.shapes else "model"
+        raise RunFailed(f"{folder}: {odd[0]} is only in the {where}; it is of another model")
+    if odd := sorted(frozen_names(learner) ^ stored.frozen):
+        where = "checkpoint" if odd[0] in stored.frozen else "model"
+        raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {where}: another model")
+    if stored.base_sha256 != learner.base_sha256:
         raise RunFailed(
-            f"step {step}: after its update {list(held)[worst]} is not finite on rank {found.index(worst)}; nothing of it is stored: "
-            f"start again from the checkpoint before it, and where that ends the same, lower the optimizer's lr or max_grad_norm"
+            f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, "
+            f"and this stage began with {learner.base_sha256}; put those weights back, "
+            f"or remove {folder.parent.parent} to train the adapters anew"
         )
-
-
-def _await_notes(partial: Path, world_size: int, stop: Stop) -> None:
-    """Until every rank's note is there. `partial` was made for this checkpoint alone, so no note in it is an older one."""
-    end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
-    while True:
-        found = set(
-            os.listdir(partial)
-        )  # a listing: a network file system may remember for long that a name was not there
-        missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
-        if not missing:
-            return
-        if stop():
-            raise Stopped(partial)
-        if time.monotonic() >= end_s:
+    for name, tensor in state.items():
+        if stored.shapes[name] != tensor.shape:
             raise RunFailed(
-                f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; see logs/trainer.{missing[0]}.log"
+                f"{folder}: {name} has shape {list(stored.shapes[name])}, "
+                f"the model's has {list(tensor.shape)}; it is of another model"
             )
-        time.sleep(POLL_S)
-
-
-class _Work:
-    """Something that a thread does beside training."""
-
-    def __init__(self, work: Callable[[Stop], object], what: str):
-        self.what = what
-        self._work, self._stop = work, threading.Event()
-        self.error: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._run, name=what, daemon=True
-        )  # never keeps a process that fails from ending
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work(self._stop.is_set)
-        except OSError as error:
-            self.error = RunFailed(
-                f"{explain(error)}; the run goes on from its newest whole checkpoint"
+        if stored.dtypes[name] != (dtype := dtype_name(tensor.local.dtype)):
+            raise RunFailed(
+                f"{folder}: {name} is {stored.dtypes[name]}, the model's is {dtype}, and rounding "
+                f"would change the run without a word; export it with the Orrery that wrote it, "
+                f"and start another run from the folder"
             )
-            self.error.__cause__ = error
-        except Exception as error:  # raised where somebody waits
-            self.error = error
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self, deadline_s: float) -> None:
-        self._thread.join(deadline_s)
-        if not self.is_done:
-            raise _too_slow(self.what, deadline_s)
-
-    def abandon(self) -> None:
-        self._stop.set()
-        self._thread.join(ABANDON_S)
-        if not self.is_done:
-            log.warning("%s: left unfinished", self.what)
 
 
-def _too_slow(what: str, deadline_s: float) -> RunFailed:
-    return RunFailed(
-        f"{what}: not done after {deadline_s:.0f} s; is the disk of this run reachable, and fast enough?"
-    )
+class CheckpointReader:
+    """Reads any box of any tensor. Files are mapped, so a box costs only its own bytes.
+
+    Raises RunFailed if the folder is not the trainer's half of a checkpoint.
+    """
+
+    def __init__(self, folder: Path):
+        state = _read_json(folder / "state.json")
+        if state.get("format") != FORMAT:
+            raise RunFailed(
+                f"{folder}: checkpoint format {state.get('format')}, but {FORMAT} is read here; "
+                f"finish the run with what wrote it"
+            )
+        self.step: int = state["step"]
+        self.world_size: int = state["world_size"]
+        self.frozen: frozenset[str] = frozenset(state.get("frozen", ()))
+        self.base_sha256: str | None = state.get("base_sha256")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # as torch names them
+        self._folder = folder
+        self._files: dict[int, Any] = {}
+        self._pieces: dict[str, list[tuple[int, Box]]] = {}
+        for rank in range(self.world_size):
+            for name, entry in _read_json(folder / f"rank_{rank}.json").items():
+                box = tuple((start, stop) for start, stop in entry["box"])
+                self._pieces.setdefault(name, []).append((rank, box))
+                self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Read the box `box` of tensor `name` into `target`, which has the stored dtype."""
+        missing = target.numel()
+        for rank, piece in self._pieces[name]:
+            if not box:  # a scalar has no dimensions to slice
+                target.copy_(self.file(rank).get_tensor(name))
+                missing = 0
+            elif (common := intersection(box, piece)) is not None:
+                part = self.file(rank).get_slice(name)[slices(relative(common, piece))]
+                target[slices(relative(common, box))].copy_(part)
+                missing -= part.numel()
+        if missing:
+            raise RunFailed(f"{self._folder}: {missing} values of {name} are in no file; {REMEDY}")
+
+    def file(self, rank: int) -> Any:
+        if rank not in self._files:
+            path = self._folder / f"rank_{rank}.safetensors"
+            try:
+                self._files[rank] = safe_open(path, framework="pt")
+            except Exception as error:  # an OSError, or safetensors' own exception
+                raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
+        return self._files[rank]
 
 
-def _host_memory(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints"
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content) + "\n").encode()
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path, REMEDY)
+    except OrreryError as error:
+        raise RunFailed(str(error)) from error

@@ -1,12 +1,13 @@
-"""Heartbeat: by what the launcher tells a rank that is stuck from one that waits for it (`orrery.observe.stillness`), and what is kept then.
+"""Report this rank's progress, so that the launcher can tell a stuck rank from a waiting one.
 
-- In: a launched rank, before its process group is formed. Out: every PERIOD_S, in its health: how many collectives this rank has begun and
-  completed, over all groups, as torch's flight recorder counts them (nccl: completed on the device), and its marks.
-- A mark is a micro-batch that was begun: on the device that has got so far, since the host runs ahead of it. Where a rank loads, copies or
-  reads files, a part of that which the host is done with.
-- Asked by the launcher (SIGUSR1), the rank keeps its flight recorder's dump, `logs/flight_recorder/rank_<i>`, which `torchfrtrace` reads;
-  nccl's own watchdog leaves its dumps there too.
-- The counts come from torch's private API, looked for at start; where it is missing, every rank counts as being in no collective.
+- Every PERIOD_S the health file gets a heartbeat: how many collectives this rank started and
+  completed in all its groups, and its marks. The launcher's hang detector compares ranks.
+- The counts come from torch's flight recorder (nccl: completed on the device). That API is
+  private. If it is missing, every rank reports zero collectives.
+- A mark is a micro-batch that the device has reached, or a finished part (a tensor, a file) of
+  work on the host. The host runs ahead of the device, so micro-batches are counted there.
+- On SIGUSR1 the rank writes `logs/flight_recorder/rank_<i>`, which `torchfrtrace` reads. nccl's
+  own watchdog writes its dumps there too.
 """
 
 import json
@@ -27,30 +28,31 @@ from orrery.observe.process import RoleContext
 from orrery.observe.stillness import STILL_S
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # of a first step, which compiles, tunes kernels and connects ranks; of a single rank, which has no collectives to count
-IO_STALL_S = 300.0  # of a part, a tensor or a file, of what is read or written where many ranks may ask one file system at once
+WARM_UP_STALL_S = 600.0  # a first step compiles and connects; a single rank has no collectives
+IO_STALL_S = 300.0  # one tensor or file, while many ranks may use the same file system
 
 
 def step_stall_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
-    """How long a step, or what stands between two, may show no progress: no collective and no mark begun or completed."""
+    """Return how long a step, or work between steps, may go without a collective or a mark."""
     return scaled(WARM_UP_STALL_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
 
 
 def io_stall_s(num_ranks: int) -> float:
-    """The same of what goes through files, part by part."""
+    """Return how long reading or writing files may go without a mark."""
     return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Whether a first step does more than the others; on GPUs a library may compile something of its own."""
+    """Return whether a first step takes longer. On GPUs libraries may compile kernels."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Micro-batches that the device has got to, and parts that the host is done with; one queue, since a process has one device.
+    """Counter of marks: micro-batches that the device reached, and parts done on the host.
 
-    A thread of its own waits for each. The heartbeat never asks the device itself: `Event.query` keeps Python's lock while it may have to wait
-    for another thread's call into CUDA, one that waits for a collective, and then nobody here says anything more.
+    A separate thread waits for CUDA events. The heartbeat must not query them itself:
+    `Event.query` holds the GIL while it may wait for another thread's CUDA call, which may wait
+    for a collective. Then the whole process would be silent.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class _Progress:
         self._ahead: SimpleQueue[torch.cuda.Event] | None = None
 
     def follow(self, device: torch.device) -> None:
-        """From now on; before, and where nobody listens, micro-batches on a device are not counted."""
+        """Start to count micro-batches on a GPU. Earlier ones are not counted."""
         self._ahead = SimpleQueue()
         threading.Thread(
             target=self._wait, args=(self._ahead, device), name="marks", daemon=True
@@ -75,7 +77,7 @@ class _Progress:
         if device.type != "cuda":
             self._done += 1
         elif self._ahead is not None:
-            event = torch.cuda.Event(blocking=True)  # or the waiting thread would keep a core busy
+            event = torch.cuda.Event(blocking=True)  # otherwise the waiting thread would spin
             event.record()
             self._ahead.put(event)
 
@@ -83,35 +85,36 @@ class _Progress:
         return self._done
 
 
-_PROGRESS = _Progress()
+_PROGRESS = _Progress()  # one a process, which has one device
 _HOST = torch.device("cpu")
 
 
 def mark_micro_batch(device: torch.device) -> None:
-    """A micro-batch begins."""
+    """Count a micro-batch once `device` reaches it."""
     _PROGRESS.add(device)
 
 
 def mark_part() -> None:
-    """A part of something on the host is done."""
+    """Count a finished part of work on the host."""
     _PROGRESS.add(_HOST)
 
 
 @contextmanager
 def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
-    """Around the life of the process group."""
+    """Report progress while the process group exists, if the launcher started this process."""
     if not ctx.lifeline.is_launched:
         yield
         return
     folder = ctx.run_dir / "logs" / "flight_recorder"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank_{ctx.index}").unlink(missing_ok=True)  # of an earlier attempt
+    dump = folder / f"rank_{ctx.index}"
+    dump.unlink(missing_ok=True)  # from an earlier attempt
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
-    call_on_signal(lambda: dump_flight_recorder(folder / f"rank_{ctx.index}", device))
+    call_on_signal(lambda: dump_flight_recorder(dump, device))
     if warms_up(ctx.manifest.trainer, device):
-        _say_when_compiling(ctx)
+        _report_compilation(ctx)
     if device.type == "cuda":
         _PROGRESS.follow(device)
     end = threading.Event()
@@ -129,43 +132,40 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
         thread.join()
 
 
-def _say_when_compiling(ctx: RoleContext) -> None:
-    """A block that is compiled once more, for lengths it has not seen, takes its time in any step."""
-    from torch._dynamo import (
-        on_compile_end,
-        on_compile_start,
-    )  # here: to import it takes a while, and runs on CPUs hardly ever need it
+def _report_compilation(ctx: RoleContext) -> None:
+    """Report compilation as a wait. New sequence lengths may recompile a block in any step."""
+    # A slow import that runs on CPUs hardly ever need.
+    from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()
-    on_compile_start(
-        lambda _: compiling.enter_context(
-            ctx.health.waiting("the compiler", deadline_s=scaled(WARM_UP_STALL_S))
-        )
-    )
+
+    def begin(_: object) -> None:
+        wait = ctx.health.waiting("the compiler", deadline_s=scaled(WARM_UP_STALL_S))
+        compiling.enter_context(wait)
+
+    on_compile_start(begin)
     on_compile_end(lambda _: compiling.close())
 
 
 def count_collectives(device: torch.device) -> tuple[int, int]:
-    """(begun, completed) by this process so far, over all groups."""
-    ask = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
-    if ask is None:
+    """Return the collectives (started, completed) by this process so far, over all groups."""
+    dump = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
+    if dump is None:
         return 0, 0
-    groups = (
-        json.loads(ask(includeCollectives=False, onlyActive=False)).get("pg_status", {}).values()
-    )
-    begun, completed = (
-        sum(max(0, int(group[f"last_{what}_collective"])) for group in groups)
-        for what in ("enqueued", "completed")
-    )
-    return begun, completed
+    trace = json.loads(dump(includeCollectives=False, onlyActive=False))
+    groups = trace.get("pg_status", {}).values()
+
+    def total(kind: str) -> int:
+        return sum(max(0, int(group[f"last_{kind}_collective"])) for group in groups)
+
+    return total("enqueued"), total("completed")
 
 
 def dump_flight_recorder(path: Path, device: torch.device) -> None:
-    """What torch recorded of the last collectives, in the form that it writes itself."""
+    """Write torch's record of the last collectives, in torch's own format."""
     if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
         write_atomic(path, dump())
 
 
 def _recorder(device: torch.device, nccl: str, other: str) -> Callable | None:
-    """nccl has a recorder of its own."""
     return getattr(torch._C._distributed_c10d, nccl if device.type == "cuda" else other, None)

@@ -1,9 +1,8 @@
-"""The init stage: the weights and the tokenizer that the run starts from, as a Hugging Face folder `weights/init`.
+"""The init stage: write the start weights and tokenizer as the Hugging Face folder `weights/init`.
 
-- The manifest's tasks are built and their prompts fitted first (`orrery.tasks.check`): a mistake in them must not cost a run.
-- `orrery.models.weights.write_initial` draws them from the manifest's seed, or takes a pretrained folder's after checking its config and
-  digest: one file of tensors at a time, so a model larger than this host's memory is no trouble.
-- The folder appears whole; the same manifest gives the same bytes.
+- The manifest's tasks are built and their prompts checked first, before a run costs anything.
+- Weights are drawn from the manifest's seed or taken from a pretrained folder, one file of tensors
+  at a time. The same manifest gives the same bytes.
 """
 
 import shutil
@@ -27,8 +26,7 @@ def initialize(ctx: RoleContext) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     write_tokenizer(model, partial)
-    num_parameters = weights.write_initial(
-        model, partial, getattr(torch, ctx.manifest.trainer.param_dtype)
-    )
+    dtype = getattr(torch, ctx.manifest.trainer.param_dtype)
+    num_parameters = weights.write_initial(model, partial, dtype)
     publish_folder(partial, folder)
     ctx.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)

@@ -1,9 +1,11 @@
 """The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
 
-- In: this rank's micro-batches, one by one as they arrive; every rank has equally many. Out: the weights moved, and the step's `StepResult`.
-- Gradients travel between ranks once, in the backward pass of the last micro-batch; the tally in one all-reduce after it.
-- Never: a step from a loss or a gradient that is not finite, or from a batch whose member counts were announced wrongly. The weights
-  are then still those before the step, and the error names step, rank and tensor.
+- In: this rank's micro-batches as they arrive; every rank has equally many. Out: changed weights,
+  and a `StepResult`.
+- Gradients are reduced once, in the backward pass of the last micro-batch. Sums for metrics take
+  one all-reduce after it.
+- A loss or gradient that is not finite, or a wrong count of members, raises before the weights
+  change. The error names step, rank and tensor.
 """
 
 import math
@@ -17,10 +19,10 @@ import torch
 from torch import nn
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.schema import Optimizer, Trainer
+from orrery.manifest.schema import Optimizer, Schedule, Trainer
 from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
-from orrery.trainer.micro_batch import count_members, micro_batch
+from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.parallel import compiled, context_parallel
@@ -33,7 +35,10 @@ from orrery.transport.routed_experts import route_shape
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: metrics by their names in `metrics/trainer.0.jsonl`, and when its phases began and ended (`time.time()`)."""
+    """Metrics of a step, as in `metrics/trainer.0.jsonl`, and (begin, end) of its phases.
+
+    Times are `time.time()`.
+    """
 
     metrics: dict[str, float | int | None]
     wait_s: float  # for micro-batches to arrive
@@ -42,7 +47,7 @@ class StepResult:
 
 
 class Learner:
-    """Policy and optimizer on this rank. `step` is the last one done: the version of the weights it holds."""
+    """Policy and optimizer on this rank. `step` is the last finished step: the weights' version."""
 
     def __init__(
         self,
@@ -52,36 +57,25 @@ class Learner:
         optimizer: Optimizer,
         max_grad_norm: float,
     ):
-        self.policy, self.world, self.trainer, self.max_grad_norm = (
-            policy,
-            world,
-            trainer,
-            max_grad_norm,
-        )
-        self.loss = trainer.loss
+        self.policy, self.world, self.trainer = policy, world, trainer
+        self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
-        self.peak_lr = optimizer.lr
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
-        self.weights = {
-            name: weight for name, weight in policy.named_parameters() if weight.requires_grad
-        }
+        parameters = policy.named_parameters()
+        self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
-        self.base_sha256: str | None = (
-            None  # of the frozen weights (`base.py`); None without adapters
-        )
-        # This rank's largest gradient, at the embedding's output and where cp ranks exchange theirs, in the order of its backward passes.
-        self._reached: list[torch.Tensor] = []
-        embedding = next(
-            (module for module in policy.modules() if isinstance(module, nn.Embedding)), None
-        )
-        if embedding is not None:
+        self.base_sha256: str | None = None  # of the frozen weights; None without adapters
+        self.guard: MismatchGuard | None = None  # only for batches from engines
+        # Called just before the weights change; returns the seconds that it took.
+        self.before_step: Callable[[], float] = lambda: 0.0
+        # Largest gradients of this rank, in the order of its backward passes: at the embedding's
+        # output, and where context-parallel ranks exchange theirs.
+        self._max_gradients: list[torch.Tensor] = []
+        embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
+        if (embedding := next(embeddings, None)) is not None:
             embedding.register_forward_hook(self._watch_embedding)
         context_parallel.watch(policy, self._watch)
-        self.guard: MismatchGuard | None = None  # only for batches from engines
-        self.before_step: Callable[[], float] = lambda: (
-            0.0
-        )  # called when nothing but the step itself is left; seconds that it took
 
     def learn(
         self,
@@ -90,18 +84,19 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch; `totals` holds N_c of the loss (`count_totals`). Raises RunFailed; OrreryError where blocks do not compile."""
+        """Train one batch. `totals` holds N_c of the loss (`count_totals`).
+
+        Raise RunFailed, or OrreryError if blocks do not compile.
+        """
         step = self.step + 1
         begin_s = time.time()
         with compiled.told(self.policy.network.config):
-            tally, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # While the device is still in the backward pass, so that it need not wait for the host after it.
+            sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        # Queued while the device is still in the backward pass, so that it does not run dry.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
-        values = self._agree(
-            step, tally, totals
-        )  # reads numbers, so the device has done the backward pass by then
+        values = self._check_sums(step, sums, totals)  # waits for the device's backward pass
         grad_norm = norm.item()
         backward_s = time.time()
         if not math.isfinite(grad_norm):
@@ -110,9 +105,7 @@ class Learner:
             values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(
-            divisor
-        )  # the last of a step that the device is told; nothing here waits for it
+        self.optimizer.step(divisor)  # the last work of a step; the host does not wait for it
         self.optimizer.zero_grad()
         self.step = step
         metrics = {
@@ -125,24 +118,22 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Score, without training, rollouts that the engines made with the weights that stand here now.
+        """Score rollouts of the current version without training. A collective.
 
-        The largest |log π − log μ| over all ranks, None where no sample was made by these weights alone; and the number of tokens scored.
+        Return the largest |log π − log μ| over all ranks and the number of scored tokens. The
+        difference is None if no sample was made by this version alone.
         """
-        tally = StepSums.zero(self.world.device)
+        sums = StepSums.zero(self.world.device)
+        totals = dict.fromkeys(COMPONENTS, 1)
         for columns in micro_batches:
-            batch = micro_batch(
-                columns, self.step + 1, self.world.device, self.shard, self.route_shape
-            )
+            batch = self._micro_batch(columns)
             with compiled.told(self.policy.network.config):
                 logprob, entropy = self.policy(batch)
-            tally.add(
-                loss(logprob, entropy, batch.loss, dict.fromkeys(COMPONENTS, 1), self.loss)[1]
-            )
+            sums.add(loss(logprob, entropy, batch.loss, totals, self.loss)[1])
         release(self.policy)
-        sums = self._add_up(f"version {self.step}", tally)
-        peak = float(tally.peaks)
-        return peak if peak >= 0 else None, int(sums["scored"])
+        values = self._add_up(f"version {self.step}", sums)
+        peak = float(sums.peaks)
+        return peak if peak >= 0 else None, int(values["scored"])
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -152,16 +143,13 @@ class Learner:
         graphs are made.
         """
         positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: each token's index
-        columns = Columns(
-            np.array([0, len(token_ids)], dtype=np.int64),
-            {
-                "token_id": np.asarray(token_ids, dtype=np.int32),
-                "trained": positions > 0,
-                "logprob": positions,
-            },
-            {},
-        )
-        batch = micro_batch(columns, self.step + 1, self.world.device, self.shard, self.route_shape)
+        token = {
+            "token_id": np.asarray(token_ids, dtype=np.int32),
+            "trained": positions > 0,
+            "logprob": positions,
+        }
+        offsets = np.array([0, len(token_ids)], dtype=np.int64)
+        batch = self._micro_batch(Columns(offsets, token, {}))
         with torch.compiler.set_stance("force_eager"):
             logprob, _ = self.policy(batch)
         release(self.policy)
@@ -172,148 +160,148 @@ class Learner:
         return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
-        """Before they leave the run: the last update is followed by no loss that would tell. A collective. Raises RunFailed."""
-        if blame := self._not_finite():
+        """Raise RunFailed if a weight is not finite. A collective.
+
+        No later loss would show that the last update went wrong.
+        """
+        if name := self._not_finite():
             raise RunFailed(
-                f"step {self.step}: after its update the weight {blame} is not finite; lower the optimizer's lr or max_grad_norm"
+                f"step {self.step}: after its update the weight {name} is not finite; "
+                f"lower the optimizer's lr or max_grad_norm"
             )
+
+    def weights_to_blame(self) -> str:
+        """Return the end of an error about numbers that are not finite. A collective."""
+        name = self._not_finite()
+        return f" (weight {name} is not finite)" if name else "; all weights are finite"
+
+    def _micro_batch(self, columns: Columns) -> MicroBatch:
+        return micro_batch(columns, self.step + 1, self.world.device, self.shard, self.route_shape)
 
     def _accumulate(
         self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
     ) -> tuple[StepSums, float]:
-        tally, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
-        self._reached.clear()
+        """Add up gradients and sums of `count` micro-batches. Return the sums and the wait."""
+        sums, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
+        self._max_gradients.clear()
         if self.guard is not None:
             self.guard.clear()
         for index, columns in enumerate(arrivals):
+            is_last = index == count - 1
             mark_micro_batch(self.world.device)
-            batch = micro_batch(columns, step, self.world.device, self.shard, self.route_shape)
-            synchronize_gradients(self.policy, index == count - 1, self.trainer.fsdp)
+            batch = self._micro_batch(columns)
+            synchronize_gradients(self.policy, is_last, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
-            if index == count - 1:
+            if is_last:
                 self.optimizer.prefetch()
             value.backward()
-            tally.add(part)
+            sums.add(part)
             if self.guard is not None:
                 self.guard.add(batch, logprob)
-            differ = self.policy.network.num_routes_differ
-            tally.count(
+            sums.count(
                 batch.num_samples,
                 batch.num_tokens,
                 batch.routes_missing,
                 batch.routes_replayed,
-                differ,
+                self.policy.network.num_routes_differ,
             )
         release(self.policy)
         if arrivals.count != count:
             raise RunFailed(
-                f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, {count} were announced"
+                f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, "
+                f"{count} were announced"
             )
-        return tally, arrivals.wait_s
+        return sums, arrivals.wait_s
 
-    def _agree(
-        self, step: int, tally: StepSums, totals: dict[str, int]
+    def _check_sums(
+        self, step: int, sums: StepSums, totals: dict[str, int]
     ) -> dict[str, float | int | None]:
-        """The step's metrics over all ranks, once every rank knows that loss and counts are sound."""
-        sums = self._add_up(f"step {step}", tally)
+        """Return the step's metrics over all ranks, after checking loss and counts."""
+        values = self._add_up(f"step {step}", sums)
         for name in COMPONENTS:
-            if sums[f"members_{name}"] != totals[name]:
+            if (found := values[f"members_{name}"]) != totals[name]:
                 raise RunFailed(
-                    f"step {step}: the batch announces {totals[name]} {name} tokens, {sums[f'members_{name}']:.0f} arrived; "
-                    f"its normalisation would be wrong"
+                    f"step {step}: the batch announces {totals[name]} {name} tokens, "
+                    f"{found:.0f} arrived; its normalisation would be wrong"
                 )
-        return metrics_of(sums, float(tally.peaks))
+        return _metrics(values, float(sums.peaks))
 
-    def _add_up(self, what: str, tally: StepSums) -> dict[str, float]:
-        """The sums over all ranks, all of them finite."""
-        mine = tally.sums.clone()
-        self.world.sum(tally.sums)
-        self.world.max(tally.peaks)
-        sums = tally.values()
-        for position, name in enumerate(StepSums.NAMES):
-            if not math.isfinite(sums[name]):
-                ranks = [
-                    rank
-                    for rank, bad in enumerate(
-                        self.world.each(int(not torch.isfinite(mine[position])))
-                    )
-                    if bad
-                ]
-                # The sum may overflow where no part does: then no single rank is to blame.
-                where = ranks[0] if ranks else "none alone"
-                raise RunFailed(
-                    f"{what}: {name} is {sums[name]} on rank {where}{self.weights_to_blame()}"
-                )
-        return sums
-
-    def weights_to_blame(self) -> str:
-        """For the end of a sentence about numbers that are not finite. A collective."""
-        blame = self._not_finite()
-        return f" (weight {blame} is not finite)" if blame else "; all weights are finite"
+    def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
+        """Sum over all ranks, in place. Raise RunFailed if a sum is not finite."""
+        mine = sums.sums.clone()
+        self.world.sum(sums.sums)
+        self.world.max(sums.peaks)
+        values = sums.values()
+        for index, name in enumerate(StepSums.NAMES):
+            if not math.isfinite(values[name]):
+                is_bad = self.world.each(int(not torch.isfinite(mine[index])))
+                # A sum may overflow though every rank's part is finite.
+                where = is_bad.index(1) if any(is_bad) else "none alone"
+                blame = self.weights_to_blame()
+                raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
+        return values
 
     def _not_finite(self) -> str:
-        worst = max(self.world.each(last_not_finite(self.weights.values())))
-        return list(self.weights)[worst] if worst >= 0 else ""
+        """Return the name of a weight that is not finite, or "". A collective."""
+        last = max(self.world.each(last_not_finite(self.weights.values())))
+        return list(self.weights)[last] if last >= 0 else ""
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if (
-                not hidden.requires_grad
-            ):  # the embedding is frozen: the gradient ends here, and nobody wants it
-                hidden.requires_grad_().register_post_accumulate_grad_hook(_forget)
+            if not hidden.requires_grad:  # a frozen embedding; its gradient is only watched
+                hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
     def _watch(self, hidden: torch.Tensor) -> None:
+        def record(gradient: torch.Tensor) -> None:
+            self._max_gradients.append(torch.linalg.vector_norm(gradient, math.inf))
+
         if hidden.requires_grad:
-            hidden.register_hook(
-                lambda gradient: self._reached.append(torch.linalg.vector_norm(gradient, math.inf))
-            )
+            hidden.register_hook(record)
 
     def _name_gradient(self, step: int) -> None:
-        """A gradient flows from the loss to the embedding, so what is not finite spoils all that stands before it: the last one is named.
+        """Raise RunFailed with the tensor and ranks of a gradient that is not finite.
 
-        Its ranks are those whose own backward passes broke: of a cp group, whose ranks hand on what is broken, those that had it first.
-        When gradients are looked at they are sums over ranks, so where none of the passes did it is only known who holds the shard.
+        Gradients flow from the loss to the embedding and spoil everything on the way, so the last
+        bad weight is named. Named ranks are those whose own backward pass broke; within a
+        context-parallel group, those that broke first. Weight gradients are already sums over
+        ranks. If no pass broke, only the rank that holds the shard is known.
         """
         found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
-        broke = self.world.each(
-            next(
-                (place for place, one in enumerate(self._reached) if not math.isfinite(float(one))),
-                -1,
-            )
-        )
-        groups = self.world.each(self.world.data_rank)  # ranks of a cp group train the same data
         if max(found) < 0:
             raise RunFailed(
-                f"step {step}: the gradient norm overflows though every gradient is finite; lower the optimizer's lr"
+                f"step {step}: the gradient norm overflows though every gradient is finite; "
+                f"lower the optimizer's lr"
             )
-        first: dict[int, int] = {}
-        for group, place in zip(groups, broke, strict=True):
-            if place >= 0:
-                first[group] = min(place, first.get(group, place))
-        ranks = [
-            rank for rank, place in enumerate(broke) if place >= 0 and place == first[groups[rank]]
-        ]
-        if self.world.size == 1:
-            ranks = [0]
-        name = list(self.weights)[max(found)]
-        where = (
-            f"on rank {', '.join(map(str, ranks))}"
-            if ranks
-            else f"in the shard of rank {found.index(max(found))}"
-        )
+        ranks = [0] if self.world.size == 1 else self._ranks_that_broke()
+        where = f"in the shard of rank {found.index(max(found))}"
+        if ranks:
+            where = f"on rank {', '.join(map(str, ranks))}"
         raise RunFailed(
-            f"step {step}: the gradient of {name} is not finite {where}; weights stay as before the step"
+            f"step {step}: the gradient of {list(self.weights)[max(found)]} is not finite {where}; "
+            f"weights stay as before the step"
         )
 
+    def _ranks_that_broke(self) -> list[int]:
+        maxima = [float(value) for value in self._max_gradients]
+        own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
+        broke = self.world.each(own)
+        groups = self.world.each(self.world.data_rank)  # ranks of a cp group train the same data
+        first: dict[int, int] = {}
+        for group, index in zip(groups, broke, strict=True):
+            if index >= 0:
+                first[group] = min(index, first.get(group, index))
+        pairs = enumerate(zip(groups, broke, strict=True))
+        return [rank for rank, (group, index) in pairs if index >= 0 and index == first[group]]
 
-def _forget(hidden: torch.Tensor) -> None:
+
+def _drop_gradient(hidden: torch.Tensor) -> None:
     hidden.grad = None
 
 
 class _TimedIterator:
-    """An iterator that knows how long it waited for its items, and how many came."""
+    """An iterator that counts its items and the seconds spent waiting for them."""
 
     def __init__(self, items: Iterable[Columns]):
         self._items, self.wait_s, self.count = iter(items), 0.0, 0
@@ -332,25 +320,26 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """N_c over all ranks, from this rank's micro-batches: one all-reduce. Ranks that share micro-batches count them once."""
-    counts = (
-        [count_members(columns) for columns in micro_batches] if world.axis_rank("cp") == 0 else []
-    )
-    mine = torch.tensor(
-        [sum(count[name] for count in counts) for name in COMPONENTS],
-        dtype=torch.int64,
-        device=world.device,
-    )
-    return dict(zip(COMPONENTS, world.sum(mine).tolist(), strict=True))
+    """Return N_c over all ranks, from this rank's micro-batches. A collective.
+
+    Ranks that share micro-batches count them once.
+    """
+    counts = []
+    if world.axis_rank("cp") == 0:
+        counts = [count_members(columns) for columns in micro_batches]
+    mine = [sum(count[name] for count in counts) for name in COMPONENTS]
+    totals = world.sum(torch.tensor(mine, dtype=torch.int64, device=world.device))
+    return dict(zip(COMPONENTS, totals.tolist(), strict=True))
 
 
-def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
-    """A step's sums as the metrics that people read; a mean over nothing is null."""
+def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
+    """Turn a step's sums into metrics. A mean over nothing is None."""
 
     def mean(name: str, over: str) -> float | None:
         return sums[name] / sums[over] if sums[over] else None
 
     losses = {f"loss_{name}": mean(f"loss_{name}", f"members_{name}") for name in COMPONENTS}
+    has_routes = sums["routes_missing"] or sums["routes_replayed"]
     return {
         "loss": sum(value for value in losses.values() if value is not None),
         **losses,
@@ -359,11 +348,37 @@ def metrics_of(sums: dict[str, float], peak: float) -> dict[str, float | int | N
         "mismatch_kl_same_weights": mean("mismatch_kl_same_weights", "same_weights"),
         "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
         "masked_share": mean("masked", "members_rl"),
-        "routes_missing": int(sums["routes_missing"])
-        if sums["routes_missing"] or sums["routes_replayed"]
-        else None,
+        "routes_missing": int(sums["routes_missing"]) if has_routes else None,
         "routes_differ": mean("routes_differ", "routes_replayed"),
         "num_samples": int(sums["samples"]),
         "num_tokens": int(sums["tokens"]),
         "num_trained_tokens": int(sums["scored"]),
     }
+
+
+# Learning-rate schedules --------------------------------------------------------------------------
+
+
+def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
+    """Return the factor, in [0, 1], of the peak rate at `step` (1 … num_steps).
+
+    Warm-up is linear and reaches 1 at step `warmup_steps`. A decay follows it and reaches
+    `final_fraction` exactly at `num_steps`.
+    """
+    if step < schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    start = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        start = max(num_steps - schedule.decay_steps, start)
+    progress = _progress(step, start, num_steps)
+    rest = 1.0 - progress
+    if schedule.kind == "cosine":
+        rest = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.final_fraction + (1.0 - schedule.final_fraction) * rest
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """Return how far `step` is from `start` to `end`, in [0, 1], or 0 for an empty range."""
+    return min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 0.0

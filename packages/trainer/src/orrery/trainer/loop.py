@@ -1,227 +1,223 @@
-"""The RL stage as the trainer sees it. Batch n (from 1) trains version n − 1 and makes version n.
+"""The RL stage on the trainer's side. Batch n (from 1) trains version n − 1 and makes version n.
 
-    publish the version we start from
-    for batch n:  wait → forward and backward each micro-batch as it arrives → clip → step → publish version n
-                  → copy for a checkpoint when due → row → the checkpoint is written while batch n + 1 is trained
-    compare log-probs on the last evaluation's rollouts → export the policy → the last checkpoint is whole
-
-- A batch with `compare` comes after the last. It comes early if the policy is good enough. The step
-  before it is then the last, and gets its checkpoint.
-- A batch that says `wind_down` is not trained: the step before it gets its checkpoint, unless it has one, and every rank ends.
-- Every wait has a name and a deadline; every phase is a span; every step is one row of metrics (rank 0).
-- A batch says which weights sampled it, by version and digest: others than those that were published end the run.
-- A step's row is written before its checkpoint, after which nobody makes the step again.
-- A checkpoint of step n is complete only with the orchestrator's half, which stands there before batch n is sent. It becomes complete
-  some time after step n, and before that of a later step begins; killed in between, the stage goes on from the checkpoint before it.
-- Where trainer and engine hold the same weights in float32 on a CPU, their log-probs agree to SAME_WEIGHTS_TOLERANCE or the run ends.
-  Batches show that only where they are fresh enough; so the orchestrator sends the rollouts of the last evaluation, made by the last
-  version alone and after all updates, as a batch that is compared and not trained.
+- A batch marked `compare` comes after the last one, or earlier if the policy is good enough. It
+  holds rollouts of the last version alone, which are compared with the trainer's log-probs.
+- A batch marked `wind_down` is not trained. Every rank checkpoints the last step and ends.
+- A step's row is written before its checkpoint counts. A checkpoint of step n also needs the
+  orchestrator's half, which exists before batch n is sent. It becomes complete some time later.
+- Every wait has a name and a deadline.
 """
 
 import time
-from typing import NoReturn
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
-from orrery.trainer.assemble import Rig
+from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
-from orrery.trainer.learner import StepResult
+from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
 from orrery.trainer.loss import COMPONENTS
-from orrery.trainer.publish import export
-from orrery.trainer.schedule import factor
+from orrery.trainer.parallel.world import World
+from orrery.trainer.publish import Publisher
 from orrery.trainer.stage_checkpoints import StageCheckpoints
-from orrery.transport import checkpoints
 from orrery.transport.canary import canary_tokens
-from orrery.transport.rollout_wire import ReceivedBatch
+from orrery.transport.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4
+SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, if trainer and engine compute in float32 on a CPU
 
 
-def rl(rig: Rig, ctx: RoleContext) -> None:
-    """Train all batches that are left, then write `weights/rl`."""
-    learner = rig.learner
-    first_step, num_steps = learner.step, ctx.manifest.stages.rl.num_steps
-    _publish(rig, ctx, is_first=True)
-    with StageCheckpoints(ctx, learner, "rl", beside="orchestrator") as saving:
-        for step in range(learner.step + 1, num_steps + 1):
-            saving.check()
-            begin_s = time.monotonic()
-            batch = _await_batch(rig, saving, ctx, step, first_step)
-            if batch.info.get("compare"):
-                _end_checkpoint(rig, saving, _has_checkpoint(rig, ctx, first_step))
-                break
-            arrived_s = time.monotonic()
-            ctx.health.doing(
-                "training", step=step, still_s=_still_s(rig, ctx, is_first=step == first_step + 1)
+@dataclass
+class RlLoop:
+    """One rank of the RL stage. `run` is the algorithm."""
+
+    ctx: RoleContext
+    world: World
+    learner: Learner
+    publisher: Publisher
+    receiver: RolloutReceiver
+    checkpoints: StageCheckpoints
+    batch_deadline_s: float
+    batch_behind_s: float  # how long this rank may wait for a batch that the others have
+    publish_still_s: float  # how long a publication, except the first, may show no progress
+    first_step: int = field(init=False)  # the last step of the attempt before, or 0
+
+    def __post_init__(self) -> None:
+        self.first_step = self.learner.step
+
+    def run(self) -> None:
+        """Train all remaining batches, then write `weights/rl`."""
+        self.publish(is_first=True)
+        with self.checkpoints:
+            for step in range(self.first_step + 1, self.num_steps + 1):
+                self.checkpoints.check()
+                begin_s = time.monotonic()
+                batch = self.receive(step)
+                if batch.info.get("compare"):
+                    self.checkpoint_last_step()
+                    break
+                wait_s = time.monotonic() - begin_s
+                result = self.train(batch)
+                publish_s = self.publish()
+                is_due = self.checkpoints.is_due(step)
+                blocked_s = self.copy_checkpoint() if is_due else 0.0
+                self.record(result, begin_s, wait_s, publish_s, blocked_s)
+                if is_due:
+                    self.checkpoints.write()
+            else:
+                batch = self.receive(self.num_steps + 1)
+            self.compare(batch)
+            self.export()
+
+    @property
+    def num_steps(self) -> int:
+        return self.ctx.manifest.stages.rl.num_steps
+
+    def receive(self, step: int) -> ReceivedBatch:
+        """Wait for batch `step`. Raise WoundDown instead if the run is asked to end.
+
+        Raise RunFailed if the batch was sampled by weights that were never published.
+        """
+        waiting = self.ctx.health.waiting(
+            f"batch {step} from orchestrator",
+            deadline_s=self.batch_deadline_s,
+            behind_s=self.batch_behind_s,
+        )
+        with self.ctx.metrics.span("wait", step=step), waiting:
+            batch = self.receiver.receive(step, self.batch_deadline_s)
+        if batch.info.get("wind_down"):
+            self.checkpoint_last_step()
+            self.checkpoints.finish()  # other ranks may still use this one's process group
+            raise WoundDown(self.learner.step)
+        if self.world.is_first:
+            self.publisher.check(step, batch.info.get("digests"))
+        return batch
+
+    def train(self, batch: ReceivedBatch) -> StepResult:
+        step = self.learner.step + 1
+        is_first = step == self.first_step + 1
+        self.ctx.health.doing("training", step=step, still_s=self._step_stall_s(is_first))
+        if missing := [name for name in COMPONENTS if name not in batch.totals]:
+            raise RunFailed(
+                f"batch {batch.step}: announces no count of its {missing[0]} tokens, "
+                f"so its loss cannot be normalised"
             )
-            outcome = _learn(rig, batch, factor(ctx.manifest.trainer.schedule, step, num_steps))
-            _check_same_weights(
-                ctx, f"step {step}", outcome.metrics["logprob_max_abs_diff_same_weights"]
+        totals = {name: int(batch.totals[name]) for name in COMPONENTS}
+        schedule = self.ctx.manifest.trainer.schedule
+        lr_factor = learning_rate_factor(schedule, step, self.num_steps)
+        result = self.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
+        difference = result.metrics["logprob_max_abs_diff_same_weights"]
+        self._check_same_weights(f"step {step}", difference)
+        return result
+
+    def publish(self, is_first: bool = False) -> float:
+        """Publish the learner's weights, and return the seconds that it took."""
+        ctx, version, begin_s = self.ctx, self.learner.step, time.time()
+        limit_s = max(self.publish_still_s, self._step_stall_s(is_first))
+        ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
+        has_canary = ctx.manifest.trainer.mismatch.canary_logprob_difference is not None
+        canary = self.learner.logprobs(canary_tokens(ctx.manifest)) if has_canary else ()
+        published = self.publisher.publish(version, canary)
+        end_s = time.time()
+        if published is not None:
+            ctx.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
+            ctx.log.info("version %d published, weights %s", version, published.digest)
+        return end_s - begin_s
+
+    def copy_checkpoint(self) -> float:
+        """Copy the last step's state, and return the seconds that training waited."""
+        return self.checkpoints.copy(self.publisher.checkpoint_files())
+
+    def checkpoint_last_step(self) -> None:
+        """Write a checkpoint of the last step, unless it has one. All ranks decide alike."""
+        step = self.learner.step
+        if step != self.first_step and not self.checkpoints.is_due(step):
+            self.copy_checkpoint()
+            self.checkpoints.write()
+
+    def compare(self, batch: ReceivedBatch) -> None:
+        """Compare the last version in trainer and engines. Raise RunFailed if they differ."""
+        ctx, version = self.ctx, self.learner.step
+        what = "comparing log-probs with the engines"
+        ctx.health.doing(what, step=version, still_s=self._step_stall_s())
+        found, num_tokens = self.learner.compare(batch)
+        if found is None or not batch.info.get("compare"):
+            raise RunFailed(
+                f"version {version}: none of the rollouts to compare was made by it alone; "
+                f"see logs/orchestrator.0.log"
             )
-            publish_s = _publish(rig, ctx)
-            is_due = checkpoints.is_due(step, ctx.manifest)
-            checkpoint_blocked_s = saving.copy(rig.publisher.record()) if is_due else 0.0
-            if rig.world.is_first:
-                _record(ctx, step, begin_s, arrived_s, outcome, publish_s, checkpoint_blocked_s)
-            if is_due:
-                saving.write()
-        else:
-            batch = _await_batch(rig, saving, ctx, num_steps + 1, first_step)
-        _compare(rig, ctx, batch)
-        ctx.health.doing("exporting weights", step=learner.step, still_s=io_stall_s(rig.world.size))
-        learner.check_weights()  # all of them: not every expert was asked
-        export(
-            learner.policy,
-            rig.world,
-            ctx.manifest.model,
-            rig.start_weights,
-            ctx.run_dir / "weights" / "rl",
+        if self.world.is_first:
+            ctx.metrics.write(
+                None,
+                event="compare",
+                version=version,
+                logprob_max_abs_diff_same_weights=found,
+                num_trained_tokens=num_tokens,
+            )
+            ctx.log.info(
+                "version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens",
+                version,
+                found,
+                num_tokens,
+            )
+        self._check_same_weights(f"version {version}", found)
+
+    def export(self) -> None:
+        ctx, weights = self.ctx, self.ctx.run_dir / "weights"
+        still_s = io_stall_s(self.world.size)
+        ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
+        self.learner.check_weights()  # the comparison may not have used every expert
+        start = start_weights(ctx)
+        export_policy(self.learner.policy, self.world, ctx.manifest.model, start, weights / "rl")
+
+    def record(
+        self,
+        result: StepResult,
+        begin_s: float,
+        wait_s: float,
+        publish_s: float,
+        checkpoint_blocked_s: float,
+    ) -> None:
+        """Write the step's row of metrics and spans, on rank 0."""
+        if not self.world.is_first:
+            return
+        ctx, step, step_time_s = self.ctx, self.learner.step, time.monotonic() - begin_s
+        ctx.metrics.add_span("forward_backward", *result.forward_backward, step=step)
+        ctx.metrics.add_span("optimizer", *result.optimizer, step=step)
+        forward_backward_s, optimizer_s = (
+            end_s - start_s for start_s, end_s in (result.forward_backward, result.optimizer)
         )
-
-
-def _still_s(rig: Rig, ctx: RoleContext, is_first: bool = False) -> float:
-    return step_stall_s(is_first, rig.world.size, warms_up(ctx.manifest.trainer, rig.world.device))
-
-
-def _await_batch(
-    rig: Rig, saving: StageCheckpoints, ctx: RoleContext, step: int, first_step: int
-) -> ReceivedBatch:
-    """Raises WoundDown where there is none any more; `first_step` is the one that this attempt began at."""
-    waiting = ctx.health.waiting(
-        f"batch {step} from orchestrator",
-        deadline_s=rig.batch_deadline_s,
-        behind_s=rig.batch_behind_s,
-    )
-    with ctx.metrics.span("wait", step=step), waiting:
-        batch = rig.receiver.receive(step, rig.batch_deadline_s)
-    if batch.info.get("wind_down"):
-        _wind_down(rig, saving, _has_checkpoint(rig, ctx, first_step))
-    if rig.world.is_first:
-        rig.publisher.check(step, batch.info.get("digests"))
-    return batch
-
-
-def _learn(rig: Rig, batch: ReceivedBatch, lr_factor: float) -> StepResult:
-    if missing := [name for name in COMPONENTS if name not in batch.totals]:
-        raise RunFailed(
-            f"batch {batch.step}: announces no count of its {missing[0]} tokens, so its loss cannot be normalised"
-        )
-    totals = {name: int(batch.totals[name]) for name in COMPONENTS}
-    return rig.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
-
-
-def _publish(rig: Rig, ctx: RoleContext, is_first: bool = False) -> float:
-    """Put out the weights that the learner holds; seconds taken."""
-    version, begin_s = rig.learner.step, time.time()
-    limit_s = max(rig.publish_still_s, _still_s(rig, ctx, is_first))
-    ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
-    canary = (
-        None
-        if ctx.manifest.trainer.mismatch.canary_logprob_difference is None
-        else canary_tokens(ctx.manifest)
-    )
-    published = rig.publisher.publish(
-        version, () if canary is None else rig.learner.logprobs(canary)
-    )
-    end_s = time.time()
-    if published is not None:
-        ctx.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
-        ctx.log.info("version %d published, weights %s", version, published.digest)
-    return end_s - begin_s
-
-
-def _wind_down(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> NoReturn:
-    """Complete the checkpoint of the last step and end the process."""
-    _end_checkpoint(rig, saving, has_checkpoint)
-    saving.finish()  # other ranks may still use this one's process group
-    raise WoundDown(rig.learner.step)
-
-
-def _has_checkpoint(rig: Rig, ctx: RoleContext, first_step: int) -> bool:
-    """Return whether the last step has a checkpoint, computed so that all ranks agree."""
-    done = rig.learner.step
-    return done == first_step or checkpoints.is_due(done, ctx.manifest)
-
-
-def _end_checkpoint(rig: Rig, saving: StageCheckpoints, has_checkpoint: bool) -> None:
-    """Write a checkpoint of the last step, unless it has one."""
-    if not has_checkpoint:
-        saving.copy(rig.publisher.record())
-        saving.write()
-
-
-def _compare(rig: Rig, ctx: RoleContext, batch: ReceivedBatch) -> None:
-    """The last version in trainer and engines, on rollouts of its own."""
-    version = rig.learner.step
-    ctx.health.doing(
-        "comparing log-probs with the engines", step=version, still_s=_still_s(rig, ctx)
-    )
-    found, num_tokens = rig.learner.compare(batch)
-    if found is None or not batch.info.get("compare"):
-        raise RunFailed(
-            f"version {version}: none of the rollouts to compare was made by it alone; see logs/orchestrator.0.log"
-        )
-    if rig.world.is_first:
+        wait_s += result.wait_s
         ctx.metrics.write(
-            None,
-            event="compare",
-            version=version,
-            logprob_max_abs_diff_same_weights=found,
-            num_trained_tokens=num_tokens,
+            step,
+            **result.metrics,
+            step_time_s=step_time_s,
+            wait_s=wait_s,
+            forward_backward_s=forward_backward_s - result.wait_s,
+            optimizer_s=optimizer_s,
+            publish_s=publish_s,
+            checkpoint_blocked_s=checkpoint_blocked_s,
+            tokens_per_s=result.metrics["num_tokens"] / step_time_s,
         )
-        ctx.log.info(
-            "version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens",
-            version,
-            found,
-            num_tokens,
-        )
-    _check_same_weights(ctx, f"version {version}", found)
+        loss = result.metrics["loss"]
+        ctx.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, loss, wait_s, step_time_s)
+
+    def _step_stall_s(self, is_first: bool = False) -> float:
+        world = self.world
+        return step_stall_s(is_first, world.size, warms_up(self.ctx.manifest.trainer, world.device))
+
+    def _check_same_weights(self, what: str, difference: float | None) -> None:
+        manifest = self.ctx.manifest
+        dtypes = {manifest.trainer.compute_dtype, manifest.inference.dtype}
+        is_exact = manifest.hardware.accelerator == "cpu" and dtypes == {"float32"}
+        if is_exact and difference is not None and difference > SAME_WEIGHTS_TOLERANCE:
+            raise RunFailed(
+                f"{what}: log-probs of trainer and engine differ by {difference:.2e} on the same "
+                f"weights, more than {SAME_WEIGHTS_TOLERANCE:g}; they do not compute the same model"
+            )
 
 
-def _check_same_weights(ctx: RoleContext, what: str, found: float | None) -> None:
-    manifest = ctx.manifest
-    exact = (
-        manifest.hardware.accelerator == "cpu"
-        and manifest.trainer.compute_dtype == manifest.inference.dtype == "float32"
-    )
-    if exact and found is not None and found > SAME_WEIGHTS_TOLERANCE:
-        raise RunFailed(
-            f"{what}: log-probs of trainer and engine differ by {found:.2e} on the same weights, "
-            f"more than {SAME_WEIGHTS_TOLERANCE:g}; they do not compute the same model"
-        )
-
-
-def _record(
-    ctx: RoleContext,
-    step: int,
-    begin_s: float,
-    arrived_s: float,
-    outcome: StepResult,
-    publish_s: float,
-    checkpoint_blocked_s: float,
-) -> None:
-    end_s = time.monotonic()
-    ctx.metrics.add_span("forward_backward", *outcome.forward_backward, step=step)
-    ctx.metrics.add_span("optimizer", *outcome.optimizer, step=step)
-    wait_s = arrived_s - begin_s + outcome.wait_s
-    ctx.metrics.write(
-        step,
-        **outcome.metrics,
-        step_time_s=end_s - begin_s,
-        wait_s=wait_s,
-        forward_backward_s=outcome.forward_backward[1]
-        - outcome.forward_backward[0]
-        - outcome.wait_s,
-        optimizer_s=outcome.optimizer[1] - outcome.optimizer[0],
-        publish_s=publish_s,
-        checkpoint_blocked_s=checkpoint_blocked_s,
-        tokens_per_s=outcome.metrics["num_tokens"] / (end_s - begin_s),
-    )
-    ctx.log.info(
-        "step %d: loss %.4f, waited %.2f s of %.2f s",
-        step,
-        outcome.metrics["loss"],
-        wait_s,
-        end_s - begin_s,
-    )
+def start_weights(ctx: RoleContext) -> Path:
+    """Return the folder that the RL stage starts from: the SFT stage's result, if it has one."""
+    return ctx.run_dir / "weights" / ("init" if ctx.manifest.stages.sft is None else "sft")

@@ -1,19 +1,13 @@
-"""The loss: three components, each a weighted sum over its member tokens divided by the *global* number of its members.
+"""The loss: each component is a weighted sum over its members, divided by their *global* number.
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c      for c in rl, cross_entropy, reference_kl
 
-- A token is a member of component c where `trained` is set and its weight `w_c` is not zero; N_c counts members on all ranks (at least 1).
-- The trainer knows no algorithm: advantages and weights arrive as columns.
-- `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning",
-  arXiv 2602.04879) and the squared log-ratio penalty of Kimi K2.5 (arXiv 2602.02276).
-  With π and μ the trainer's and the engine's probability of the sampled token, r = π/μ and A its advantage:
-      keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
-      ℓ_rl = −keep · A · r + penalty · (log π − log μ)²
-  r is not clamped, the gradient flows through r, and the penalty stays on masked tokens.
-- `reference_kl` is the same expression with A = log π_ref − log π (detached): the policy gradient of the reverse KL to a reference policy.
-- `cross_entropy` is ℓ = −log π.
-
-Everything here but a tally's sums is float32; shapes are `[M]`, one entry a scored token.
+Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c counts all ranks (at least 1).
+`rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and Kimi K2.5's
+squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ, and advantage A:
+    keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
+    ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r is not clamped and has a gradient
+`reference_kl` is the same with A = log π_ref − log π, detached. `cross_entropy` is −log π.
 """
 
 from dataclasses import dataclass
@@ -27,40 +21,35 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """What the loss needs to know of M scored tokens besides the trainer's own log-prob; float32 [M] unless noted."""
+    """Constants of M scored tokens; float32 [M] unless noted. A weight is 0 for a non-member."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
     reference_logprob: torch.Tensor
-    rl_weight: torch.Tensor  # weights are 0 where the token is no member
+    rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool: the engine sampled this token, and all of its sample, with exactly the weights being trained
+    same_weights: torch.Tensor  # bool: the whole sample was drawn with the weights being trained
 
 
 @dataclass
 class StepSums:
-    """Sums over tokens that become a step's metrics; they add up over micro-batches and ranks without any per-token gather."""
+    """Sums over tokens for a step's metrics. They add up over micro-batches and ranks."""
 
     NAMES = (
-        "loss_rl", "loss_cross_entropy", "loss_reference_kl", "members_rl", "members_cross_entropy", "members_reference_kl",
+        "loss_rl", "loss_cross_entropy", "loss_reference_kl",
+        "members_rl", "members_cross_entropy", "members_reference_kl",
         "entropy", "scored", "mismatch_kl", "mismatch_kl_same_weights", "same_weights", "masked",
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
-    sums: (
-        torch.Tensor
-    )  # float64 [len(NAMES)]: in float32 a sum of counts stops being exact at 2^24 tokens
-    peaks: (
-        torch.Tensor
-    )  # float32 [1]: max |log π − log μ| over `same_weights` tokens, −1 where there are none
+    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts are exact only up to 2^24
+    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, or −1
 
     @classmethod
     def zero(cls, device: torch.device) -> "StepSums":
-        return cls(
-            torch.zeros(len(cls.NAMES), dtype=torch.float64, device=device),
-            torch.full((1,), -1.0, device=device),
-        )
+        sums = torch.zeros(len(cls.NAMES), dtype=torch.float64, device=device)
+        return cls(sums, torch.full((1,), -1.0, device=device))
 
     def add(self, other: "StepSums") -> None:
         self.sums += other.sums
@@ -74,11 +63,11 @@ class StepSums:
         routes_replayed: int,
         routes_differ: torch.Tensor | None,
     ) -> None:
-        for place, number in enumerate(
-            (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ), -5
-        ):
+        """Add to the last five sums."""
+        counts = (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ)
+        for index, number in enumerate(counts, -len(counts)):
             if number is not None:
-                self.sums[place] += number
+                self.sums[index] += number
 
     def values(self) -> dict[str, float]:
         return dict(zip(self.NAMES, self.sums.tolist(), strict=True))
@@ -87,13 +76,13 @@ class StepSums:
 def policy_gradient(
     logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor, spec: DppoLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ℓ [M], keep bool [M]) of the formula above; `logprob` carries the gradient, the rest are constants."""
+    """Return (ℓ [M], keep bool [M]) of the formula above. Only `logprob` carries a gradient."""
     log_ratio = logprob - engine_logprob
     with torch.no_grad():
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         pull = keep * advantage
-    # Where nothing pulls, r may overflow: 0 · inf is NaN.
+    # r may overflow where the pull is 0, and 0 · inf is NaN.
     ratio = torch.where(pull != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -pull * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -105,32 +94,31 @@ def loss(
     totals: dict[str, int],
     spec: DppoLoss,
 ) -> tuple[torch.Tensor, StepSums]:
-    """This micro-batch's share of L (scalar, with gradient) and its tally, but for `samples` and what follows it.
+    """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob` f32 [M] with gradient, `entropy` f32 [M]; `totals[c]` is N_c over all ranks and micro-batches of the step.
-    Where a token is no member its inputs are replaced before the formula, so that an absent column cannot turn 0 · inf into NaN.
+    `logprob` f32 [M] has a gradient, `entropy` f32 [M] does not. `totals[c]` is N_c over all ranks
+    and micro-batches of the step. The last five sums are left at 0 for `StepSums.count`.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
+    # Inputs of non-members are replaced, so that an absent column cannot turn 0 · inf into NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     pull = torch.where(in_kl, targets.reference_logprob - constant, torch.zeros_like(constant))
-    reference_kl, _ = policy_gradient(
-        logprob, torch.where(in_kl, targets.engine_logprob, constant), pull, spec
-    )
+    kl_engine = torch.where(in_kl, targets.engine_logprob, constant)
+    reference_kl, _ = policy_gradient(logprob, kl_engine, pull, spec)
     parts = {
         "rl": (targets.rl_weight * rl).sum(),
         "cross_entropy": (targets.cross_entropy_weight * -logprob).sum(),
         "reference_kl": (targets.reference_kl_weight * reference_kl).sum(),
     }
-    total = sum(
-        (parts[name] / max(totals[name], 1) for name in COMPONENTS), start=logprob.new_zeros(())
-    )
+    shares = (parts[name] / max(totals[name], 1) for name in COMPONENTS)
+    total = sum(shares, start=logprob.new_zeros(()))
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine  # 0 but in rl
-        # Of one sample; its mean over samples of the engine is KL(engine || trainer). In float64, where the ratio of a masked token fits.
+        log_ratio = constant - engine  # 0 outside rl
+        # The mean over samples is KL(engine || trainer). float64 holds a masked token's ratio.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

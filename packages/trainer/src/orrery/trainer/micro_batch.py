@@ -1,11 +1,12 @@
 """Micro-batches: from columns to the tensors of one forward pass.
 
-- A token's log-prob comes from the hidden state *before* it, so token t of a sample is scored from row t − 1. Only scored tokens reach the
-  LM head: prompts and tool results cost attention, never logits.
-- A token is scored where `trained` is set and at least one component weight is not zero.
-- Routes are checked here, once, where they arrive; what they miss is counted here, and what they differ from by the network.
-- A micro-batch without samples becomes one unweighted token: the rank still takes part in every collective, with zero gradients.
-- It is built on the host, cut there where ranks share it (`parallel/context_parallel`), and only then sent to the device.
+- A token's log-prob comes from the hidden state *before* it: token t of a sample is scored from
+  row t − 1. Only scored tokens reach the LM head.
+- A token is scored if `trained` is set and at least one component weight is not zero.
+- Routes are checked here. Missing ones are counted here; the network counts differing ones.
+- A micro-batch without samples becomes one unweighted token, so that the rank takes part in every
+  collective, with zero gradients.
+- It is built on the host, sharded there among context-parallel ranks, then sent to the device.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from orrery.trainer.loss import COMPONENTS, Targets
 from orrery.transport.columns import Columns
 from orrery.transport.routed_experts import COLUMN, RouteShape, check_routes
 
-_ABSENT = {"rl_weight": 1.0, "cross_entropy_weight": 0.0, "reference_kl_weight": 0.0}
+_DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 
 @dataclass(frozen=True)
@@ -31,33 +32,31 @@ class MicroBatch:
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
-    target: torch.Tensor  # i64 [M], the scored tokens themselves
+    target: torch.Tensor  # i64 [M], the scored tokens
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: (
-        torch.Tensor | None
-    )  # integers [T, L, K], the experts that the engine chose; none of them: the router chooses
+    # Integers [T, L, K]: the engine's experts. Where it is None the router chooses.
+    routed_experts: torch.Tensor | None
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens without a route in some layer, other than the last of a sample, which predicts nothing
+    # Tokens without a route in some layer, except the last of a sample, which predicts nothing.
+    routes_missing: int = 0
     routes_replayed: int = 0  # choices: K for each token and layer with a route
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
-    """Each component's weight a token, f32 [T]; zero exactly where the token is no member."""
+    """Return each component's weight a token, f32 [T]. It is zero if the token is no member."""
     trained = columns.token["trained"]
     weights = {}
     for name in COMPONENTS:
-        weight = columns.token.get(f"{name}_weight")
-        weights[name] = np.where(
-            trained, _ABSENT[f"{name}_weight"] if weight is None else weight, 0.0
-        ).astype(np.float32)
+        weight = columns.token.get(f"{name}_weight", _DEFAULT_WEIGHT[name])
+        weights[name] = np.where(trained, weight, 0.0).astype(np.float32)
     return weights
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """N_c of the loss for these columns."""
+    """Return N_c of the loss for these columns."""
     if not columns.num_samples:
         return dict.fromkeys(COMPONENTS, 0)
     return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
@@ -67,16 +66,16 @@ def micro_batch(
     columns: Columns,
     step: int,
     device: torch.device,
-    cut: Callable[[MicroBatch], MicroBatch] | None = None,
+    shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
 ) -> MicroBatch:
-    """`columns` for the step that trains policy version `step` − 1.
+    """Build the micro-batch of `columns` for the step that trains policy version `step` − 1.
 
-    `cut` takes this rank's part of a micro-batch that is on the CPU; `routes` is what the network's routes look like.
-    Raises RunFailed where a sample's first token is trained, or where routes are not the network's.
+    `shard` takes this rank's part of a micro-batch on the CPU. `routes` is the shape of the
+    network's routes. Raise RunFailed if a sample's first token is trained, or if routes do not fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes)
-    return _on_device(whole if cut is None else cut(whole), device)
+    return _on_device(whole if shard is None else shard(whole), device)
 
 
 def _whole(columns: Columns, step: int) -> MicroBatch:
@@ -88,19 +87,19 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
     scored = np.flatnonzero(np.logical_or.reduce([weight != 0 for weight in weights.values()]))
     if np.isin(scored, starts).any():
         raise RunFailed(
-            f"batch {step}: the first token of a sample is marked trained, and nothing stands before it to predict it from"
+            f"batch {step}: the first token of a sample is marked trained, "
+            f"and nothing stands before it to predict it from"
         )
-    if not len(scored):
-        scored = np.array(
-            [min(1, columns.num_tokens - 1)]
-        )  # without weight: it keeps the LM head in the graph
+    if not len(scored):  # score one token without weight, to keep the LM head in the graph
+        scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
-    temperature = columns.sample.get("temperature")
+    ones = np.ones(columns.num_samples, dtype=np.float32)
+    temperature = columns.sample.get("temperature", ones)
 
     def scored_of(name: str) -> torch.Tensor:
-        return _tensor(
-            token[name][scored] if name in token else np.zeros(len(scored), dtype=np.float32)
-        )
+        if name in token:
+            return _tensor(token[name][scored])
+        return torch.zeros(len(scored), dtype=torch.float32)
 
     targets = Targets(
         engine_logprob=scored_of("logprob"),
@@ -118,11 +117,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
         max_seqlen=int(columns.lengths.max()),
         row=_tensor(np.maximum(scored - 1, 0)),
         target=_tensor(token["token_id"][scored].astype(np.int64)),
-        temperature=_tensor(
-            np.ones(len(scored), dtype=np.float32)
-            if temperature is None
-            else temperature[sample_of[scored]]
-        ),
+        temperature=_tensor(temperature[sample_of[scored]]),
         routed_experts=None,
         loss=targets,
         origin=_tensor(_origin(columns, step, sample_of)[scored]),
@@ -132,7 +127,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """bool [T]: tokens of samples that were dispatched and, in every trained token, sampled at version `step` − 1."""
+    """Return bool [T]: whether the whole sample was dispatched and sampled at version step − 1."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -143,11 +138,10 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
     """Return i64 [T, 2]: the engine of each token, and its age in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
-    nothing = np.full(columns.num_tokens, -1, dtype=np.int64)
-    age = nothing if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
-    return np.stack(
-        [nothing if engine is None else engine.astype(np.int64)[sample_of], age], axis=1
-    )
+    unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
+    age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
+    number = unknown if engine is None else engine.astype(np.int64)[sample_of]
+    return np.stack([number, age], axis=1)
 
 
 def _with_routes(
@@ -157,68 +151,63 @@ def _with_routes(
         return batch
     if shape is None:
         raise RunFailed(
-            f"batch {step}: it carries {COLUMN}, and this network has no experts; set transport.routed_experts to false"
+            f"batch {step}: it carries {COLUMN}, and this network has no experts; "
+            f"set transport.routed_experts to false"
         )
     checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
     checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
-    missing, replayed = int(np.count_nonzero(checked.is_missing)), checked.num_routed * shape.top_k
     return replace(
-        batch, routed_experts=_tensor(checked.ids), routes_missing=missing, routes_replayed=replayed
+        batch,
+        routed_experts=_tensor(checked.ids),
+        routes_missing=int(np.count_nonzero(checked.is_missing)),
+        routes_replayed=checked.num_routed * shape.top_k,
     )
 
 
 def _name(columns: Columns, step: int) -> str:
     groups = np.unique(columns.sample["group_id"]).tolist() if "group_id" in columns.sample else []
-    return f"batch {step}" + (
-        f", groups {', '.join(map(str, groups[:8]))}{', …' if len(groups) > 8 else ''}"
-        if groups
-        else ""
-    )
+    if not groups:
+        return f"batch {step}"
+    more = ", …" if len(groups) > 8 else ""
+    return f"batch {step}, groups {', '.join(map(str, groups[:8]))}{more}"
 
 
 def _dummy() -> MicroBatch:
-    zero, one, nothing = torch.zeros(1, dtype=torch.int64), torch.ones(1), torch.zeros(1)
-    no = torch.zeros(1, dtype=torch.bool)
-    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-    targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing, no)
-    origin = torch.zeros(1, 2, dtype=torch.int64)
+    index, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     return MicroBatch(
-        zero,
-        zero,
-        cu_seqlens,
-        1,
-        zero,
-        zero,
-        one,
-        None,
-        targets,
-        origin,
+        token_id=index,
+        position=index,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_seqlen=1,
+        row=index,
+        target=index,
+        temperature=torch.ones(1),
+        routed_experts=None,
+        loss=Targets(zero, zero, zero, zero, zero, zero, torch.zeros(1, dtype=torch.bool)),
+        origin=torch.zeros(1, 2, dtype=torch.int64),
         num_samples=0,
         num_tokens=0,
     )
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor that owns its memory: columns may be read-only views of a received frame."""
+    """Return a tensor that owns its memory: columns may be read-only views of a received frame."""
     return torch.from_numpy(np.array(array))
 
 
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     def sent(record: MicroBatch | Targets) -> dict[str, torch.Tensor]:
-        named = {field.name: getattr(record, field.name) for field in fields(record)}
-        return {
-            name: _send(value, device)
-            for name, value in named.items()
-            if isinstance(value, torch.Tensor)
-        }
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return {name: _send(tensor, device) for name, tensor in tensors.items()}
 
     return replace(batch, **sent(batch), loss=replace(batch.loss, **sent(batch.loss)))
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`, without waiting for what the device is doing: a copy from memory that is not pinned would.
+    """Copy to `device` from pinned memory, so that the host does not wait for the device.
 
-    numpy fills the pinned memory, on this thread: torch's copy wakes a thread a core first, 15 ms for the routes of 16,384 tokens on 64.
+    numpy fills the pinned memory in this thread. torch's copy would wake a thread a core first.
     """
     if device.type != "cuda":
         return tensor.to(device)

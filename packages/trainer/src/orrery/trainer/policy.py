@@ -1,4 +1,4 @@
-"""The policy as the trainer runs it: network and LM head behind one `forward`, so that FSDP's hooks see every use of every weight.
+"""The policy: network and LM head behind one `forward`, so that FSDP's hooks see every weight.
 
 T tokens · M scored tokens · D hidden
 """
@@ -12,14 +12,15 @@ from torch.autograd.function import once_differentiable
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.micro_batch import MicroBatch
 
-if TYPE_CHECKING:  # which builds policies
+if TYPE_CHECKING:  # `copies` imports this module
     from orrery.trainer.parallel.copies import Copies
 
 
 class Policy(nn.Module):
-    """`network` maps tokens to hidden states (orrery.models).
+    """`network` (orrery.models) maps tokens to hidden states.
 
-    At most `chunk_tokens` rows of logits exist at a time; or all of them, from the forward to the backward pass (`keep_logits`).
+    At most `chunk_tokens` rows of logits exist at a time. With `keep_logits` all rows exist from
+    the forward to the backward pass.
     """
 
     def __init__(
@@ -27,10 +28,10 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: Copies | None = None  # of the weights that compute, on one rank
+        self.copies: Copies | None = None  # of the weights, in the compute dtype, on a single rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-prob f32 [M], entropy f32 [M]) of the scored tokens, of the distribution at the sample's temperature."""
+        """Return (log-prob f32 [M], entropy f32 [M]) of the scored tokens, at their temperature."""
         network = self.network
         hidden_TD = network(
             batch.token_id,
@@ -39,14 +40,17 @@ class Policy(nn.Module):
             batch.routed_experts,
             max_seqlen=batch.max_seqlen,
         )
-        hidden_MD = _Rows.apply(hidden_TD, batch.row)
+        hidden_MD = _SelectRows.apply(hidden_TD, batch.row)
         return network.log_probs(
             hidden_MD, batch.target, batch.temperature, self.chunk_tokens, self.keep_logits
         )
 
 
-class _Rows(torch.autograd.Function):
-    """Rows of a matrix, each at most once; so the gradient is a copy, where that of `index_select` is a sum in no fixed order."""
+class _SelectRows(torch.autograd.Function):
+    """Select rows of a matrix, each at most once.
+
+    The gradient is therefore a copy. That of `index_select` is a sum in no fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:
@@ -58,6 +62,5 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
         (row_M,) = ctx.saved_tensors
-        return grad_MD.new_zeros(ctx.num_rows, grad_MD.shape[1]).index_copy_(
-            0, row_M, grad_MD
-        ), None
+        grad_TD = grad_MD.new_zeros(ctx.num_rows, grad_MD.shape[1])
+        return grad_TD.index_copy_(0, row_M, grad_MD), None

@@ -1,16 +1,14 @@
-"""Publishing: the policy's weights go out after every step, under Hugging Face names.
+"""Publish the policy's weights after every step, under Hugging Face names.
 
-- Every rank takes part. On the wire `files` tensors are gathered and rank 0 writes, one tensor at a time, so no rank ever holds two whole
-  tensors because of this. On a direct wire each rank answers for its own part, and sends it when engines ask (`DirectPublisher`).
-- On a direct wire weights travel in the dtype that engines compute in; buffers, such as a bias of choice, in their own. On the wire
-  `adapters` nothing travels but adapters, in that dtype too.
-- Version n is what batch n made; the version that a stage starts from is published before the first batch is asked for.
-- Rank 0 remembers the digest of every version, over resumes too (`published.json` in a checkpoint), and compares what a batch says of the
-  weights that sampled it.
+- Every rank takes part. On the wire `files` each tensor is gathered and rank 0 writes it, so no
+  rank holds two whole tensors. On a direct wire every rank sends its own shards on request.
+- Direct wires and the wire `adapters` send the engines' dtype. Buffers keep their own dtype.
+- Version n is made by batch n. A stage's start version is published before its first batch.
+- Rank 0 keeps the digests of all versions, also across resumes (`published.json` in a checkpoint),
+  and compares them with those in each batch.
 """
 
 import json
-import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,18 +16,14 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.publish import make_folder, publish_folder
-from orrery.manifest.schema import Model
-from orrery.models.hf_folder import INDEX_FILE
 from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
 from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
-from orrery.models.weights import named_hf_slices, named_hf_tensors, save
+from orrery.models.weights import named_hf_slices, named_hf_tensors
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleContext
-from orrery.trainer.parallel.world import World
+from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.policy import Policy
-from orrery.trainer.stored import REMEDY
 from orrery.transport.checkpoints import PUBLISHED
 from orrery.transport.weight_wire import Published, WeightPublisher
 from orrery.transport.weight_wire.buckets import Held
@@ -37,10 +31,10 @@ from orrery.transport.weight_wire.source import SETTLE_S, Source
 
 
 class Publisher:
-    """The trainer's end of the wire `files`.
+    """The trainer's end of the wire `files`. `wire` is None on all ranks but the first.
 
-    It never closes the wire: engines may still be loading the last version when the trainer is done. The launcher frees the shared memory
-    when the stage has ended, or where it has died the lifeline of any role.
+    It never closes the wire, because engines may still load the last version. The launcher frees
+    the shared memory when the stage ends.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -48,27 +42,30 @@ class Publisher:
         self.digests: dict[int, str] = {}  # by version; rank 0 only
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
-        """Publish `version` with its log-probs of the canary; return it on rank 0."""
+        """Publish `version` with its log-probs of the canary. Return the publication on rank 0."""
         tensors = self._named_tensors()
         if self._wire is not None:
             published = self._wire.publish(version, tensors, canary)
             self.digests[version] = published.digest
             return published
-        deque(tensors, maxlen=0)
+        deque(tensors, maxlen=0)  # take part in the gathers
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_hf_tensors(self._policy.network)
 
     def settle(self) -> float:
-        """Called by all ranks just before the weights change; seconds that this took."""
+        """Finish sending before the weights change, and return the seconds. All ranks call it."""
         return 0.0
 
     def close(self) -> None:
-        """Called once, when nothing more is published."""
+        """Release the wire once nothing more is published."""
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raises RunFailed where batch `step` was not sampled by what was published. `stamped` are digests by version."""
+        """Raise RunFailed if batch `step` was sampled by weights that were never published.
+
+        `stamped` maps versions to digests.
+        """
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -76,24 +73,24 @@ class Publisher:
         for version, digest in stamped.items():
             published = self.digests.get(int(version))
             if digest != published:
+                found = f"it with {published}" if published else "no such version"
                 raise RunFailed(
-                    f"batch {step}: its rollouts carry version {version} with digest {digest}, but the trainer published "
-                    f"{f'it with {published}' if published else 'no such version'}; the engines sampled from other weights"
+                    f"batch {step}: its rollouts carry version {version} with digest {digest}, but "
+                    f"the trainer published {found}; the engines sampled from other weights"
                 )
 
-    def record(self) -> dict[str, bytes]:
-        """The file, by its name, that a checkpoint of now needs."""
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return the files, by name, that a checkpoint of this moment needs."""
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Go on from the `record` in `folder`. Raises RunFailed where it is not there."""
+        """Read the `checkpoint_files` in `folder`. Raise RunFailed if they cannot be read."""
+        path = folder / PUBLISHED
         try:
-            self.digests = {
-                int(version): digest
-                for version, digest in json.loads((folder / PUBLISHED).read_text()).items()
-            }
+            rows = json.loads(path.read_text()).items()
+            self.digests = {int(version): digest for version, digest in rows}
         except (OSError, ValueError, AttributeError) as error:
-            raise RunFailed(f"{folder / PUBLISHED}: cannot be read ({error}); {REMEDY}") from error
+            raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
 
 
 class AdapterPublisher(Publisher):
@@ -108,9 +105,9 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves, until `settle`.
+    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves.
 
-    Of weights under adapters it keeps each shard merged, in the engines' dtype, and sends from there.
+    Weights with adapters are merged first, shard by shard, into copies in the engines' dtype.
     """
 
     def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, ctx: RoleContext):
@@ -128,9 +125,8 @@ class DirectPublisher(Publisher):
         return published
 
     def settle(self) -> float:
-        with self._ctx.health.waiting(
-            "engines that have asked for these weights", deadline_s=scaled(SETTLE_S)
-        ):
+        what = "engines that have asked for these weights"
+        with self._ctx.health.waiting(what, deadline_s=scaled(SETTLE_S)):
             return self._source.settle()
 
     def close(self) -> None:
@@ -149,9 +145,8 @@ class DirectPublisher(Publisher):
 
         def held(hf: HfTensor) -> Held:
             dtype = self._dtype if hf.parameter_name in trained else hf.dtype
-            box, local = here.get(
-                hf.name, (tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype))
-            )
+            nothing = tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)
+            box, local = here.get(hf.name, nothing)
             return Held(hf.name, hf.shape, dtype, box, local)
 
         return [held(hf) for hf in hf_tensors(network)]
@@ -163,32 +158,3 @@ class DirectPublisher(Publisher):
             )
             if error:
                 self._ctx.log.warning("version %d was not sent: %s", version, error)
-
-
-def export(policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path) -> None:
-    """Write the policy and the files of the folder `tokenizer` as the Hugging Face folder `folder`.
-
-    The folder appears whole, and is durable when this returns.
-    """
-    partial = folder.with_name(f"{folder.name}.partial")
-    if world.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
-    world.barrier()
-    save(policy.network, model, partial)
-    if world.is_first:
-        copy_tokenizer(tokenizer, partial)
-        publish_folder(partial, folder)
-    world.barrier()
-
-
-def copy_tokenizer(start: Path, folder: Path) -> None:
-    """What the Hugging Face folder `start` holds beside weights goes to `folder` too, where there is nothing of that name."""
-    for file in start.iterdir():
-        if (
-            file.is_file()
-            and file.suffix != ".safetensors"
-            and file.name != INDEX_FILE
-            and not (folder / file.name).exists()
-        ):
-            shutil.copyfile(file, folder / file.name)

@@ -1,13 +1,17 @@
-"""Safetensors files written piece by piece, from buffers of any size, and hashed on the way.
+"""A rank's part of a checkpoint: copied into host memory, then written and hashed in pieces.
 
-- A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes without gaps
-  (https://huggingface.co/docs/safetensors). Tensors stand by falling alignment and then by name, as `safetensors.torch.save_file` has
-  them: the same tensors make the same bytes here and there.
-- Why not `save_file`: it wants every tensor of a file in memory at once, and copies each; its caller reads the file again to hash it.
-- Big files are synced as they grow, so that what is not on disk yet never fills the memory of a host.
+- A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes
+  without gaps (https://huggingface.co/docs/safetensors). Tensors are sorted by falling alignment,
+  then by name, so the file equals that of `safetensors.torch.save_file` byte for byte.
+- `save_file` is not used. It needs every tensor of a file in memory at once and copies each, and
+  its caller must read the file again to hash it.
+- Training waits only for `HostCopy.fill`. The buffer has the layout of the file's data, and is
+  kept for the next checkpoint. On a GPU it is pinned, which takes seconds for tens of gigabytes.
+- Big files are synced as they grow. Otherwise unwritten pages could fill the host's memory.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +23,18 @@ from pathlib import Path
 
 import torch
 
+from orrery.manifest.errors import RunFailed
+from orrery.trainer.heartbeat import mark_part
+from orrery.trainer.host_memory import available_bytes, host_block, host_number
+from orrery.trainer.parallel.world import World
+
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
-# Rising, as safetensors sorts them.
+REMEDY = (
+    "shard over more nodes, raise the job's limit if it has one, "
+    "or free some (as trainer.memory.optimizer_offload)"
+)
+# In rising order of alignment, as safetensors sorts them.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -38,6 +51,8 @@ _NAMES = {
 }
 _RANK = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
+log = logging.getLogger(__name__)
+
 
 class Stopped(Exception):
     """The writer was told to stop."""
@@ -45,19 +60,19 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the tensors of one file stand: `spans` are [start, stop) in the data behind `header`, in the file's order."""
+    """Positions of one file's tensors: `spans` are [start, stop) in the data after `header`."""
 
     header: bytes
     spans: dict[str, tuple[int, int]]
 
     @property
     def num_bytes(self) -> int:
-        """Of the data, without the header."""
+        """The size of the data, without the header."""
         return max((stop for _, stop in self.spans.values()), default=0)
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """The file of `tensors` = {name: (dtype, shape)}."""
+    """Lay out a file of `tensors` = {name: (dtype, shape)}."""
     header, spans, start = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-_RANK[tensors[name][0]], name)):
         dtype, shape = tensors[name]
@@ -70,24 +85,96 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayo
 
 
 def content(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, without a copy."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (
-        "the caller copies what is strided, or on a device"
-    )
+    """Return the bytes of a contiguous CPU tensor without a copy."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "copy it to the CPU first"
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class HostCopy:
+    """One rank's buffer in host memory, pinned if `device` is a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layout: FileLayout | None = None
+
+    def check_room(self, num_bytes: int, world: World) -> None:
+        """Raise RunFailed if the ranks of this host need more memory than it has. A collective.
+
+        Every rank reads its available memory before the first all-gather, hence before any rank
+        allocates.
+        """
+        hosts = world.each(host_number())
+        available = world.each(available_bytes())
+        needed = world.each(num_bytes - self._buffer.numel())
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        whose = "this rank's copy"
+        if len(here) > 1:
+            whose = f"the copies of the {len(here)} ranks on this host"
+        _check_fits(
+            f"weights and optimizer state in {whose} take",
+            sum(max(0, needed[rank]) for rank in here),
+            min(available[rank] for rank in here),
+        )
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._buffer.numel() >= num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow the buffer to `num_bytes`. Raise RunFailed if the host has not enough memory."""
+        if self.has_room(num_bytes):
+            return
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        # Checked first: a host that runs out of memory kills processes without a message.
+        whose = "this rank's copy of weights and optimizer state takes"
+        _check_fits(whose, num_bytes, available_bytes())
+        self._buffer, error = host_block(num_bytes, self._device)
+        if error:
+            log.warning(
+                "%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer",
+                num_bytes / 1e9,
+                error,
+            )
+
+    def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Copy `pieces`. They may change once this returns."""
+        self._layout = layout({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
+        self.reserve(self._layout.num_bytes)
+        for name, (start, stop) in self._layout.spans.items():
+            piece = pieces[name].detach()
+            target = self._buffer[start:stop].view(piece.dtype).view(piece.shape)
+            target.copy_(piece, non_blocking=True)
+            mark_part()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def buffers(self) -> list[bytes | memoryview]:
+        """Return the safetensors file of the last `fill`, as buffers for `write`."""
+        assert self._layout is not None, "nothing was copied"
+        return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
+
+
+def _check_fits(subject: str, num_bytes: int, available: int) -> None:
+    if num_bytes > available:
+        raise RunFailed(
+            f"trainer.checkpoint: {subject} {num_bytes / 1e9:.1f} GB of host memory, "
+            f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
+        )
 
 
 def write(
     path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False
 ) -> tuple[int, str]:
-    """Write `buffers` one after the other, synced when this returns: (bytes, sha256). Raises Stopped between chunks, and OSError; what was
-    written until then is removed."""
+    """Write and sync `buffers` one after the other, and return (bytes, sha256).
+
+    Raise Stopped between chunks, or OSError. On failure the file is removed.
+    """
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Writing and hashing both let other threads run, so they run side by side, and beside whatever else this process does.
+    # Writing and hashing both release the GIL, so they run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
-        _whole_or_gone(path),
+        _removed_on_failure(path),
     ):
         for chunk in _chunks(buffers):
             if stopped():
@@ -106,9 +193,11 @@ def write(
 
 
 @contextmanager
-def _whole_or_gone(path: Path) -> Iterator[None]:
-    """A failure removes the open file `path`, so that a disk that it filled has room again for what a run says as it ends. Errors of the
-    system carry its name: those of an open file do not by themselves."""
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Remove `path` on failure, so that a full disk has room for logs again.
+
+    An OSError of an open file has no file name, so it is added.
+    """
     try:
         yield
     except BaseException as error:

@@ -1,11 +1,11 @@
-"""Examples: chats as columns, tokenised when a step needs them, in an order that anybody can compute.
+"""SFT examples: chats as token columns, tokenised shortly before a step trains them.
 
-- Batch n takes the n-th run of `examples_per_batch` examples of an endless order: one permutation an epoch, drawn from
-  (manifest.seed, epoch). So the position in the data is the number of steps done.
-- Tokenised are the examples of the batch that comes next, on a thread of its own, while a batch is trained: data may be larger than memory.
-  The first KEPT_TOKENS tokens stay, so that a small set is tokenised once.
-- At start, ranks share out CHECKED_TOKENS tokens a rank of examples among them: mistakes of a small set, and most of a large one, are
-  found before the first step. Any other is found before the step that would train it.
+- Batch n is the n-th run of `examples_per_batch` examples of an endless order. The order has one
+  permutation an epoch, drawn from (manifest.seed, epoch).
+- A thread tokenises the next batch while the current one is trained, so the data may be larger
+  than memory. The first KEPT_TOKENS tokens are kept, so a small set is tokenised once.
+- At start the ranks share out the examples, and each tokenises up to CHECKED_TOKENS tokens. That
+  finds most mistakes before the first step. Others are found before the step that trains them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,11 @@ KEPT_TOKENS = 32_000_000  # of 5 bytes
 
 
 class Examples:
-    """Chats as token columns, with all weight on the cross-entropy component; the rest of the trainer sees no difference to RL."""
+    """Chats as token columns, with all weight on the cross-entropy component.
+
+    A chat with more than `max_tokens` (of a micro-batch) or `max_positions` (of the model) tokens
+    is refused.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,6 @@ class Examples:
         max_tokens: int,
         max_positions: int,
     ):
-        """A chat is refused beyond `max_tokens`, those of a micro-batch, and beyond `max_positions`, those that the model knows."""
         self.chats, self._renderer, self._trained_roles = chats, renderer, trained_roles
         self._max_tokens, self._max_positions = max_tokens, max_positions
         self._kept: dict[int, Example] = {}
@@ -49,7 +52,7 @@ class Examples:
         return len(self.chats)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise some, up to CHECKED_TOKENS. Raises OrreryError for one that cannot be trained on."""
+        """Tokenise up to CHECKED_TOKENS. Raise OrreryError for a chat that cannot be trained."""
         num_tokens = 0
         for begin in range(0, len(indices), CHECKED_AT_ONCE):
             num_tokens += self.columns(indices[begin : begin + CHECKED_AT_ONCE]).num_tokens
@@ -57,11 +60,10 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """These examples, in this order. Raises OrreryError for a chat that cannot be trained on, naming it."""
+        """Return these examples in order. Raise OrreryError for a chat that cannot be trained."""
         indices = list(indices)
-        made = self._tokenise(
-            [index for index in dict.fromkeys(indices) if index not in self._kept]
-        )
+        new = [index for index in dict.fromkeys(indices) if index not in self._kept]
+        made = self._tokenise(new)
         tokens = [made[index] if index in made else self._kept[index] for index in indices]
         offsets = np.cumsum([0, *(len(ids) for ids, _ in tokens)], dtype=np.int64)
         token = {
@@ -74,18 +76,19 @@ class Examples:
 
     def _tokenise(self, indices: list[int]) -> dict[int, Example]:
         chats = [self.chats[index] for index in indices]
-        made = self._renderer.examples(
-            [(chat.where, chat.messages, chat.tools) for chat in chats], self._trained_roles
-        )
+        rows = [(chat.where, chat.messages, chat.tools) for chat in chats]
+        made = self._renderer.examples(rows, self._trained_roles)
         for index, chat, example in zip(indices, chats, made, strict=True):
             num_tokens = len(example[0])
             if num_tokens > self._max_positions:
                 raise OrreryError(
-                    f"{chat.where}: {num_tokens} tokens do not fit model.max_positions {self._max_positions}; cut the chat or leave it out"
+                    f"{chat.where}: {num_tokens} tokens do not fit model.max_positions "
+                    f"{self._max_positions}; cut the chat or leave it out"
                 )
             if num_tokens > self._max_tokens:
                 raise OrreryError(
-                    f"{chat.where}: {num_tokens} tokens do not fit trainer.memory.max_tokens_per_micro_batch {self._max_tokens}; "
+                    f"{chat.where}: {num_tokens} tokens do not fit "
+                    f"trainer.memory.max_tokens_per_micro_batch {self._max_tokens}; "
                     f"raise it or leave the chat out"
                 )
             if self._num_kept_tokens + num_tokens <= KEPT_TOKENS:
@@ -95,7 +98,7 @@ class Examples:
 
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
-    """The examples of `stages.sft.data`, after a look at this rank's of them: `share` is (rank, ranks)."""
+    """Open the examples of `stages.sft.data` and check the share (rank, ranks) of them."""
     examples = open_examples(manifest, manifest.stages.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -108,7 +111,7 @@ def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
-    """What the steps after the first `num_done` train, one batch a step."""
+    """Yield the batches of the steps after the first `num_done`."""
     spec = manifest.stages.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):
@@ -116,7 +119,7 @@ def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[C
 
 
 def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]:
-    """Numbers of examples from position `start` on."""
+    """Yield indices of examples from position `start` on."""
     epoch, begin = divmod(start, num_examples)
     while True:
         yield from map(int, np.random.default_rng([seed, epoch]).permutation(num_examples)[begin:])
@@ -125,7 +128,10 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """A function that gives the next of `items`; the one after it is then made on a thread, and raises where it is asked for."""
+    """Yield a function that returns the next item, and makes the one after it in a thread.
+
+    An error of the thread is raised when its item is asked for.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -218,7 +218,7 @@ def check_devices(asked: Request) -> None:
     import torch
 
     if asked.accelerator == "cpu":
-        from orrery.trainer.host_copy import available_bytes
+        from orrery.trainer.host_memory import available_bytes
 
         needed, free = float32_bytes(asked), available_bytes()
         if needed > free:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from orrery.models.flops import executed_work, is_counted, true_work
 from orrery.observe.provenance import commit, versions
-from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
+from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, Rates, expected
 from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from orrery.manifest.errors import RunFailed
-from orrery.trainer.allocator import ALLOCATOR, EXPANDABLE
+from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.request import Request
 
 
