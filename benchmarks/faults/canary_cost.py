@@ -30,15 +30,15 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.observe.process import parse_role
 from orrery.observe.usage import tree
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.update import Canary, check_canary
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel.world import World
 from orrery.transport import rendezvous
-from orrery.transport.canary import Canary, prove
 from orrery.transport.columns import Columns
-from orrery.transport.engine import EngineClient
 from record import record
 from roles import ALONE, ENGINE, roles
 
@@ -78,7 +78,7 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
         async with EngineClient(url) as engine:
             known = await engine.prompt_logprobs(canary.token_ids, "known", 60)
             for number in range(times):
-                await prove(engine, canary, number, known.tolist())
+                await check_canary(engine, canary, number, known.tolist())
 
     def used(pid: int) -> float:
         return sum(each.cpu_s for each in tree(pid).values())

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from throughput import SERVE, manifest, prompts, stage
 
 from orrery.manifest.schema import Manifest
-from orrery.transport.engine import EngineClient
+from orrery.orchestrator.engines.client import EngineClient
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.token import run_token
 from orrery.transport.weight_wire import served_model

@@ -27,11 +27,11 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.process import RoleContext, parse_role
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
+from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.state import State
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import Batch
 from orrery.transport.weight_wire import (
     WeightPublisher,
@@ -99,7 +99,7 @@ class InstantTrainer:
                     )
 
 
-async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+async def metered(fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
     """Tokens/s that the engine generates over `seconds`, after `warm_up_s`."""
     await asyncio.sleep(warm_up_s)
     first, start = (await fleet.metrics())[0].generation_tokens_total, time.perf_counter()
@@ -109,7 +109,7 @@ async def metered(fleet: EngineFleet, warm_up_s: float, seconds: float) -> float
     )
 
 
-async def direct(ctx: RoleContext, fleet: EngineFleet, warm_up_s: float, seconds: float) -> float:
+async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
     """A minimal client: no router, no task but for its prompts, nothing kept."""
     import aiohttp
 
@@ -153,7 +153,7 @@ async def direct(ctx: RoleContext, fleet: EngineFleet, warm_up_s: float, seconds
 
 
 async def orchestrated(
-    ctx: RoleContext, fleet: EngineFleet, warm_up_s: float, seconds: float
+    ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float
 ) -> float:
     """The orchestrator's loop through the router."""
     renderer = Renderer(assemble.policy_dir(ctx, "init"))

@@ -199,8 +199,8 @@ class Trainers:
 
 async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) -> dict:
     """One wire."""
-    from orrery.transport.engine import EngineClient
-    from orrery.transport.update import update_engine
+    from orrery.orchestrator.engines.client import EngineClient
+    from orrery.orchestrator.engines.update import update_engine
     from orrery.transport.weight_wire import ADAPTER, WeightWatch, claim, release
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from orrery.models.weights import named_hf_slices
-from orrery.transport.engine import Generation
+from orrery.orchestrator.engines.messages import Generation
 from orrery.transport.weight_wire import Published, give_up
 from orrery.transport.weight_wire.buckets import Held
 from orrery.transport.weight_wire.claims import read_taking

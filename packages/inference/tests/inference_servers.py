@@ -18,8 +18,8 @@ import psutil
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.observe.token import handed_over
-from orrery.transport.engine import EngineGone
-from orrery.transport.fleet import EngineFleet
+from orrery.orchestrator.engines.messages import EngineGone
+from orrery.orchestrator.engines.pool import EnginePool
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STAGE = "rl"
@@ -196,10 +196,10 @@ def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[by
 
 
 def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
-    """What the async `scenario` makes of an `EngineFleet` with these arguments, in an event loop of its own."""
+    """What the async `scenario` makes of an `EnginePool` with these arguments, in an event loop of its own."""
 
     async def main():  # type: ignore[no-untyped-def]
-        async with EngineFleet(*arguments, **options) as fleet:
+        async with EnginePool(*arguments, **options) as fleet:
             return await scenario(fleet)
 
     return asyncio.run(main())

@@ -21,7 +21,7 @@ from inference_servers import (
 from orrery.manifest.identity import load
 from orrery.models import lora
 from orrery.models.hf_tensors import named_peft_tensors
-from orrery.transport.engine import START_VERSION, UpdateFailed, WeightsDiffer
+from orrery.orchestrator.engines.messages import START_VERSION, UpdateFailed, WeightsDiffer
 from orrery.transport.weight_wire import ADAPTER
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
@@ -60,7 +60,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(run_dir):
-    """What an `EngineFleet` of one engine behind a router is made of."""
+    """What an `EnginePool` of one engine behind a router is made of."""
     with engine(run_dir) as (_, url):
         router = start_role("orrery.inference.router", run_dir, 0)
         try:

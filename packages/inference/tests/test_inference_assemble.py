@@ -34,7 +34,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.observe import network
 from orrery.observe.deadline import scaled
-from orrery.transport.fleet import UPDATE_S, request_s
+from orrery.transport.engine_api import UPDATE_S, request_s
 from orrery.transport.token import Purpose, authorization
 
 

@@ -1,4 +1,4 @@
-"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once, driven through `EngineFleet`."""
+"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once, driven through `EnginePool`."""
 
 import asyncio
 import os
@@ -35,17 +35,16 @@ from msgspec import structs
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.observe import scratch_disk
-from orrery.transport.canary import Canary
-from orrery.transport.engine import (
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.messages import (
     START_VERSION,
-    EngineClient,
     EngineGone,
     GenerationFailed,
-    TakenAlong,
     UpdateFailed,
+    UpdateInterrupted,
     WeightsDiffer,
 )
-from orrery.transport.update import update_engine
+from orrery.orchestrator.engines.update import Canary, update_engine
 from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
@@ -277,7 +276,7 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
 
     with direct_trainer(tmp_path / "wire") as publish:
         taken, nothing, report, held_by, published, after = drive(server[1], scenario)
-    assert isinstance(taken, TakenAlong) and nothing == {}
+    assert isinstance(taken, UpdateInterrupted) and nothing == {}
     assert {
         name: each.fingerprint for name, each in held_by.items()
     } == published.fingerprints and report.version == version

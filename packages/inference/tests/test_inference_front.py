@@ -20,9 +20,8 @@ from starlette.routing import Route
 from orrery.inference.front import ROUTES
 from orrery.inference.token import RequireToken
 from orrery.observe.process import parse_role
+from orrery.orchestrator.engines.client import EngineClient, RouterClient
 from orrery.transport import rendezvous
-from orrery.transport.engine import EngineClient
-from orrery.transport.router import RouterClient
 from orrery.transport.token import Purpose, credential
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]

@@ -21,7 +21,7 @@ from orrery.inference.kv_offload import forget as forget_disk
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
 from orrery.observe import shared_memory
-from orrery.transport.engine import EngineClient
+from orrery.orchestrator.engines.client import EngineClient
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import RouteShape
 

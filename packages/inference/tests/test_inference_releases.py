@@ -16,7 +16,7 @@ from orrery.inference.assemble import server_arguments
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.transport import engine as client
+from orrery.orchestrator.engines.messages import METRICS
 
 INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
 TREE = Path(find_spec("vllm").submodule_search_locations[0])
@@ -345,9 +345,7 @@ def test_every_address_and_metric_of_the_client_is_there():
         path for path in PATHS if not re.search(rf'@router\.(?:post|get)\(\s*"{path}"', source)
     ] == []
     metrics = "\n".join(file.read_text() for file in (TREE / "v1/metrics").rglob("*.py"))
-    assert [
-        name for name in client._METRICS if f'"{name.removesuffix("_total")}"' not in metrics
-    ] == []
+    assert [name for name in METRICS if f'"{name.removesuffix("_total")}"' not in metrics] == []
 
 
 def test_what_the_quantization_flag_says_is_known():

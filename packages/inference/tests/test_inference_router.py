@@ -21,7 +21,7 @@ from inference_servers import (
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION, GenerationFailed
+from orrery.orchestrator.engines.messages import START_VERSION, GenerationFailed
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]
 torch.set_num_threads(1)

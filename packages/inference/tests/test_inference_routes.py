@@ -18,7 +18,7 @@ from inference_servers import (
 from orrery.manifest.identity import load
 from orrery.models.mixture import Router
 from orrery.models.weights import named_hf_tensors
-from orrery.transport.engine import START_VERSION
+from orrery.orchestrator.engines.messages import START_VERSION
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import route_shape
 

@@ -24,8 +24,8 @@ from inference_servers import (
 
 from orrery.manifest.identity import load
 from orrery.observe import shared_memory
-from orrery.transport.engine import EngineGone, TakenAlong, UpdateFailed
-from orrery.transport.update import update_engine
+from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
+from orrery.orchestrator.engines.update import update_engine
 from orrery.transport.weight_wire import claim, claim_again, release
 from orrery.transport.weight_wire.reception import ARRIVAL_S
 
@@ -130,7 +130,7 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
         taken, _ = await asyncio.gather(
             engine.update_weights(claimed), ending, return_exceptions=True
         )
-        assert isinstance(taken, TakenAlong), taken
+        assert isinstance(taken, UpdateInterrupted), taken
         assert await holds_nothing(engine)
         await takes_it_again(fleet, claimed, module)
         for flight in await asyncio.gather(*flights):
@@ -146,7 +146,7 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
 @pytest.mark.parametrize(
     ("whose", "error", "says"),
     [
-        ("another's", TakenAlong, "failed elsewhere"),
+        ("another's", UpdateInterrupted, "failed elsewhere"),
         (
             "tensor 'q' does not fit",
             UpdateFailed,

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for _name in ("fakes", "simulated_engine"):
+for _name in ("fakes", "simulated_engine", "engine_stand_in"):
     _spec = importlib.util.spec_from_file_location(
         f"orchestrator_{_name}", Path(__file__).with_name(f"{_name}.py")
     )

@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.schema import FixedAdmission, Manifest
+from orrery.orchestrator.engines.messages import (
+    EngineGone,
+    EngineMetrics,
+    Generation,
+    GenerationFailed,
+)
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
-from orrery.transport.engine import EngineGone, EngineMetrics, Generation, GenerationFailed
 from orrery.transport.route_bytes import Routes, split
 
 PROMPT_TOKENS = 3

@@ -150,7 +150,7 @@ def test_what_its_writer_has_hashed_is_not_read_again_and_is_verified_like_the_r
 
 
 def test_a_note_that_is_not_of_its_file_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints.visible, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(checkpoints.nfs, "VISIBLE_S", 0.0)
     folder, notes = noted(tmp_path, 1)
     file, note = folder / "trainer/rank_1.safetensors", folder / notes[1]
     whole, said = file.read_bytes(), note.read_bytes()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from orrery.manifest.errors import OrreryError
-from orrery.transport import visible
+from orrery.transport import nfs
 from orrery.transport.fingerprint import digest, tensor_fingerprint
 from orrery.transport.weight_wire import (
     KINDS,
@@ -297,11 +297,11 @@ def test_a_version_that_another_node_shows_late_is_waited_for(tmp_path):
 
 def test_what_does_not_appear_is_said_after_the_time_that_it_may_take(tmp_path, monkeypatch):
     begin = time.monotonic()
-    assert not visible.appears(tmp_path / "no" / "file", within_s=0.15)
+    assert not nfs.appears(tmp_path / "no" / "file", within_s=0.15)
     assert 0.15 <= time.monotonic() - begin < 5
-    assert visible.read(tmp_path / "file") is None
+    assert nfs.read(tmp_path / "file") is None
     with pytest.raises(IsADirectoryError):
-        visible.read(tmp_path)
+        nfs.read(tmp_path)
 
 
 def test_folders_differ_by_run_and_attempt(tmp_path, monkeypatch):

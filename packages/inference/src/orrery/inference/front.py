@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
-from orrery.transport.engine import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.transport.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 from orrery.transport.token import Purpose, authorization
 
 AUTHORIZED = "/authorized"  # 200 for the generate credential

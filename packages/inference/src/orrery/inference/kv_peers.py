@@ -1,6 +1,6 @@
 """KV peers: what a worker does about an engine that is gone, with which it handed caches over.
 
-- Half of a worker extension: its methods are called through /collective_rpc (`orrery.transport.prefill_decode`), between steps.
+- Half of a worker extension: its methods are called through /collective_rpc (`orrery.orchestrator.engines.disaggregated`), between steps.
 - `keep_no_longer`: blocks whose reader is gone would stay until their lease runs out (`kv_transfer.lease_s`). It runs out now.
 - `read_no_more`: a reader of NIXL's learns of its producer's end from the connection and fails the request; one of Mooncake's waits for
   an answer a minute longer than the lease, with the blocks that it reads into. It is told, and fails them.

@@ -1,7 +1,7 @@
 """Prefill and decode apart: what vLLM is told so that one engine's cache blocks reach another. Imports no vLLM.
 
 - In: `manifest.inference`, this engine's index. Out: `--kv-transfer-config`, variables, and what the client needs to know of an engine.
-- The first `prefill_replicas` engines produce, the others consume; `orrery.transport.prefill_decode` drives both.
+- The first `prefill_replicas` engines produce, the others consume; `orrery.orchestrator.engines.disaggregated` drives both.
 - Blocks wait for their reader longer than any request may take (`lease_s`): NIXL's producer gives blocks away once their lease has run
   out, and a late reader would get another request's cache without an error.
 - A cache that cannot be read (its owner is gone) fails the request, which is data for the orchestrator; nothing is decoded from it.
@@ -22,7 +22,7 @@ from orrery.manifest.schema import Manifest
 from orrery.observe import network
 from orrery.observe.deadline import scaled
 from orrery.observe.network import LOOPBACK_INTERFACE, interface
-from orrery.transport.fleet import request_s
+from orrery.transport.engine_api import request_s
 
 LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"

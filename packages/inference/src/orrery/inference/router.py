@@ -4,10 +4,10 @@
   engine.
 - Only the front (`front`) listens on `ctx.host`. The router is on loopback and takes only
   `generate`.
-- The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.transport.engine`).
+- The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.orchestrator.engines.client`).
 - Its Prometheus page is on loopback too, without a key: counts and durations of requests, and the engines' addresses.
 - It retries nothing and breaks no circuit: a failed request is the caller's data. It is told of engines that go and come back
-  (`orrery.transport.router`), and reaches them without the site's proxy.
+  (`orrery.orchestrator.engines.client`), and reaches them without the site's proxy.
 - It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
 """
 
@@ -35,7 +35,7 @@ from orrery.observe.logs import log_level
 from orrery.observe.network import LOOPBACK, free_ports, without_proxy
 from orrery.observe.process import RoleContext, role_process
 from orrery.transport import rendezvous
-from orrery.transport.fleet import request_s
+from orrery.transport.engine_api import request_s
 from orrery.transport.token import Purpose, authorization, run_token
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first

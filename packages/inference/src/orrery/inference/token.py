@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orrery.manifest.errors import RunFailed
-from orrery.transport.engine import ENGINE_HEADER
+from orrery.transport.engine_api import ENGINE_HEADER
 from orrery.transport.token import Purpose, credential, run_token
 
 OPEN = ("/health", "/metrics")  # the router and monitors look at them, and they change nothing

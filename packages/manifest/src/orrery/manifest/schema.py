@@ -425,7 +425,7 @@ class Mismatch(Record):
     - `*_logprob_difference`: mean |difference of log-probs| over the trained tokens of one engine
       in a batch, stale ones too.
     - `canary_logprob_difference`: the same over a fixed prompt. After each update every engine
-      computes it, and the trainer with the same weights (`orrery.transport.canary`). Beyond the
+      computes it, and the trainer with the same weights (`orrery.orchestrator.engines.update`). Beyond the
       bound the run ends. Null: engines are not asked.
     """
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.transport.engine import EngineMetrics
+from orrery.orchestrator.engines.messages import EngineMetrics
 
 BACKOFF = 0.05  # of the limit, at a look that finds preemptions
 LEAST = 1e-9  # share of a cache

@@ -11,14 +11,14 @@ from orrery.observe.deadline import scaled
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
 from orrery.orchestrator.beside import Beside
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.update import Canary
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.state import State
 from orrery.orchestrator.winding_down import Request as WindDownRequest
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
-from orrery.transport.canary import Canary
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.rollout_wire import RolloutSender, make_sender
 from orrery.transport.token import run_token
 from orrery.transport.weight_wire import make_watch, served_model
@@ -29,7 +29,7 @@ READ_S = 1800.0  # to read data sets and a checkpoint from a shared file system;
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
 
-async def fleet(ctx: Any) -> EngineFleet:
+async def fleet(ctx: Any) -> EnginePool:
     """A client of every engine of this stage, behind the router where there is one; waits until all listen.
 
     Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
@@ -39,7 +39,7 @@ async def fleet(ctx: Any) -> EngineFleet:
     router_url = None
     if inference.router.kind != "none":
         router_url = (await _endpoints(ctx, "router", 1))[0].url
-    return EngineFleet(
+    return EnginePool(
         [engine.url for engine in engines],
         router_url,
         run_token(),
@@ -137,7 +137,7 @@ async def reading(ctx: Any, read: Callable[[], T]) -> T:
         return await Beside("assemble")(read)
 
 
-async def loop(ctx: Any, engines: EngineFleet, wire: RolloutSender) -> Loop:
+async def loop(ctx: Any, engines: EnginePool, wire: RolloutSender) -> Loop:
     """The RL stage."""
     begin, played, chat = await reading(
         ctx, lambda: (state(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))

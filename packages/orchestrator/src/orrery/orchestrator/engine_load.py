@@ -6,7 +6,7 @@ from typing import Any
 from orrery.manifest.errors import OrreryError
 from orrery.observe.pace import Pace
 from orrery.orchestrator.admission import Admission
-from orrery.transport.engine import EngineMetrics
+from orrery.orchestrator.engines.messages import EngineMetrics
 
 ENGINE_POLL_S = 0.5
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from operator import or_
 
 from orrery.observe.deadline import scaled
+from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.orchestrator.requests import Request
-from orrery.transport.engine import EngineMetrics
 
 TIMEOUT = "timeout"
 PROOF_S = 30.0  # scaled; the metrics of an engine that generates change within a second

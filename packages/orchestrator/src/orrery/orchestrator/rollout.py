@@ -22,8 +22,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.observe.process import Terminated
 from orrery.orchestrator.beside import Beside
+from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
 from orrery.tasks.task import JudgeBroken, Message
-from orrery.transport.engine import UNKNOWN_ENGINE, EngineGone
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
 
@@ -79,7 +79,7 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """What a rollout needs of `orrery.transport.fleet.EngineFleet`."""
+    """What a rollout needs of `orrery.orchestrator.engines.pool.EnginePool`."""
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any: ...
 

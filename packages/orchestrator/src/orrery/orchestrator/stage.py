@@ -15,7 +15,7 @@ import numpy as np
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, play
-from orrery.transport.fleet import request_s
+from orrery.transport.engine_api import request_s
 from orrery.transport.routed_experts import route_shape
 
 # A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.

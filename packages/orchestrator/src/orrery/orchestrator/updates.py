@@ -12,9 +12,10 @@ import time
 from typing import Any
 
 from orrery.observe.deadline import scaled
+from orrery.orchestrator.engines.pool import RETURN_S
 from orrery.orchestrator.stage import Stage
 from orrery.orchestrator.state import State
-from orrery.transport.fleet import RETURN_S, UPDATE_S
+from orrery.transport.engine_api import UPDATE_S
 
 
 class Updates:

@@ -45,7 +45,7 @@ from orrery.trainer.learner import Learner
 from orrery.trainer.optim import last_not_finite
 from orrery.trainer.parallel.world import World
 from orrery.trainer.safetensors_file import HostCopy, Stopped, write
-from orrery.transport import checkpoints, visible
+from orrery.transport import checkpoints, nfs
 
 WRITE_DEADLINE_S = 1800.0
 ABANDON_S = 20.0  # for the thread to notice that its process ends
@@ -200,7 +200,7 @@ class CheckpointWriter:
             what, marker = expected
             deadline_s = scaled(WRITE_DEADLINE_S)
             with self._waiting(what, deadline_s, io_stall_s(self._world.size)):
-                if not visible.appears(marker, deadline_s):
+                if not nfs.appears(marker, deadline_s):
                     raise _too_slow(what, deadline_s)
 
     def _write(

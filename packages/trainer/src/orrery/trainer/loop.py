@@ -22,7 +22,7 @@ from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.parallel.world import World
 from orrery.trainer.publish import Publisher
 from orrery.trainer.stage_checkpoints import StageCheckpoints
-from orrery.transport.canary import canary_tokens
+from orrery.transport.engine_api import canary_tokens
 from orrery.transport.rollout_wire import ReceivedBatch, RolloutReceiver
 
 SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, if trainer and engine compute in float32 on a CPU

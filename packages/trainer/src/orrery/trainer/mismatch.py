@@ -6,7 +6,7 @@
   |difference| is per engine, over all its versions.
 - An engine with fewer than MIN_TOKENS tokens counts only in the mean over all engines.
 - The engine's name comes from its own answer (`X-Orrery-Engine`), so it may be wrong. The canary
-  (`orrery.transport.canary`) asks each engine at its own address.
+  (`orrery.orchestrator.engines.update`) asks each engine at its own address.
 """
 
 import logging

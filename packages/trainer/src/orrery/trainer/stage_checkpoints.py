@@ -18,7 +18,7 @@ from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.heartbeat import io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
-from orrery.transport import checkpoints, visible
+from orrery.transport import checkpoints, nfs
 
 
 class StageCheckpoints:
@@ -73,7 +73,7 @@ class StageCheckpoints:
         step, num_ranks, begin_s = self._learner.step, self._learner.world.size, time.time()
 
         def complete() -> None:
-            if self._beside is not None and not visible.appears(folder / self._beside):
+            if self._beside is not None and not nfs.appears(folder / self._beside):
                 raise RunFailed(
                     f"{folder}: the {self._beside}'s half is missing, though batch {step} was "
                     f"sent; see logs/{self._beside}.0.log"
@@ -113,7 +113,7 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
         return None
     ctx.health.doing(f"resuming from step {step}", step=step, still_s=io_stall_s(world.size))
     folder = checkpoints.checkpoint_dir(ctx.run_dir, step, attempt, stage)
-    visible.appears(folder / checkpoints.MARKER)
+    nfs.appears(folder / checkpoints.MARKER)
     checkpoints.verify(folder, share=(world.rank, world.size), each=mark_part)
     world.barrier()
     checkpoint.load(learner, folder / "trainer")

@@ -35,7 +35,7 @@ from orrery.manifest.run_folder import (
     whole_checkpoints,
 )
 from orrery.manifest.schema import Manifest
-from orrery.transport import visible
+from orrery.transport import nfs
 
 MARKER = COMPLETE
 FILES = "files.json"
@@ -253,7 +253,7 @@ def _files(folder: Path) -> list[str]:
 def _noted(folder: Path, note: str) -> dict[str, str]:
     """{name in `folder`: sha256} of what `note` names, each there with its size."""
     path = folder / note
-    if not visible.appears(path):
+    if not nfs.appears(path):
         raise RunFailed(
             f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; see the logs of the role"
         )
@@ -265,7 +265,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
         ) from error
     for name, entry in noted.items():
         file = path.with_name(name)
-        num_bytes = _size(file) if visible.appears(file) else None
+        num_bytes = _size(file) if nfs.appears(file) else None
         if num_bytes != entry.bytes:
             has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
             raise RunFailed(

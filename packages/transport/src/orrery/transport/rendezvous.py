@@ -17,7 +17,7 @@ import msgspec
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
-from orrery.transport import visible
+from orrery.transport import nfs
 from orrery.transport.token import run_token
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
     """What `role` has published in this attempt so far, by index. Never waits."""
     found = []
     for path in _folder(ctx).glob(f"{role}.*.json"):
-        content = visible.read(path)
+        content = nfs.read(path)
         if content is None:
             continue
         try:

@@ -11,7 +11,7 @@ connector that hands caches over it does not start ("PD auxiliary output is not 
   the worker's, which may be another process than the scheduler's; so a step's output also says which routes came and went, and the
   scheduler keeps account. What has come since is unknown to it until the next step.
 - `beside_transfer`: prefill and decode engines start with routes. The prefill engine answers with those of the prompt, the decode engine
-  from the prompt's last token, which it computes itself (`orrery.transport.prefill_decode` asks so). There a request begins within a
+  from the prompt's last token, which it computes itself (`orrery.orchestrator.engines.disaggregated` asks so). There a request begins within a
   block; the routes before it are unknown here.
 - An unknown route is a row of the dtype's largest value (`orrery.transport.routed_experts`), never the end of an engine.
 - Versions: 0.32 (seen). Remove where upstream's store follows the tiers and answers for P/D: `test_inference_kv_offload.py` and

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport import safetensors_columns, visible
+from orrery.transport import nfs, safetensors_columns
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
 from orrery.transport.token import run_token
@@ -162,7 +162,7 @@ class FilesSender:
                     shutil.rmtree(self._folder / f"step_{step}", ignore_errors=True)
 
     def _read(self, path: Path) -> Ask | None:
-        if (data := visible.read(path)) is None:
+        if (data := nfs.read(path)) is None:
             return None
         try:
             ask = msgspec.json.decode(data, type=Ask)
@@ -277,8 +277,8 @@ class FilesReceiver:
         """Raises `RunFailed` where batch `step` must not or will never come."""
         who = f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step} and was refused"
         path = self._folder / "wire.json"
-        if (data := visible.read(path)) is None:
-            if visible.appears(path, GONE_S):
+        if (data := nfs.read(path)) is None:
+            if nfs.appears(path, GONE_S):
                 return  # it was being replaced; whoever waits looks again
             raise RunFailed(
                 f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
@@ -294,7 +294,7 @@ class FilesReceiver:
         if (
             wire.last_step is not None
             and step <= wire.last_step
-            and not visible.appears(self._folder / f"step_{step}", GONE_S)
+            and not nfs.appears(self._folder / f"step_{step}", GONE_S)
         ):
             raise RunFailed(f"{who}: batch {step} is gone, the wire is at batch {wire.last_step}")
         held = sorted(

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from orrery.manifest.publish import write_atomic
-from orrery.transport import visible
+from orrery.transport import nfs
 from orrery.transport.weight_wire.contract import Published, TakeFailed
 
 ADDRESS = "wire.json"  # stands in the folder of every direct wire, and in no other
@@ -96,7 +96,7 @@ def read_taking(path: Path | str) -> Taking | None:
     path = Path(path)
     if not _is_take(path):
         return None
-    content = visible.read(path)
+    content = nfs.read(path)
     if content is None:
         raise TakeFailed(_number(path, 1), "it was given up")
     return msgspec.json.decode(content, type=Taking)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
 from orrery.observe.shared_memory import SHARED_MEMORY, prefix
-from orrery.transport import visible
+from orrery.transport import nfs
 from orrery.transport.fingerprint import array_fingerprint, digest, tensor_fingerprint
 from orrery.transport.weight_wire.contract import Published
 
@@ -216,7 +216,7 @@ class WeightWatch:
     def latest(self) -> Published | None:
         """The newest version, or None before the first. Asked many times a second: a marker of megabytes is decoded once."""
         for version in sorted(_versions(self.folder), reverse=True):
-            file = visible.identity(self.folder / f"version_{version}.json")
+            file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
                 continue
             if (
@@ -235,7 +235,7 @@ class WeightWatch:
         """What was published as `version`, or None where it is not there (yet, or any more)."""
         path = self.folder / f"version_{version}.json"
         try:
-            content = visible.read(path)
+            content = nfs.read(path)
             return None if content is None else msgspec.json.decode(content, type=Published)
         except msgspec.DecodeError as error:
             raise OrreryError(f"{path}: not a marker of published weights ({error})") from error
@@ -248,7 +248,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     folder = Path(path)
     # Whoever asks has heard of it from somebody who saw its marker; with a newer one there it may be gone for good.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
-        visible.appears(folder)
+        nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise OrreryError(

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from orrery.manifest.publish import write_atomic
 from orrery.observe.deadline import scaled
-from orrery.transport import visible
+from orrery.transport import nfs
 from orrery.transport.weight_wire.claims import ADDRESS
 from orrery.transport.weight_wire.contract import WireFailed
 from orrery.transport.weight_wire.slices import Box
@@ -234,7 +234,7 @@ def serve(
 def find(folder: Path, within_s: float = MEET_S) -> Address:
     """The address in `folder`, once it is there."""
     end = time.monotonic() + scaled(within_s)
-    while (content := visible.read(folder / ADDRESS)) is None:
+    while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
             raise WireFailed(
                 f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; trainer 0 writes it, read logs/trainer.0.log"

@@ -5,7 +5,7 @@
 - Each engine is updated by itself, all at once: one that is slow or lost keeps no other paused.
 - Without `restarting` the first failure of an engine is an error, and ends the run.
 - With it an engine that fails is fenced: dismissed by the router, and its end asked for. Its requests fail as EngineGone. Once its next
-  incarnation listens, it is brought to the wanted version, attested, and only then given requests (`orrery.transport.roster`).
+  incarnation listens, it is brought to the wanted version, attested, and only then given requests (`orrery.orchestrator.engines.registry`).
 - Where no engine serves, requests wait at the door, and an update is over when one has come back with it.
 - What ends the run all the same: weights that are not those published; an update that every engine refuses; an engine that stays away.
   One that is back and can only wait for the next version does not, while others serve.
@@ -24,29 +24,26 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import fence
 from orrery.observe.deadline import scaled
-from orrery.transport import rendezvous
-from orrery.transport.canary import Canary
-from orrery.transport.engine import (
+from orrery.orchestrator.engines.client import EngineClient, RouterClient
+from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
+from orrery.orchestrator.engines.messages import (
     START_VERSION,
-    EngineClient,
     EngineGone,
     EngineMetrics,
     Generation,
-    TakenAlong,
     TensorAttestation,
-    TooLate,
     UpdateFailed,
+    UpdateInterrupted,
+    VersionGone,
     WeightsDiffer,
 )
-from orrery.transport.prefill_decode import PrefillDecode
-from orrery.transport.roster import Phase, Roster
-from orrery.transport.router import RouterClient
-from orrery.transport.update import UpdateReport, update_engine
+from orrery.orchestrator.engines.registry import EngineRegistry, Phase
+from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
+from orrery.transport import rendezvous
 from orrery.transport.weight_wire.claims import claim, claim_again, give_up, release
 from orrery.transport.weight_wire.contract import ROUND_S
 
 if TYPE_CHECKING:
-    from orrery.manifest.schema import Manifest
     from orrery.observe.process import RoleContext
     from orrery.transport.weight_wire import Published
 
@@ -56,19 +53,11 @@ TEND_S = 0.25  # how often an engine that is away is looked for
 ALONG_S = (
     ROUND_S + 30.0
 )  # for an engine to fail too, or to end its update, when another says that their take is over; scaled
-UPDATE_S = 300.0  # for the engines to load a version; scaled
+
 RETURN_S = 600.0  # for an engine to be started again and to load; scaled
 
 
-def request_s(manifest: "Manifest") -> float:
-    """How long a request is waited for, by its client and by whatever stands between it and the engine.
-
-    The orchestrator's own clock ends a rollout earlier, but leaves out what an update takes; this is for a connection that forgets to end.
-    """
-    return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
-
-
-class EngineFleet:
+class EnginePool:
     """All engines of a stage as one."""
 
     def __init__(
@@ -83,7 +72,7 @@ class EngineFleet:
         canary: Canary | None = None,
     ) -> None:
         """`restarting`: this process, where its launcher starts engines again; `incarnations` of the engines, 0 where not given;
-        `handovers`: one an engine that only prefills, the first ones, as `PrefillDecode` takes them; `model` as `EngineClient` takes it;
+        `handovers`: one an engine that only prefills, the first ones, as `DisaggregatedEngines` takes them; `model` as `EngineClient` takes it;
         `canary`: the prompt that each engine answers after an update.
 
         Raises OrreryError for several engines without a router.
@@ -103,7 +92,7 @@ class EngineFleet:
         self.router = (
             RouterClient(router_url, token, "router", model) if router_url is not None else None
         )
-        self.roster = Roster(len(engine_urls), START_VERSION)
+        self.roster = EngineRegistry(len(engine_urls), START_VERSION)
         for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
             self.roster.listens(index, incarnation)
             self.roster.took(index, incarnation, START_VERSION)
@@ -112,7 +101,7 @@ class EngineFleet:
         self._published: Published | None = None  # what engines are to hold
         self._admitted = set(range(len(engine_urls)))  # who gets requests
         self.apart = (
-            PrefillDecode(self.engines, handovers, self._admitted, self._look_for_losses)
+            DisaggregatedEngines(self.engines, handovers, self._admitted, self._look_for_losses)
             if handovers
             else None
         )
@@ -238,7 +227,7 @@ class EngineFleet:
             if failures is None:
                 return None
             errors = sorted(
-                failures.values(), key=lambda error: isinstance(error, TakenAlong)
+                failures.values(), key=lambda error: isinstance(error, UpdateInterrupted)
             )  # who is at fault says more
             for error in errors:
                 if (
@@ -283,15 +272,15 @@ class EngineFleet:
                 failures = {
                     index: error for index, error in failures.items() if index not in waiting
                 } | failed
-                if any(isinstance(error, TooLate) for error in failed.values()):
+                if any(isinstance(error, VersionGone) for error in failed.values()):
                     self._note_gone()
                     return {
                         index: error
                         for index, error in failures.items()
-                        if not isinstance(error, TakenAlong)
+                        if not isinstance(error, UpdateInterrupted)
                     }
                 waiting = [
-                    index for index, error in failed.items() if isinstance(error, TakenAlong)
+                    index for index, error in failed.items() if isinstance(error, UpdateInterrupted)
                 ]
                 num_blameless += len(waiting) == len(failed)
                 if (
@@ -305,7 +294,7 @@ class EngineFleet:
     async def _take_all(
         self, indices: list[int], claimed: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """One take, by these engines; who failed, and why. TakenAlong are those that live and are not at fault.
+        """One take, by these engines; who failed, and why. UpdateInterrupted are those that live and are not at fault.
 
         `begin`: when the first take of this claim began; engines are paused since.
         """
@@ -321,7 +310,7 @@ class EngineFleet:
                     f"engine {index} hung in a take that was over for another {scaled(ALONG_S):g} s before"
                 ) from error
             except UpdateFailed as error:
-                if isinstance(error, TakenAlong):
+                if isinstance(error, UpdateInterrupted):
                     del limits[index]
                     for limit in limits.values():  # who hangs has had its deadline within the wire
                         if limit.when() is None:
@@ -431,7 +420,7 @@ class EngineFleet:
 
     # Engines that go, and come back -----------------------------------------------------------------------------------
 
-    def _front(self) -> EngineClient | PrefillDecode:
+    def _front(self) -> EngineClient | DisaggregatedEngines:
         return self.apart or self.router or self.engines[0]
 
     async def _look_for_losses(self) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from orrery.transport.roster import Phase, Roster
+from orrery.orchestrator.engines.registry import EngineRegistry, Phase
 
 NUM, START = 3, -1
 engines = st.integers(0, NUM - 1)
@@ -15,7 +15,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.roster = Roster(NUM, START)
+        self.roster = EngineRegistry(NUM, START)
         self.newest = [-1] * NUM
         self.attested: dict[
             tuple[int, int], int
@@ -88,7 +88,7 @@ TestAnyOrder = AnyOrder.TestCase
 
 @given(rises=st.lists(st.integers(1, 3), max_size=4))
 def test_every_engine_gets_to_healthy_from_wherever_it_was(rises):
-    roster = Roster(1, START)
+    roster = EngineRegistry(1, START)
     for incarnation, rise in enumerate(rises):
         roster.want(roster.wanted + rise)
         assert (

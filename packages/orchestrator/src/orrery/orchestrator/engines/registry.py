@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Standing:
+class EngineState:
     """One engine: `incarnation` −1 has never listened; `version` is what it holds, None where that is nobody's; `why` it is fenced."""
 
     incarnation: int = -1
@@ -32,14 +32,14 @@ class Standing:
     why: str = ""
 
 
-class Roster:
+class EngineRegistry:
     """Engines 0 .. `num_engines`, none of which listens yet. `version`: what they hold when they start, and what is wanted at first."""
 
     def __init__(self, num_engines: int, version: int):
         self._at_start = self.wanted = version
-        self._engines = [Standing() for _ in range(num_engines)]
+        self._engines = [EngineState() for _ in range(num_engines)]
 
-    def __getitem__(self, index: int) -> Standing:
+    def __getitem__(self, index: int) -> EngineState:
         return self._engines[index]
 
     def at(self, *phases: Phase) -> list[int]:
@@ -50,7 +50,7 @@ class Roster:
         """An incarnation has said where it is, with the weights of its start. False where that is known already, or old."""
         if incarnation <= self._engines[index].incarnation:
             return False
-        self._engines[index] = Standing(incarnation, Phase.STALE, self._at_start)
+        self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
         return True
 
     def want(self, version: int) -> None:

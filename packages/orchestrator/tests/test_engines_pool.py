@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_stand_in import HELD, StandIn, run
+from orchestrator_engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.observe import fence
 from orrery.observe.health import read_health
 from orrery.observe.metrics import read
 from orrery.observe.process import RoleContext
-from orrery.transport import engine as engine_module
-from orrery.transport import fleet as fleet_module
-from orrery.transport import rendezvous
-from orrery.transport.engine import (
+from orrery.orchestrator.engines import client as client_module
+from orrery.orchestrator.engines import pool as pool_module
+from orrery.orchestrator.engines.messages import (
     START_VERSION,
     EngineGone,
     GenerationFailed,
-    TakenAlong,
     TensorAttestation,
     UpdateFailed,
+    UpdateInterrupted,
     WeightsDiffer,
 )
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.registry import Phase
+from orrery.orchestrator.engines.update import compare
+from orrery.transport import rendezvous
 from orrery.transport.fingerprint import digest
-from orrery.transport.fleet import EngineFleet
-from orrery.transport.roster import Phase
-from orrery.transport.update import compare
 from orrery.transport.weight_wire import Published
 from orrery.transport.weight_wire.claims import claims, read_taking
 from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
@@ -42,7 +42,7 @@ def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
     stand_in = StandIn()
 
     async def scenario(urls):
-        async with EngineFleet(urls) as fleet:
+        async with EnginePool(urls) as fleet:
             await fleet.abort(["a", "b"])
             await fleet.abort([])
 
@@ -56,7 +56,7 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
     engines, router = [StandIn(), StandIn()], StandIn()
 
     async def scenario(urls):
-        async with EngineFleet(urls[:2], urls[2]) as fleet:
+        async with EnginePool(urls[:2], urls[2]) as fleet:
             report = await fleet.update(PUBLISHED)
             await fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="x")
             return report, fleet.version
@@ -102,7 +102,7 @@ def test_an_engine_with_other_weights_ends_the_run_by_tensor_and_stays_paused(he
     engines = [StandIn(), StandIn(held=held)]
 
     async def scenario(urls):
-        async with EngineFleet(urls, urls[0]) as fleet:
+        async with EnginePool(urls, urls[0]) as fleet:
             with pytest.raises(UpdateFailed, match=says) as failed:
                 await fleet.update(PUBLISHED)
             assert isinstance(failed.value, RunFailed)
@@ -116,7 +116,7 @@ def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_f
     engines = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn()]
 
     async def scenario(urls):
-        async with EngineFleet(urls, urls[0]) as fleet:
+        async with EnginePool(urls, urls[0]) as fleet:
             with pytest.raises(
                 UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"
             ):
@@ -137,7 +137,7 @@ def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
     ]
 
     async def scenario(urls):
-        async with EngineFleet(urls, urls[0]) as fleet:
+        async with EnginePool(urls, urls[0]) as fleet:
             with pytest.raises(
                 UpdateFailed,
                 match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)",
@@ -150,9 +150,9 @@ def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
 
 def test_several_engines_without_a_router_are_refused():
     with pytest.raises(OrreryError, match=r"2 engines need a router"):
-        EngineFleet(["http://a", "http://b"])
+        EnginePool(["http://a", "http://b"])
     with pytest.raises(OrreryError, match=r"no engine"):
-        EngineFleet([])
+        EnginePool([])
 
 
 def test_equal_fingerprints_compare_silently():
@@ -167,7 +167,7 @@ class Engines:
     """Stand-ins for two engines, their router and, started again, the second engine; and the orchestrator that drives them."""
 
     ctx: RoleContext
-    fleet: EngineFleet
+    fleet: EnginePool
     urls: list[str]
     stand_ins: list[StandIn]
 
@@ -192,12 +192,12 @@ class Engines:
 def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
     monkeypatch.setattr("orrery.observe.token._kept", "t")
-    monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
+    monkeypatch.setattr(pool_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
 
     async def main(urls):
-        async with EngineFleet(urls[:2], urls[2], restarting=ctx, model="adapter") as fleet:
+        async with EnginePool(urls[:2], urls[2], restarting=ctx, model="adapter") as fleet:
             return await asyncio.wait_for(scenario(Engines(ctx, fleet, urls, stand_ins)), 20)
 
     try:
@@ -228,7 +228,7 @@ async def until(condition):
 def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.3)
     stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -463,7 +463,7 @@ def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_
 
 
 def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet_module, "RETURN_S", 0.2)
+    monkeypatch.setattr(pool_module, "RETURN_S", 0.2)
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -582,7 +582,7 @@ def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, mo
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]
 
     async def scenario(engines):
-        with pytest.raises(TakenAlong, match="trainer 0 did not send its slices"):
+        with pytest.raises(UpdateInterrupted, match="trainer 0 did not send its slices"):
             await engines.fleet.update(direct(tmp_path / "wire"))
         assert [stand_in.paths().count("/update_weights") for stand_in in stand_ins] == [2, 2, 0, 0]
 
@@ -592,7 +592,7 @@ def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, mo
 def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fleet_module, "ALONG_S", 0.2)
+    monkeypatch.setattr(pool_module, "ALONG_S", 0.2)
     stand_ins = [
         StandIn(untaken_at_first=[[ALONG]]),
         StandIn(hang={"/update_weights"}),
@@ -614,7 +614,7 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
 def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer_until_its_call_ends_and_no_longer(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engine_module, "LOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.5)
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
     folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
 
@@ -693,10 +693,10 @@ def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_t
         folder, fleet = tmp_path / "wire", engines.fleet
         await back_without_a_version(engines, folder, stand_ins[1])
         assert fleet.roster.at(Phase.STALE) == [1] and fleet.is_serving
-        monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
+        monkeypatch.setattr(pool_module, "RETURN_S", 0.0)
         await asyncio.sleep(0.1)
         fleet.check()
-        monkeypatch.setattr(fleet_module, "RETURN_S", 600.0)
+        monkeypatch.setattr(pool_module, "RETURN_S", 600.0)
         stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
         assert (await fleet.update(direct(folder, 4))).version == 4
         await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
@@ -722,7 +722,7 @@ def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when
         await until(
             lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"}
         )
-        monkeypatch.setattr(fleet_module, "RETURN_S", 0.0)
+        monkeypatch.setattr(pool_module, "RETURN_S", 0.0)
         with pytest.raises(RunFailed, match=r"engine [01] did not serve again within 0 s"):
             while True:
                 fleet.check()
@@ -735,7 +735,7 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[ALONG, "cut off"])]
 
     async def scenario(urls):
-        async with EngineFleet(urls, urls[0]) as fleet:
+        async with EnginePool(urls, urls[0]) as fleet:
             with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
                 await fleet.update(direct(tmp_path / "wire"))
 
@@ -747,7 +747,7 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("orrery.observe.token._kept", "t")
-    monkeypatch.setattr(fleet_module, "TEND_S", 0.01)
+    monkeypatch.setattr(pool_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
 
@@ -765,7 +765,7 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
             )
 
         async with (
-            EngineFleet(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
+            EnginePool(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
             asyncio.timeout(20),
         ):
             prefill.fail |= {

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_stand_in import HELD, StandIn, run
+from orchestrator_engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.check import check
-from orrery.transport.canary import Canary, canary_tokens
-from orrery.transport.engine import START_VERSION, UpdateFailed, WeightsDiffer
+from orrery.orchestrator.engines.messages import START_VERSION, UpdateFailed, WeightsDiffer
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.update import Canary
+from orrery.transport.engine_api import canary_tokens
 from orrery.transport.fingerprint import digest
-from orrery.transport.fleet import EngineFleet
 from orrery.transport.weight_wire import Published, WeightPublisher, WeightWatch
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -37,7 +38,7 @@ def update(engines, canary=CANARY, published=PUBLISHED, then=lambda fleet, error
     """Bring the stand-ins to `published`; return the report or the exception."""
 
     async def scenario(urls):
-        async with EngineFleet(urls, urls[0], canary=canary) as fleet:
+        async with EnginePool(urls, urls[0], canary=canary) as fleet:
             try:
                 outcome = await fleet.update(published)
             except UpdateFailed as error:

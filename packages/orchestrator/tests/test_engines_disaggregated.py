@@ -6,8 +6,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from orrery.transport.engine import EngineGone, Generation, GenerationFailed
-from orrery.transport.prefill_decode import PrefillDecode, Sticky
+from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines, SessionAffinity
+from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
@@ -65,7 +65,7 @@ def ask(apart, name="r", timeout_s=10.0, **options):
 
 async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
-    generation = await ask(PrefillDecode([prefill, decode], [{}]), stop_token_ids=(4,))
+    generation = await ask(DisaggregatedEngines([prefill, decode], [{}]), stop_token_ids=(4,))
     assert len(generation.token_ids) == 5 and generation.cached_tokens == 64
     (first,), (second,) = prefill.asked, decode.asked
     assert (first["max_tokens"], first["cache_salt"], first["ignore_eos"]) == (1, "9", True)
@@ -77,7 +77,9 @@ async def test_both_engines_get_the_prompt_under_one_salt_and_the_second_samples
 async def test_mooncakes_engines_are_told_one_name_for_the_transfer():
     prefill, decode = StandIn("p"), StandIn("d")
     await ask(
-        PrefillDecode([prefill, decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}])
+        DisaggregatedEngines(
+            [prefill, decode], [{"kv_engine_id": "e", "kv_bootstrap": "http://h:1"}]
+        )
     )
     first, second = prefill.asked[0]["kv_transfer"], decode.asked[0]["kv_transfer"]
     assert first["transfer_id"] == second["transfer_id"]
@@ -88,7 +90,7 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
     for how in ("abort", "cancel"):
         prefill, decode = StandIn("p", WHERE), StandIn("d")
         prefill.go.clear()
-        apart = PrefillDecode([prefill, decode], [{}])
+        apart = DisaggregatedEngines([prefill, decode], [{}])
         task = asyncio.create_task(ask(apart))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -114,7 +116,7 @@ async def test_a_request_that_is_given_up_while_it_prefills_is_read_for_one_toke
 
 async def test_a_request_whose_time_is_over_with_its_prompt_fails_and_its_blocks_are_given_back():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
-    apart = PrefillDecode([prefill, decode], [{}])
+    apart = DisaggregatedEngines([prefill, decode], [{}])
     with pytest.raises(
         GenerationFailed,
         match=r"request 'r': p took all 0 s for the prompt; none are left to decode",
@@ -128,7 +130,7 @@ async def test_a_request_whose_time_is_over_with_its_prompt_fails_and_its_blocks
 async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():
     prefill, decode = StandIn("p", WHERE), StandIn("d")
     decode.go.clear()
-    apart = PrefillDecode([prefill, decode], [{}])
+    apart = DisaggregatedEngines([prefill, decode], [{}])
     task = asyncio.create_task(ask(apart))
     while not decode.asked:
         await asyncio.sleep(0)
@@ -140,7 +142,7 @@ async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():
 
 
 def test_a_session_stays_and_a_new_one_goes_where_least_is_in_flight():
-    sticky = Sticky(2)
+    sticky = SessionAffinity(2)
     assert sticky.choose("a", [0, 1]) == 0
     sticky.in_flight[0] += 1
     assert sticky.choose("b", [0, 1]) == 1
@@ -148,7 +150,7 @@ def test_a_session_stays_and_a_new_one_goes_where_least_is_in_flight():
 
 
 def test_a_session_whose_engine_does_not_serve_gets_another_and_stays_there():
-    sticky = Sticky(3)
+    sticky = SessionAffinity(3)
     assert sticky.choose("a", [1, 2]) == 1
     assert sticky.choose("a", [0, 2]) == 0
     assert sticky.choose("a", [0, 1, 2]) == 0
@@ -163,7 +165,7 @@ class Fleet:
     def __init__(self, handovers):
         self.engines = [StandIn("p0", WHERE), StandIn("p1", WHERE), StandIn("d2"), StandIn("d3")]
         self.admitted, self.gone = {0, 1, 2, 3}, set()
-        self.apart = PrefillDecode(self.engines, handovers, self.admitted, self.look)
+        self.apart = DisaggregatedEngines(self.engines, handovers, self.admitted, self.look)
 
     async def look(self):
         self.admitted -= self.gone

@@ -10,17 +10,17 @@ import sys
 import numpy as np
 import pytest
 from aiohttp import web
-from engine_stand_in import HELD, StandIn, answer, attested, run
+from orchestrator_engine_stand_in import HELD, StandIn, answer, attested, run
 
-from orrery.transport.engine import (
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.messages import (
     START_VERSION,
-    EngineClient,
     EngineGone,
     GenerationFailed,
     UpdateFailed,
 )
+from orrery.orchestrator.engines.update import update_engine
 from orrery.transport.fingerprint import digest
-from orrery.transport.update import update_engine
 from orrery.transport.weight_wire import Published
 
 
@@ -158,7 +158,8 @@ def test_a_slow_generation_fails_alone_and_an_absent_engine_is_gone():
 NO_ROOM = """
 import asyncio, os, resource, sys, time
 import numpy as np
-from orrery.transport.engine import EngineClient, GenerationFailed, NoRoom
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.messages import GenerationFailed, OutOfConnections
 
 async def main():
     async with EngineClient(sys.argv[1], token="secret") as engine:
@@ -184,7 +185,7 @@ async def main():
         begin_s = time.monotonic()
         try:
             await engine._control("/pause", timeout_s=0.3)
-        except NoRoom:
+        except OutOfConnections:
             assert time.monotonic() - begin_s < 0.5
         else:
             raise AssertionError("it had room")

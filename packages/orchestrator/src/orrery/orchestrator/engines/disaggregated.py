@@ -27,7 +27,8 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
-from orrery.transport.engine import EngineClient, EngineGone, Generation, GenerationFailed
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 
 SESSIONS_AT_MOST = 65_536  # that are remembered; an older one is placed anew
 GIVE_BACK_S = 60.0
@@ -35,7 +36,7 @@ CLOSE_S = 10.0
 ABORT_AGAIN_S = 0.5
 
 
-class Sticky:
+class SessionAffinity:
     """Which of `num_engines` serves a session."""
 
     def __init__(self, num_engines: int):
@@ -66,7 +67,7 @@ async def _nobody_is_lost() -> None:
     """Where engines are not started again, the first loss ends the run."""
 
 
-class PrefillDecode:
+class DisaggregatedEngines:
     """Generation over engines that prefill and engines that decode."""
 
     def __init__(
@@ -86,7 +87,10 @@ class PrefillDecode:
         self._admitted = range(len(engines)) if admitted is None else admitted
         self._look = look
         self.producers, self.consumers = range(len(handovers)), range(len(handovers), len(engines))
-        self._prefill_of, self._decode_of = Sticky(len(engines)), Sticky(len(engines))
+        self._prefill_of, self._decode_of = (
+            SessionAffinity(len(engines)),
+            SessionAffinity(len(engines)),
+        )
         self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted meanwhile
         self._unwanted: dict[
             EngineClient, list[str]
