@@ -32,7 +32,7 @@ from orrery.manifest.schema import AdamW, Mesh
 from orrery.trainer.checkpoint import checksum_file, state_of
 from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.optim import make_optimizer
-from orrery.trainer.parallel.world import World, dissolve, form
+from orrery.trainer.parallel.world import World, destroy_world, init_world
 from orrery.transport import checkpoints
 from record import ROOT, record
 
@@ -103,7 +103,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
         if size > 1
         else None
     )
-    world = form(mesh, rank, device, store)
+    world = init_world(mesh, rank, device, store)
     learner, steps, saves = holder(num_bytes, world), Steps(device), []
     held = sum(held.local.nbytes for held in state_of(learner).values() if held.writes)
     with CheckpointWriter(world) as saver:
@@ -138,7 +138,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
             if world.is_first:
                 checkpoints.verify(target)
                 shutil.rmtree(target)
-    dissolve(world)
+    destroy_world(world)
     if rank == 0:
         seen = {
             "bytes_a_rank": held,

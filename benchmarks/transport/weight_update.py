@@ -68,14 +68,14 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     from orrery.models.placement import local_tensor
     from orrery.models.weights import initialize_on_device
     from orrery.trainer.parallel import build_policy
-    from orrery.trainer.parallel.world import device_for, form
+    from orrery.trainer.parallel.world import device_for, init_world
     from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
     from orrery.transport.weight_wire import WeightPublisher
     from orrery.transport.weight_wire.source import Source
 
     manifest = load(run_dir / "manifest.json")
     device = device_for(manifest.hardware.accelerator, rank)
-    world = form(
+    world = init_world(
         manifest.trainer.mesh,
         rank,
         device,

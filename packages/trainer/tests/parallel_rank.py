@@ -22,7 +22,7 @@ from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel import activation_offload, fsdp
 from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
-from orrery.trainer.parallel.world import World, dissolve, form, world_of
+from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.transport.columns import Columns
 from orrery.transport.packing import pack
 
@@ -70,7 +70,7 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
 
     spec = manifest(**fields)
     if world.mesh is not None:
-        world = world_of(spec.trainer.mesh, world.rank, world.device)
+        world = make_world(spec.trainer.mesh, world.rank, world.device)
     learner = make_learner(spec, folder / name.partition("_")[0], world)
     canary = learner.logprobs(CANARY)
     metrics, gradients = one_step(learner, documents(spec, name.startswith("replayed")))
@@ -122,7 +122,7 @@ def main() -> None:
         if mine:
             is_needed = any(fsdp.is_needed(cases[name][1]) for name in mine)
             own = dist.PrefixStore(f"{size}.{part}", store) if is_needed else None
-            world = form(cases[mine[0]][1].mesh, place, rank_device(rank), own)
+            world = init_world(cases[mine[0]][1].mesh, place, rank_device(rank), own)
             for name in mine:
                 try:
                     answers[name] = do(name, cases[name][0], folder, world)
@@ -133,7 +133,7 @@ def main() -> None:
                     raise
             if size == 4:
                 answers["exchanges"] = exchanges(world)
-            dissolve(world)
+            destroy_world(world)
     store.set(f"done.{rank}", "")
     if rank == 0:  # it serves the store, and pairs end at different times
         store.wait([f"done.{other}" for other in range(num_ranks)], timedelta(seconds=300))

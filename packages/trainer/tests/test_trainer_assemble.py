@@ -25,10 +25,10 @@ def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     monkeypatch.setattr(assemble, "heartbeat", lambda ctx, device: nullcontext())
     monkeypatch.setattr(
         assemble,
-        "form",
+        "init_world",
         lambda mesh, rank, device, store: World(rank, 1, torch.device("cpu"), None),
     )
-    monkeypatch.setattr(assemble, "dissolve", dissolved.append)
+    monkeypatch.setattr(assemble, "destroy_world", dissolved.append)
     ctx = SimpleNamespace(
         manifest=manifest(),
         index=0,

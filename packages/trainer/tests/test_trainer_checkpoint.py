@@ -485,7 +485,7 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
 def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
     told = iter([hosts, [100, 90, 100], [60, 60, 60]])
-    world = SimpleNamespace(rank=0, each=lambda value: next(told))
+    world = SimpleNamespace(rank=0, all_gather=lambda value: next(told))
     copy = safetensors_file.HostCopy(torch.device("cpu"))
     if fits:
         copy.check_room(60, world)
@@ -524,7 +524,7 @@ class OfTwo:
     def axis_size(self, axis):
         return 2
 
-    def each(self, value):
+    def all_gather(self, value):
         self.said.append("each")
         return [value, value]
 

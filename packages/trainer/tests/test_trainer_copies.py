@@ -16,7 +16,7 @@ from trainer_cases import (
 
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import fsdp
-from orrery.trainer.parallel.world import dissolve, form
+from orrery.trainer.parallel.world import destroy_world, init_world
 
 CASES = {
     "tied": {},
@@ -67,11 +67,11 @@ def test_copies_make_the_step_of_fsdp_on_one_rank(name, tmp_path, monkeypatch):
     whole, by_unit = spec(CASES[name], reshard=False), spec(CASES[name], reshard=True)
     assert not fsdp.is_needed(whole.trainer) and fsdp.is_needed(by_unit.trainer)
     start = write_start_weights(whole, tmp_path / "start")
-    world = form(by_unit.trainer.mesh, 0, torch.device("cpu"), dist.HashStore())
+    world = init_world(by_unit.trainer.mesh, 0, torch.device("cpu"), dist.HashStore())
     try:
         expected, expected_weights = three_steps(make_learner(by_unit, start, world))
     finally:
-        dissolve(world)
+        destroy_world(world)
     learner = make_learner(whole, start)
     names = dict(learner.policy.named_parameters())
     found, found_weights = three_steps(learner)

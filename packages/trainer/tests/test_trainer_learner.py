@@ -463,7 +463,7 @@ def test_where_nobody_could_watch_the_shards_rank_is_told(start):
     learner = make_learner(manifest(), start)
     position = list(learner.weights).index("network.layers.0.self_attn.q_proj.weight")
     answers = iter([[-1, position], [-1, -1], [0, 1]])
-    learner.world = SimpleNamespace(size=2, data_rank=0, each=lambda value: next(answers))
+    learner.world = SimpleNamespace(size=2, data_rank=0, all_gather=lambda value: next(answers))
     with pytest.raises(
         RunFailed, match=r"q_proj.weight is not finite in the shard of rank 1; weights stay"
     ):

@@ -157,7 +157,7 @@ def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothi
 ):
     with (
         pytest.raises(becomes) as caught,
-        compiled.told(SimpleNamespace(hf_config={"model_type": "granitemoe"})),
+        compiled.explain_compile_error(SimpleNamespace(hf_config={"model_type": "granitemoe"})),
     ):
         raise error
     assert type(caught.value) is OrreryError if becomes is OrreryError else caught.value is error

@@ -35,7 +35,12 @@ from orrery.trainer.bench.request import Options, request
 from orrery.trainer.initialize import initialize
 from orrery.trainer.memory_plan import kept, out_of_memory
 from orrery.trainer.memory_plan.levers import choose, levers, shown
-from orrery.trainer.memory_plan.out_of_memory import explained, foreseen, of_stage, sentence
+from orrery.trainer.memory_plan.out_of_memory import (
+    explain_out_of_memory,
+    predict_out_of_memory,
+    sentence,
+    stage_workload,
+)
 from orrery.trainer.memory_plan.plan import Load, plan
 from orrery.trainer.memory_plan.sizes import sizes
 from orrery.trainer.parallel import activation_checkpointing
@@ -430,7 +435,7 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     counted = sizes(spec.model, spec.trainer.lora)
     rest = {}
     for name, one in by_wire.items():
-        trainer, load = of_stage(one, "rl")
+        trainer, load = stage_workload(one, "rl")
         rest[name] = plan(one.model, trainer, load, H200_BYTES, counted).moments["optimizer"][
             "weights"
         ]
@@ -439,7 +444,7 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     blocks = sum(layer.frozen for layer in counted.layers)
     assert 0.99 * blocks < adapted < blocks, "all but norms and routers"
     assert rest["nccl"] - rest["files"] == pytest.approx(2 * adapted / rest["shards"], abs=1)
-    assert of_stage(by_wire["nccl"], "sft")[1].merged_width == 0
+    assert stage_workload(by_wire["nccl"], "sft")[1].merged_width == 0
 
 
 def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_may_come():
@@ -453,7 +458,7 @@ def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_ma
         (roomy, "rl", 64, 128),
         (roomy, "sft", 256, None),
     ):
-        trainer, load = of_stage(one, stage)
+        trainer, load = stage_workload(one, stage)
         assert (load.tokens, load.document_tokens) == (256, longest)
         every = levers(one.model, trainer, load, plan(one.model, trainer, load, 0))
         offered = {lever.field: lever.value for lever in every}
@@ -603,16 +608,19 @@ def test_what_nothing_frees_is_said_too():
 
 def test_an_error_without_numbers_is_still_a_sentence():
     spec = manifest()
-    said = sentence("CUDA out of memory.", 1, None, spec.model, *of_stage(spec, "rl"))
+    said = sentence("CUDA out of memory.", 1, None, spec.model, *stage_workload(spec, "rl"))
     assert said.startswith("rank 1 ran out of device memory while it was being built; ")
 
 
 def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_says_nothing():
     spec = manifest()
-    trainer, load = of_stage(spec, "rl")
+    trainer, load = stage_workload(spec, "rl")
     peak = plan(spec.model, trainer, load, 0).peak_bytes
-    assert foreseen(spec, "rl", 2 * peak) is None and foreseen(spec, "rl", 0) is None
-    said = foreseen(spec, "rl", peak * 9 // 10)
+    assert (
+        predict_out_of_memory(spec, "rl", 2 * peak) is None
+        and predict_out_of_memory(spec, "rl", 0) is None
+    )
+    said = predict_out_of_memory(spec, "rl", peak * 9 // 10)
     assert (
         said is not None
         and said.startswith("a step is planned to take ")
@@ -623,12 +631,12 @@ def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_sa
 
 def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_lever(monkeypatch):
     spec = manifest(trainer={"memory": {**MEMORY, "optimizer_offload": True}})
-    before = plan(spec.model, *of_stage(spec, "rl"), 0)
+    before = plan(spec.model, *stage_workload(spec, "rl"), 0)
     left = []
     monkeypatch.setattr(
         out_of_memory, "choose", lambda *given: left.append(given[-1]) or choose(*given)
     )
-    assert foreseen(spec, "rl", before.peak_bytes // 2, GIB) is not None
+    assert predict_out_of_memory(spec, "rl", before.peak_bytes // 2, GIB) is not None
     assert left == [GIB - before.host_bytes] and before.host_bytes > 0
 
 
@@ -677,7 +685,7 @@ def test_memory_that_is_not_from_torchs_allocator_is_told_too(
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda: free_bytes)
     with (
         pytest.raises(RunFailed, match=f"^rank 1 {said}"),
-        explained(SimpleNamespace(manifest=spec, stage="rl", index=1)) as where,
+        explain_out_of_memory(SimpleNamespace(manifest=spec, stage="rl", index=1)) as where,
     ):
         where.learner = SimpleNamespace(step=4)
         raise (
@@ -691,11 +699,11 @@ def test_a_stage_that_runs_out_fails_with_the_sentence():
     spec = manifest()
     ctx = SimpleNamespace(manifest=spec, stage="sft", index=0)
     said = r"^rank 0 ran out of device memory in step 5: 20\.0 MiB were asked for; "
-    with pytest.raises(RunFailed, match=said) as failed, explained(ctx) as where:
+    with pytest.raises(RunFailed, match=said) as failed, explain_out_of_memory(ctx) as where:
         where.learner = SimpleNamespace(step=4)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert failed.value.__suppress_context__
-    with pytest.raises(RuntimeError, match="else"), explained(ctx):
+    with pytest.raises(RuntimeError, match="else"), explain_out_of_memory(ctx):
         raise RuntimeError("else")
 
 
@@ -712,7 +720,7 @@ def test_a_rank_that_others_hold_up_ends_all_the_same(monkeypatch):
         index=1,
         health=SimpleNamespace(failed=said.append),
     )
-    with pytest.raises(RunFailed) as failed, explained(ctx):
+    with pytest.raises(RunFailed) as failed, explain_out_of_memory(ctx):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert ended.wait(60)
     assert said == [str(failed.value)] and code == [RunFailed.exit_code]

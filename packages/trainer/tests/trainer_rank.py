@@ -31,7 +31,7 @@ from orrery.models import weights
 from orrery.models.placement import local_tensor
 from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel.world import World, dissolve, form, world_of
+from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.trainer.publish import DirectPublisher
 from orrery.transport import checkpoints
 from orrery.transport.fingerprint import digest, tensor_fingerprint
@@ -143,7 +143,7 @@ def do(job: dict, folder: Path, world: World) -> dict:
     if world.is_first:
         write_start_weights(spec, start)
     world.barrier()
-    learner = make_learner(spec, start, world_of(spec.trainer.mesh, world.rank, world.device))
+    learner = make_learner(spec, start, make_world(spec.trainer.mesh, world.rank, world.device))
     if "resume" in job:
         checkpoint.load(learner, Path(job["resume"]))
     answer = {}
@@ -181,9 +181,9 @@ def main() -> None:
     folder, port, size, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     jobs = json.loads((folder / "jobs.json").read_text())
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
-    world = form(manifest(**jobs[0]["manifest"]).trainer.mesh, rank, rank_device(rank), store)
+    world = init_world(manifest(**jobs[0]["manifest"]).trainer.mesh, rank, rank_device(rank), store)
     answers = {job["name"]: do(job, folder, world) for job in jobs}
-    dissolve(world)
+    destroy_world(world)
     print(json.dumps(answers))
 
 

@@ -34,7 +34,7 @@ def run_sft(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
     from orrery.trainer.export import export_policy
     from orrery.trainer.heartbeat import io_stall_s
-    from orrery.trainer.memory_plan.out_of_memory import explained
+    from orrery.trainer.memory_plan.out_of_memory import explain_out_of_memory
     from orrery.trainer.sft import load_validation, sft
     from orrery.trainer.sft_data import load_examples
     from orrery.trainer.stage_checkpoints import resume
@@ -44,9 +44,9 @@ def run_sft(ctx: RoleContext) -> None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
     weights = ctx.run_dir / "weights"
     start = weights / "init"
-    with assemble_world(ctx) as world, explained(ctx) as where:
+    with assemble_world(ctx) as world, explain_out_of_memory(ctx) as progress:
         learner = assemble_learner(ctx, world, start, spec.optimizer, spec.max_grad_norm)
-        where.learner = learner
+        progress.learner = learner
         resume(ctx, learner, "sft")
         ctx.health.doing("reading chats")
         examples = load_examples(manifest, start, share=(world.rank, world.size))
@@ -58,10 +58,14 @@ def run_sft(ctx: RoleContext) -> None:
 
 def run_rl(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_rl, assemble_world
-    from orrery.trainer.memory_plan.out_of_memory import explained
+    from orrery.trainer.memory_plan.out_of_memory import explain_out_of_memory
 
-    with assemble_world(ctx) as world, explained(ctx) as where, assemble_rl(ctx, world) as loop:
-        where.learner = loop.learner
+    with (
+        assemble_world(ctx) as world,
+        explain_out_of_memory(ctx) as progress,
+        assemble_rl(ctx, world) as loop,
+    ):
+        progress.learner = loop.learner
         loop.run()
 
 

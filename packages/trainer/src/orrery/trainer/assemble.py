@@ -23,10 +23,10 @@ from orrery.trainer.parallel import build_network, build_policy, fsdp
 from orrery.trainer.parallel.world import (
     COLLECTIVE_DEADLINE_S,
     World,
+    destroy_world,
     device_for,
-    dissolve,
-    form,
-    meet,
+    init_world,
+    open_rendezvous,
 )
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
@@ -49,16 +49,16 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
     torch.manual_seed(ctx.manifest.seed + ctx.index)
-    store = meet(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
+    store = open_rendezvous(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
     with heartbeat(ctx, device):
         with ctx.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
-            world = form(trainer.mesh, ctx.index, device, store)
+            world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
         except WoundDown:  # all ranks raise it together
-            dissolve(world)
+            destroy_world(world)
             raise
-        dissolve(world)
+        destroy_world(world)
 
 
 def assemble_learner(

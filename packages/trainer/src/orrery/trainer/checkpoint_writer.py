@@ -293,7 +293,7 @@ def _check_finite(learner: Learner) -> None:
     A damaged optimizer moment spoils the weights only a step later, so the loss does not show it.
     """
     state, step = state_of(learner), learner.step
-    found = learner.world.each(last_not_finite(tensor.local for tensor in state.values()))
+    found = learner.world.all_gather(last_not_finite(tensor.local for tensor in state.values()))
     if (worst := max(found)) >= 0:
         raise RunFailed(
             f"step {step}: after its update {list(state)[worst]} is not finite on rank "
@@ -314,7 +314,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
     count = world.axis_size("dp_replicate")
     if count == 1:
         return
-    prints, num_shards = world.each(fingerprint(weights)), world.size // count
+    prints, num_shards = world.all_gather(fingerprint(weights)), world.size // count
     for rank, found in enumerate(prints[num_shards:], num_shards):
         if found != prints[first := rank % num_shards]:
             raise RunFailed(

@@ -26,7 +26,7 @@ from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.parallel import compiled, context_parallel
-from orrery.trainer.parallel.fsdp import release, synchronize_gradients
+from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.transport.columns import Columns
@@ -90,7 +90,7 @@ class Learner:
         """
         step = self.step + 1
         begin_s = time.time()
-        with compiled.told(self.policy.network.config):
+        with compiled.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
         # Queued while the device is still in the backward pass, so that it does not run dry.
         norm = gradient_norm(self.weights.values(), self.world)
@@ -127,10 +127,10 @@ class Learner:
         totals = dict.fromkeys(COMPONENTS, 1)
         for columns in micro_batches:
             batch = self._micro_batch(columns)
-            with compiled.told(self.policy.network.config):
+            with compiled.explain_compile_error(self.policy.network.config):
                 logprob, entropy = self.policy(batch)
             sums.add(loss(logprob, entropy, batch.loss, totals, self.loss)[1])
-        release(self.policy)
+        reshard_all(self.policy)
         values = self._add_up(f"version {self.step}", sums)
         peak = float(sums.peaks)
         return peak if peak >= 0 else None, int(values["scored"])
@@ -152,7 +152,7 @@ class Learner:
         batch = self._micro_batch(Columns(offsets, token, {}))
         with torch.compiler.set_stance("force_eager"):
             logprob, _ = self.policy(batch)
-        release(self.policy)
+        reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
         if self.world.data_rank == 0:  # one context-parallel group is enough: all compute the same
             is_scored = batch.loss.rl_weight != 0
@@ -190,7 +190,7 @@ class Learner:
             is_last = index == count - 1
             mark_micro_batch(self.world.device)
             batch = self._micro_batch(columns)
-            synchronize_gradients(self.policy, is_last, self.trainer.fsdp)
+            set_gradient_sync(self.policy, is_last, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
             if is_last:
@@ -206,7 +206,7 @@ class Learner:
                 batch.routes_replayed,
                 self.policy.network.num_routes_differ,
             )
-        release(self.policy)
+        reshard_all(self.policy)
         if arrivals.count != count:
             raise RunFailed(
                 f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, "
@@ -235,7 +235,7 @@ class Learner:
         values = sums.values()
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
-                is_bad = self.world.each(int(not torch.isfinite(mine[index])))
+                is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
                 # A sum may overflow though every rank's part is finite.
                 where = is_bad.index(1) if any(is_bad) else "none alone"
                 blame = self.weights_to_blame()
@@ -244,7 +244,7 @@ class Learner:
 
     def _not_finite(self) -> str:
         """Return the name of a weight that is not finite, or "". A collective."""
-        last = max(self.world.each(last_not_finite(self.weights.values())))
+        last = max(self.world.all_gather(last_not_finite(self.weights.values())))
         return list(self.weights)[last] if last >= 0 else ""
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
@@ -268,7 +268,9 @@ class Learner:
         context-parallel group, those that broke first. Weight gradients are already sums over
         ranks. If no pass broke, only the rank that holds the shard is known.
         """
-        found = self.world.each(last_not_finite(weight.grad for weight in self.weights.values()))
+        found = self.world.all_gather(
+            last_not_finite(weight.grad for weight in self.weights.values())
+        )
         if max(found) < 0:
             raise RunFailed(
                 f"step {step}: the gradient norm overflows though every gradient is finite; "
@@ -286,8 +288,10 @@ class Learner:
     def _ranks_that_broke(self) -> list[int]:
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
-        broke = self.world.each(own)
-        groups = self.world.each(self.world.data_rank)  # ranks of a cp group train the same data
+        broke = self.world.all_gather(own)
+        groups = self.world.all_gather(
+            self.world.data_rank
+        )  # ranks of a cp group train the same data
         first: dict[int, int] = {}
         for group, index in zip(groups, broke, strict=True):
             if index >= 0:

@@ -104,9 +104,9 @@ class HostCopy:
         Every rank reads its available memory before the first all-gather, hence before any rank
         allocates.
         """
-        hosts = world.each(host_number())
-        available = world.each(available_bytes())
-        needed = world.each(num_bytes - self._buffer.numel())
+        hosts = world.all_gather(host_number())
+        available = world.all_gather(available_bytes())
+        needed = world.all_gather(num_bytes - self._buffer.numel())
         here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         whose = "this rank's copy"
         if len(here) > 1:

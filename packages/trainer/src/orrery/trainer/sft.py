@@ -25,7 +25,7 @@ from orrery.trainer.chats import Chat, Chats
 from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s, warms_up
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
-from orrery.trainer.parallel.fsdp import release
+from orrery.trainer.parallel.fsdp import reshard_all
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft_data import Examples, batches, open_examples, prefetch
 from orrery.trainer.stage_checkpoints import StageCheckpoints
@@ -124,7 +124,7 @@ class ValidationSet:
             logprob_M, _ = learner.policy(batch)
             counts_M = batch.loss.cross_entropy_weight.double()  # 0 for a padding row
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
-        release(learner.policy)
+        reshard_all(learner.policy)
         nats, num_tokens = world.sum(total).tolist()
         if not math.isfinite(nats):
             raise RunFailed(
@@ -162,7 +162,7 @@ def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)
-    shared = [index for index in world.each(found) if index >= 0]
+    shared = [index for index in world.all_gather(found) if index >= 0]
     if shared:
         chat = training[min(shared)]
         raise OrreryError(

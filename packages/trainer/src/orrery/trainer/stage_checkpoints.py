@@ -108,7 +108,7 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
     # Rank 0 decides, because other nodes may see a new folder late.
-    step, attempt = (world.each(number)[0] for number in newest)
+    step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None
     ctx.health.doing(f"resuming from step {step}", step=step, still_s=io_stall_s(world.size))

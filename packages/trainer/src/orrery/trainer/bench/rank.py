@@ -30,7 +30,7 @@ from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.memory_plan.out_of_memory import device_bytes, explain, is_out_of_memory
 from orrery.trainer.parallel import build_policy, fsdp
-from orrery.trainer.parallel.world import World, device_for, dissolve, form
+from orrery.trainer.parallel.world import World, destroy_world, device_for, init_world
 
 STEP = "orrery.step"
 STD = 0.02
@@ -55,7 +55,7 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
     """This rank's numbers."""
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
-    world = form(
+    world = init_world(
         request.trainer.mesh,
         rank,
         device,
@@ -94,7 +94,7 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
                 error, rank, step, request.model, request.trainer, request.load, request.num_devices
             )
         }
-    dissolve(
+    destroy_world(
         world
     )  # here alone: ranks that failed leave collectives in flight, and end without order
     return answer

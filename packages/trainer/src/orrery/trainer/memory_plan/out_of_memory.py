@@ -32,21 +32,21 @@ END_S = 10.0
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Where:
+class StageProgress:
     """How far a stage has got; `learner` is None while it is being built."""
 
     learner: Learner | None = None
 
 
 @contextmanager
-def explained(ctx: RoleContext) -> Iterator[Where]:
+def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
     """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
-    where, world_size = Where(), ctx.manifest.trainer.mesh.world_size
+    progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
     if (
         ctx.index == 0
         and (
-            text := foreseen(
+            text := predict_out_of_memory(
                 ctx.manifest, ctx.stage, device_bytes(), available_bytes() // ranks_here
             )
         )
@@ -54,17 +54,17 @@ def explained(ctx: RoleContext) -> Iterator[Where]:
     ):
         ctx.log.warning(text)
     try:
-        yield where
+        yield progress
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        step = None if where.learner is None else where.learner.step + 1
+        step = None if progress.learner is None else progress.learner.step + 1
         text = explain(
             error,
             ctx.index,
             step,
             ctx.manifest.model,
-            *of_stage(ctx.manifest, ctx.stage),
+            *stage_workload(ctx.manifest, ctx.stage),
             ranks_here,
         )
         if world_size > 1:
@@ -112,7 +112,7 @@ def explain(
     return f"rank {rank} could not have host memory pinned {_when(step)}, though its device has room; {left}; {remedy}"
 
 
-def foreseen(
+def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
     """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell.
@@ -121,7 +121,7 @@ def foreseen(
     """
     if not capacity:
         return None
-    trainer, load = of_stage(manifest, stage)
+    trainer, load = stage_workload(manifest, stage)
     try:
         counted = sizes(manifest.model, trainer.lora)
         found = plan(manifest.model, trainer, load, capacity, counted)
@@ -151,7 +151,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def of_stage(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
+def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
     """The stage's trainer, and the most that a data rank may have to do in a step: every sample of full length.
 
     A rollout is as long as the engines' context at most, a chat as what `sft_data.py` lets through.

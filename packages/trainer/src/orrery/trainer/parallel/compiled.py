@@ -44,7 +44,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 @contextmanager
-def told(model: Model) -> Iterator[None]:
+def explain_compile_error(model: Model) -> Iterator[None]:
     """Around forward and backward passes: what torch's compiler raises of a network of transformers becomes OrreryError, a sentence."""
     try:
         yield

@@ -110,7 +110,7 @@ def _units_of(layer: nn.Module) -> list[FSDPModule]:
     return [module for module in layer.modules() if isinstance(module, FSDPModule)]
 
 
-def synchronize_gradients(policy: Policy, last: bool, spec: Fsdp) -> None:
+def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
     """Whether the next backward pass, the `last` of its step or not, reduces gradients over ranks or keeps them local."""
     if not isinstance(policy, FSDPModule):
         return
@@ -120,7 +120,7 @@ def synchronize_gradients(policy: Policy, last: bool, spec: Fsdp) -> None:
         policy.set_requires_all_reduce(last)
 
 
-def release(policy: Policy) -> None:
+def reshard_all(policy: Policy) -> None:
     """After a pass: what stands whole, for a backward pass that may not come, is sharded again.
 
     Until then the policy has those weights as they were gathered, in the compute dtype, and an export would take them so.

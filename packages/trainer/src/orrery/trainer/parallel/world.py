@@ -62,7 +62,7 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
-    def each(self, value: int) -> list[int]:
+    def all_gather(self, value: int) -> list[int]:
         """`value` of every rank, in rank order."""
         mine = torch.tensor([value], device=self.device)
         if self.mesh is None:
@@ -133,7 +133,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     return device
 
 
-def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
+def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
     """The world of `mesh.world_size` ranks; `store` is where they meet (None with one rank that needs no process group)."""
     if store is None:
         return World(rank, 1, device, None)
@@ -147,7 +147,7 @@ def form(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) 
         world_size=mesh.world_size,
         timeout=timedelta(seconds=scaled(COLLECTIVE_DEADLINE_S)),
     )
-    return world_of(mesh, rank, device)
+    return make_world(mesh, rank, device)
 
 
 def _divide_multiprocessors() -> None:
@@ -160,7 +160,7 @@ def _divide_multiprocessors() -> None:
     leave_multiprocessors(int(blocks))
 
 
-def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
+def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
     """The meshes of `mesh` over all ranks of the process group, which must be as many. A collective."""
     if (found := dist.get_world_size()) != mesh.world_size:
         raise RunFailed(
@@ -185,7 +185,7 @@ def world_of(mesh: Mesh, rank: int, device: torch.device) -> World:
     )
 
 
-def meet(ctx: "RoleContext", world_size: int) -> dist.Store:
+def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
     """The TCPStore of this stage's trainer ranks: rank 0 serves it, the others find it by its published address."""
     from orrery.transport import rendezvous
 
@@ -213,6 +213,6 @@ def meet(ctx: "RoleContext", world_size: int) -> dist.Store:
     )
 
 
-def dissolve(world: World) -> None:
+def destroy_world(world: World) -> None:
     if world.mesh is not None:
         dist.destroy_process_group()
