@@ -1,11 +1,12 @@
-"""Builds one image, byte for byte the same wherever it is built, and keeps `containers/images.lock`.
+"""Build one image to the same bytes on every machine, and write `containers/images.lock`.
 
-    python containers/build.py build IMAGE HARDWARE IMAGES_FOLDER      the SIF file, and a note of it under IMAGES_FOLDER/built
-    python containers/build.py lock RECORD...                         writes what was built into containers/images.lock
+    python containers/build.py build IMAGE HARDWARE FOLDER   the SIF file and FOLDER/built/<record>
+    python containers/build.py lock RECORD...                records into containers/images.lock
 
-- Runs alike as root and as a plain user: root takes a user namespace, since the root of a container lacks rights that Apptainer asks for.
-- Needs apptainer, uv and room for the image's files in TMPDIR (gigabytes; a memory file system is much faster).
-- The same sha256 follows from the recipe, and from the versions of apptainer and squashfs-tools; a digest that is not the lock's is said.
+- Runs as root and as a plain user. Root enters a user namespace first, because root in a container
+  lacks rights that Apptainer needs.
+- Needs apptainer, uv, and gigabytes in TMPDIR. A memory file system is much faster.
+- The sha256 follows from the recipe and the versions of apptainer and squashfs-tools.
 """
 
 import json
@@ -30,7 +31,7 @@ FETCH_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
-    """Puts the image into `folder` under the name of its digest; raises CalledProcessError when a tool fails."""
+    """Build an image into `folder`. Raise CalledProcessError if a tool fails."""
     recipe = images.recipe(workspace, image, hardware)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"orrery-{image}-", ignore_cleanup_errors=True) as name:
@@ -42,17 +43,9 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
             (work / "base.sif").symlink_to(_built(workspace, folder, "base", hardware))
             lock = next(part for part in images.parts(image, hardware) if part.startswith("locks/"))
             compiler = _built(workspace, folder, "base", "cuda")
-            subprocess.run(
-                [
-                    "bash",
-                    workspace.root / "containers/python.sh",
-                    lock,
-                    environment["BUILD_PACKAGES"],
-                    compiler,
-                ],
-                env=environment,
-                check=True,
-            )
+            script = workspace.root / "containers/python.sh"
+            arguments = [lock, environment["BUILD_PACKAGES"], compiler]
+            subprocess.run(["bash", script, *arguments], env=environment, check=True)
         _apptainer(workspace.root / f"containers/{image}.def", hardware, work, environment)
         normalise(work / "image.sif")
         built = Built(recipe, images.sha256(work / "image.sif"))
@@ -67,7 +60,7 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
 
 
 def _prefetch(lock: Path, cache: Path) -> None:
-    """The packages of a lock into `cache`, where the build finds them; a network that stumbles is asked again, at last it says why."""
+    """Fetch the packages of a lock into `cache`, with retries. Raise OSError after the last."""
     time_stamp, packages = read_lock(lock)
     cache.mkdir(parents=True, exist_ok=True)
 
@@ -84,7 +77,7 @@ def _prefetch(lock: Path, cache: Path) -> None:
 
 
 def _environment(workspace: Workspace, folder: Path, work: Path) -> dict[str, str]:
-    """What the definition files and python.sh read."""
+    """Return the environment of the definition files and of python.sh."""
     own = {
         "BUILD_PYTHON": Path(sys.executable),
         "BUILD_ROOT": workspace.root,
@@ -105,25 +98,10 @@ def _apptainer(
 ) -> None:
     alone = ["unshare", "--user", "--map-root-user"] if os.geteuid() == 0 else []
     argument = ["--build-arg", f"HARDWARE={hardware}"] if definition.name == "base.def" else []
-    command = [
-        *alone,
-        "apptainer",
-        "--silent",
-        "build",
-        "--force",
-        *argument,
-        f"--mksquashfs-args={images.MKSQUASHFS}",
-        "image.sif",
-        str(definition),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=work,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    options = ["--force", *argument, f"--mksquashfs-args={images.MKSQUASHFS}"]
+    build = ["apptainer", "--silent", "build", *options, "image.sif", str(definition)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([*alone, *build], cwd=work, env=environment, text=True, **pipes)
     if done.returncode:
         print(done.stdout, file=sys.stderr)
         done.check_returncode()
@@ -135,29 +113,30 @@ def _built(workspace: Workspace, folder: Path, image: Image, hardware: Hardware)
 
 
 def against_lock(name: str, built: Built, locked: Built | None) -> str:
-    """How what was built stands to `images.lock`, in one sentence."""
+    """Compare a built image with `images.lock`, in one sentence."""
     if locked is None:
         return f"{name}: {built.sif[:16]}; it is not in {images.LOCK} yet"
     if locked == built:
         return f"{name}: {built.sif[:16]}, as {images.LOCK} says"
     if locked.recipe != built.recipe:
-        return f"{name}: {built.sif[:16]}; the recipe has changed since {images.LOCK} was written, so this is another image"
+        return (
+            f"{name}: {built.sif[:16]}; the recipe has changed since {images.LOCK} was written, "
+            "so this is another image"
+        )
     return (
-        f"{name}: {built.sif[:16]} is not the {locked.sif[:16]} of {images.LOCK}, though the recipe is the same: "
-        f"{_version('apptainer', '--version')} or {_version('mksquashfs', '-version')} differs from what wrote the lock"
+        f"{name}: {built.sif[:16]} is not the {locked.sif[:16]} of {images.LOCK}, though the "
+        f"recipe is the same: {_version('apptainer', '--version')} or "
+        f"{_version('mksquashfs', '-version')} differs from what wrote the lock"
     )
 
 
 def _version(*command: str) -> str:
-    return (
-        subprocess.run(command, capture_output=True, text=True)
-        .stdout.partition("\n")[0]
-        .partition(" (")[0]
-    )
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    return printed.partition("\n")[0].partition(" (")[0]
 
 
 def write_lock(workspace: Workspace, records: list[Path]) -> None:
-    """Merges records (`<image>-<hardware>-<recipe>.json`) into images.lock."""
+    """Merge records (`<image>-<hardware>-<recipe>.json`) into images.lock."""
     lock = images.locked(workspace)
     for record in records:
         image, hardware, _ = record.name.split("-")
@@ -168,10 +147,9 @@ def write_lock(workspace: Workspace, records: list[Path]) -> None:
 
 def main(argv: list[str]) -> None:
     workspace = find_workspace(Path(__file__))
+    known = {(image, hardware) for image in images.IMAGES for hardware in get_args(Hardware)}
     match argv:
-        case ["build", image, hardware, folder] if image in images.IMAGES and hardware in get_args(
-            Hardware
-        ):
+        case ["build", image, hardware, folder] if (image, hardware) in known:
             built = build(workspace, image, hardware, Path(folder))  # type: ignore[arg-type]
             name = f"{hardware}/{image}"
             print(against_lock(name, built, images.locked(workspace).get(name)))

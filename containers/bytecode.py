@@ -1,9 +1,9 @@
-"""Compiles the Python files below some folders, the same bytes on every machine; runs in the image, by its Python.
+"""Compile the Python files of an image to the same bytes on every machine. Runs in the image.
 
-- A .pyc names no time: it counts as valid for ever, which holds in an image, where nothing changes.
-- What marshal writes depends on which files the process compiled before (it notes which constants are shared), so files are dealt to a
-  fixed number of processes in a fixed order, however many cores there are. Hash seeds are fixed for the same reason.
-- A file that does not compile stays as it is: packages hold templates and examples for other Pythons.
+- A .pyc file carries no time stamp and counts as valid for ever, because an image does not change.
+- marshal's output depends on the files that the process compiled before. A fixed number of
+  processes therefore compiles the files in a fixed order, whatever the number of cores.
+- A file that does not compile stays without bytecode. Packages hold templates for other Pythons.
 """
 
 import compileall
@@ -18,7 +18,7 @@ SHARDS = 16
 
 
 def sources(folders: list[str]) -> list[Path]:
-    """All Python files, in the order of their names."""
+    """Return all Python files, sorted by path."""
     return sorted(
         path for folder in folders for path in Path(folder).rglob("*.py") if path.is_file()
     )
@@ -32,7 +32,7 @@ def compile_shard(shard: int, folders: list[str]) -> None:
 
 
 def compile_all(folders: list[str]) -> None:
-    """Raises CalledProcessError when a process fails, not when a file does not compile."""
+    """Raise CalledProcessError if a process fails. A file that does not compile is no failure."""
     argv = [sys.executable, "-S", "-P", "-W", "ignore", __file__]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [

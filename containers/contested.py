@@ -1,7 +1,9 @@
-"""Says which packages write a file that another writes otherwise, a name a line in the order of names: `contested.py FOLDER`.
+"""Print the packages that install a file with another content than another package does.
 
-uv lays packages out side by side, and the one that comes last has its way, another at every installation. Installed once more, one after
-the other, they leave the same files everywhere.
+uv installs packages in parallel, so the last writer of such a file differs between installations.
+python.sh installs the printed packages again, one after another, which fixes the order.
+
+    python containers/contested.py FOLDER
 """
 
 import csv
@@ -12,7 +14,7 @@ from pathlib import Path
 
 
 def contested(folder: Path) -> list[str]:
-    """Normalised names of distributions, by the hashes in their RECORD files."""
+    """Return normalised names of distributions, by the hashes in their RECORD files."""
     writers: dict[str, dict[str, str]] = defaultdict(dict)  # path → name → hash
     for record in folder.glob("*.dist-info/RECORD"):
         name = re.sub(r"[-_.]+", "-", record.parent.name.partition("-")[0]).lower()

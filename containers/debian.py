@@ -1,13 +1,14 @@
-"""Debian as a list of files: which packages at which versions make the root of an image, and that root made of them.
+"""Lock the Debian packages of an image, and unpack a lock into a root file system.
 
-    python containers/debian.py lock cpu                                   debian.cpu.in → debian.cpu.lock; needs apt, so a Debian 12
+    python containers/debian.py lock cpu      write debian.cpu.lock; needs apt of Debian 12
     python containers/debian.py unpack containers/debian.cpu.lock ROOT CACHE
 
-- A lock's line is `name version sha256 path`, the path below a mirror; its first line dates a snapshot in which all of them stand.
-- Unpacking is exact: each file is checked against its sha256, no script of a package runs, and what those scripts would make and programs
-  need (accounts, the bundle of certificates) is made here. So it needs neither root nor Debian, and the same lock gives the same tree.
-- Where packages come from: DEBIAN_MIRROR (a folder or address that holds `debian/` and `debian-security/`) if it is set; else this
-  machine's mirror, Debian's, and at last snapshot.debian.org, which keeps what mirrors drop. The sha256 makes them equal.
+- A lock's first line dates a snapshot that holds all packages. Each further line is
+  `name version sha256 path`, with the path below a mirror.
+- `unpack` verifies every sha256 and runs no package scripts. It makes the accounts and the
+  certificate bundle itself, so it needs neither root nor Debian.
+- Packages come from DEBIAN_MIRROR (a folder or address with `debian/` and `debian-security/`) if
+  it is set. Otherwise from apt's mirror, deb.debian.org or snapshot.debian.org, in this order.
 """
 
 import hashlib
@@ -31,19 +32,14 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 DEBIAN = "http://deb.debian.org"
 SNAPSHOT = "http://snapshot.debian.org/archive/{archive}/{time}/{path}"
-MERGED = (
-    "bin",
-    "sbin",
-    "lib",
-    "lib64",
-)  # links into /usr, which packages of Debian 12 still write through
+MERGED = ("bin", "sbin", "lib", "lib64")  # links into /usr that packages still write through
 LEFT_OUT = re.compile(
     r"usr/share/(?:doc/(?!.*/copyright$)|man/|info/|locale/|lintian/|doc-base/).*"
 )
 
 
 class Package(NamedTuple):
-    """One package file; `path` begins with the archive, `debian` or `debian-security`."""
+    """A package file. `path` begins with the archive, `debian` or `debian-security`."""
 
     name: str
     version: str
@@ -52,14 +48,14 @@ class Package(NamedTuple):
 
 
 class Lock(NamedTuple):
-    """The packages of a root, sorted by name; `time` is a snapshot (`20261120T000000Z`) that has them all."""
+    """Packages sorted by name. `time` names a snapshot that has them all (`20261120T000000Z`)."""
 
     time: str
     packages: tuple[Package, ...]
 
 
 def read_lock(path: Path) -> Lock:
-    """Raises ValueError for a line that is no package."""
+    """Read a lock. Raise ValueError if a line names no package."""
     lines = path.read_text().splitlines()
     packages = []
     for line in lines[1:]:
@@ -72,7 +68,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def addresses(package: Package, time: str) -> list[str]:
-    """Where a package may be had, in the order of trying."""
+    """Return the addresses of a package, in the order of trying."""
     path = urllib.parse.quote(package.path)
     if named := os.environ.get("DEBIAN_MIRROR"):
         base = named if "://" in named else Path(named).resolve().as_uri()
@@ -87,7 +83,7 @@ def addresses(package: Package, time: str) -> list[str]:
 
 
 def apt_mirrors(folder: Path = Path("/etc/apt/sources.list.d")) -> list[str]:
-    """The addresses that apt uses on this machine; [] where there is no apt."""
+    """Return the addresses that apt uses on this machine, [] without apt."""
     return [
         address.rstrip("/")
         for file in sorted(folder.glob("*.sources"))
@@ -96,7 +92,10 @@ def apt_mirrors(folder: Path = Path("/etc/apt/sources.list.d")) -> list[str]:
 
 
 def fetch(package: Package, time: str, cache: Path) -> Path:
-    """The package's file in `cache`, with the right sha256; raises OSError naming every address that did not have it."""
+    """Return the package's file in `cache`, verified.
+
+    Raise OSError with every address that was tried if none has the file.
+    """
     path = cache / f"{package.sha256[:16]}-{PurePosixPath(package.path).name}"
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == package.sha256:
         return path
@@ -116,12 +115,13 @@ def fetch(package: Package, time: str, cache: Path) -> Path:
         part.replace(path)
         return path
     raise OSError(
-        f"{package.name} {package.version} could not be fetched; set DEBIAN_MIRROR to a mirror that has it: {'; '.join(tried)}"
+        f"{package.name} {package.version} could not be fetched; "
+        f"set DEBIAN_MIRROR to a mirror that has it: {'; '.join(tried)}"
     )
 
 
 def members(deb: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the members of an `ar` archive, which a Debian package is (deb(5))."""
+    """Yield (name, content) of the members of a Debian package, an `ar` archive (deb(5))."""
     data = deb.read_bytes()
     at = 8
     while at < len(data):
@@ -131,7 +131,7 @@ def members(deb: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def unpack(deb: Path, root: Path) -> str:
-    """Puts a package's files into `root`, all of them root's and none setuid; returns its control stanza."""
+    """Unpack a package into `root`, owned by root, none setuid. Return its control stanza."""
     control = ""
     for name, data in members(deb):
         if not name.startswith(("control.tar", "data.tar")):
@@ -143,15 +143,14 @@ def unpack(deb: Path, root: Path) -> str:
                 assert file is not None
                 control = file.read().decode()
             else:
-                archive.extraction_filter = lambda member, _: (
-                    member
-                )  # older Pythons know no filters and take every member as it is
+                # Python before 3.12 extracts every member unfiltered; do the same after it.
+                archive.extraction_filter = lambda member, _: member
                 archive.extractall(root, [one for one in archive if _settle_member(one)])
     return control
 
 
 def _settle_member(member: tarfile.TarInfo) -> bool:
-    """Whether a file is in the image; if so, `member` becomes as the image has it."""
+    """Return whether the image holds the member, and set the member's owner and mode."""
     path = member.name.removeprefix("./").rstrip("/")
     if not path or path in MERGED or (LEFT_OUT.match(path) and not member.isdir()):
         return False
@@ -161,7 +160,7 @@ def _settle_member(member: tarfile.TarInfo) -> bool:
 
 
 def make_root(lock: Path, root: Path, cache: Path) -> None:
-    """The tree of a lock in the empty folder `root`."""
+    """Unpack all packages of a lock into the empty folder `root`."""
     time, packages = read_lock(lock)
     cache.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(8) as pool:
@@ -174,14 +173,15 @@ def make_root(lock: Path, root: Path, cache: Path) -> None:
         stanza = unpack(deb, root)
         if f"Version: {package.version}\n" not in stanza:
             raise ValueError(
-                f"{lock.name}: the file of {package.name} is not version {package.version}; write the lock anew"
+                f"{lock.name}: the file of {package.name} is not version {package.version}; "
+                "write the lock anew"
             )
         stanzas.append(stanza.replace("\n", "\nStatus: install ok installed\n", 1))
     _settle(root, stanzas)
 
 
 def _settle(root: Path, stanzas: list[str]) -> None:
-    """What the packages' scripts would have done, as far as programs in the image need it."""
+    """Make the files that the packages' scripts would have made."""
     for folder in ("tmp", "var/tmp", "var/lib/dpkg", "etc/ssl/certs", "orrery/code", "orrery/run"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     for folder in ("tmp", "var/tmp"):
@@ -202,7 +202,7 @@ def _settle(root: Path, stanzas: list[str]) -> None:
 
 
 def write_lock(hardware: str) -> None:
-    """debian.<hardware>.lock from debian.<hardware>.in: the newest versions in apt's archives, as apt resolves them for an empty system."""
+    """Write debian.<hardware>.lock from debian.<hardware>.in with the newest versions of apt."""
     names = [
         line
         for line in (HERE / f"debian.{hardware}.in").read_text().splitlines()
@@ -244,7 +244,7 @@ def write_lock(hardware: str) -> None:
 
 
 def _locked(line: str, downloads: Path) -> Package:
-    """A package of a line of `apt-get --print-uris` (`'address' file size digest`) and of the file that apt has fetched and verified."""
+    """Parse a line of `apt-get --print-uris`: `'address' file size digest`."""
     address, file = line.split()[:2]
     path = re.search(r"/(debian(?:-security)?/pool/.*)'$", address)
     if path is None:

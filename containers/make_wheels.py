@@ -1,7 +1,9 @@
-"""Makes a wheel of every source archive in a folder, beside it; runs in an image that has a compiler: `make_wheels.py FOLDER`.
+"""Build a wheel of every source archive in a folder. Runs in an image with a compiler.
 
-- The packages' own `setup.py` says what is in a wheel; the setuptools that builds it is the one of the lock, on PYTHONPATH.
-- Archives are unpacked under fixed paths, so that no name of a folder of the host is in what is compiled.
+    python make_wheels.py FOLDER
+
+- The wheel's content follows from the package's `setup.py` and the locked setuptools.
+- Archives are unpacked under fixed paths, so that compiled files name no folder of the host.
 """
 
 import os
@@ -16,7 +18,7 @@ if __name__ == "__main__":
     for archive in sorted(folder.glob("*.tar.gz")):
         source = Path("/tmp/source") / archive.name.removesuffix(".tar.gz")
         with tarfile.open(archive) as file:
-            file.extractall(source.parent)  # its sha256 is that of the lock
+            file.extractall(source.parent)  # verified against the lock
         os.chdir(source)
         sys.argv = ["setup.py"]
         print(archive.name, "→", build_meta.build_wheel(str(folder)))

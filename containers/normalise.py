@@ -1,12 +1,13 @@
-"""Makes a SIF file depend on its content alone: takes the times, the random id and the builder's user out of its header.
+"""Remove times, the random id and the builder's user from the header of a SIF file.
 
     python containers/normalise.py IMAGE.sif
 
-Offsets are those of the Singularity Image Format, version 01 (github.com/apptainer/sif, pkg/sif/sif.go): little-endian, packed.
-- Global header, 128 bytes: launch 0:32, magic 32:42, version 42:45, arch 45:48, id 48:64, created 64:72, modified 72:80,
-  descriptors free 80:88, descriptors in all 88:96, offset of descriptors 96:104, …
-- Descriptor, 585 bytes: type 0:4, used 4:5, id 5:9, group 9:13, link 13:17, offset 17:25, size 25:33, padded size 33:41, created 41:49,
-  modified 49:57, user 57:65, group 65:73, name 73:201, extra 201:585.
+Offsets follow the Singularity Image Format 01 (github.com/apptainer/sif, pkg/sif/sif.go).
+All fields are little-endian and packed.
+- Global header, 128 bytes: magic 32:42, version 42:45, arch 45:48, id 48:64, created 64:72,
+  modified 72:80, free descriptors 80:88, all descriptors 88:96, offset of descriptors 96:104.
+- Descriptor, 585 bytes: type 0:4, used 4:5, id 5:9, group 9:13, link 13:17, offset 17:25,
+  size 25:33, padded size 33:41, created 41:49, modified 49:57, user 57:65, group 65:73.
 """
 
 import struct
@@ -19,7 +20,7 @@ TIMES_AND_OWNER = slice(41, 73)
 
 
 def normalise(path: Path) -> None:
-    """In place; doing it twice changes nothing more. Raises ValueError for a file that is no SIF of version 01."""
+    """Rewrite `path` in place. Raise ValueError if it is not a SIF file of version 01."""
     with path.open("r+b") as file:
         header = bytearray(file.read(HEADER_BYTES))
         if header[32:45] != b"SIF_MAGIC\x0001\x00":

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Lays out the packages of a lock as they stand below /usr/local in an image, each file checked against its hash:
-#     python.sh LOCK FOLDER COMPILER      COMPILER: the image base-cuda, in which packages that publish no wheel are compiled
-# uv, its cache and where it and pip look for packages are the host's; the packages are those for the image's Python.
+# Install the packages of a lock into FOLDER as they stand below /usr/local in an image, with verified hashes.
+#     python.sh LOCK FOLDER COMPILER      COMPILER: the image base-cuda, which compiles packages without a wheel
+# uv, its cache and its package index are those of the host. The packages are for the image's Python.
 set -euo pipefail
 lock=$1 folder=$2 compiler=$3
 cd "$(dirname "$0")/.."
 
 version=$(<.python-version)
-for python in $(type -ap "python$version" python3); do # virtual environments need not have pip
+for python in $(type -ap "python$version" python3); do # a virtual environment may lack pip
     "$python" -m pip --version >/dev/null 2>&1 && break
 done
 source locks/sources.sh
@@ -29,7 +29,7 @@ install() { # LOCK OPTIONS
 }
 install "$sdists/wheels.txt"
 contested=$("$python" containers/contested.py "$packages")
-for name in $contested; do # the last by name has its way, not whichever came last
+for name in $contested; do # so that the last by name wins
     awk -v wanted="$name" '/^[a-z]/ { split($1, name, "=="); take = name[1] == wanted } take' "$sdists/wheels.txt" >"$sdists/one.txt"
     install "$sdists/one.txt" --reinstall
 done
@@ -51,7 +51,7 @@ if grep -q '^[a-z]' "$sdists/sources.txt"; then
     for wheel in "$sdists"/*.whl; do "$python" -m zipfile -e "$wheel" "$packages"; done
 fi
 
-# Scripts name the host's Python in their first line, and metadata the script's digest: the image's Python in the one, no line in the other.
+# Scripts start with the host's Python: write the image's instead, and drop the scripts' digests from RECORD.
 if [ -d "$packages/bin" ]; then
     find "$packages/bin" -type f -exec sed -i "1s|^#!.*python.*|#!/usr/bin/python$version|" {} +
     mv "$packages/bin" "$folder/bin"
