@@ -6,7 +6,7 @@ RUN ?= reverse_text
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench gate lock clean
+.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench bench-page gate lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,11 +45,15 @@ check: setup ## lint, formats, types, import contracts, and that manifests/ is u
 	@mypy
 	@lint-imports
 	@orrery check
+	@python benchmarks/page.py --check
 
 fmt: setup ## format, and mend what can be mended
 	@ruff check --fix .
 	@ruff format .
 	@snakefmt Snakefile
+
+bench-page: setup ## write docs/benchmarks.md from the records under benchmarks/
+	@python benchmarks/page.py
 
 render: setup ## write manifests/ from jsonnet/
 	@orrery render

@@ -1,0 +1,295 @@
+"""Write docs/benchmarks.md: every record under benchmarks/, a table a topic.
+
+    python benchmarks/page.py            write the page
+    python benchmarks/page.py --check    exit with 1 if the page is not what the records say
+
+`TOPICS` holds the order and the wording. All numbers, units, goals and dates come from the records.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parent / "docs/benchmarks.md"
+HEAD = """\
+# Benchmarks
+
+`make bench-page` generates this page from the records, the JSON files under `benchmarks/`. Each
+record was written by the script beside it and holds the command, versions, commit and details.
+
+- `orrery bench AREA/FIGURE` measures a figure again.
+- `orrery bench --table` prints all figures with their goals in the terminal.
+- A commit that ends in `-dirty` is older than the rule that records need a clean checkout."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: a record's own value, or the value of one of its variants."""
+
+    record: str  # path below benchmarks/, without .json
+    title: str
+    variant: str | None = None
+    peer: str | None = None  # the peer's name, its value being that of `peer_variant`
+    peer_variant: str | None = None
+
+
+def titan(row: str, title: str, suffix: str, variant: str) -> Line:
+    """Return a line of the trainer beside torchtitan's ratio on the same GPUs."""
+    ratio = f"ratio to torchtitan {suffix}"
+    return Line(f"trainer/{row}", title, f"{variant} {suffix}", "torchtitan", ratio)
+
+
+TOPICS: dict[str, tuple[str, list[Line]]] = {
+    "Learning": (
+        "Held-out reward is the mean over problems that no training step used.",
+        [
+            Line("demo/learning", "The demo: reward after RL, lowest of three seeds"),
+            Line("async/starting_reward", "SmolLM2-135M before RL, lowest of three tasks"),
+            Line("async/learning", "SmolLM2: rise of reward, reverse_words", "reverse_words"),
+            Line("async/learning", "SmolLM2: rise of reward, arithmetic", "arithmetic"),
+            Line("async/learning", "SmolLM2: rise of reward, calculator", "calculator"),
+            Line("async/staleness", "Reward with max_off_policy_steps 0", "bound 0"),
+            Line("async/staleness", "Reward with max_off_policy_steps 8", "bound 8"),
+        ],
+    ),
+    "The whole loop": (
+        "Trained tokens a second, end to end, with random weights and answers of drawn lengths. "
+        "Each shape of hardware has its own model and batch, so do not compare the lines.",
+        [
+            Line("async/whole_loop_cpu", "Tiny model, two CPU cores"),
+            Line("async/whole_loop_h200_1", "Both roles on one H200"),
+            Line("async/whole_loop_h200_2", "Two H200"),
+            Line("async/whole_loop_h200_2_fp8", "Two H200, FP8 engine"),
+            Line("async/whole_loop_h200_4", "Four H200"),
+            Line("async/asynchrony_cpu", "Asynchronous relative to synchronous, CPU"),
+            Line("async/asynchrony_h200_4", "Asynchronous relative to synchronous, four H200"),
+            Line("demo/wall_time", "The demo: wall time of all stages"),
+            Line("demo/wall_time", "The demo: RL stage of 100 steps", "stage rl"),
+            Line("demo/wall_time", "The demo: trainer busy during RL", "RL: trainer busy"),
+        ],
+    ),
+    "Inference": (
+        "An engine of Qwen3-30B-A3B's shape on one H200, or a tiny one on a CPU.",
+        [
+            Line(
+                "inference/throughput",
+                "Output tokens/s through client, router and log-probs, relative to plain vLLM",
+                None,
+                "vLLM 0.32 with log-probs",
+                "plain vLLM, log-probs",
+            ),
+            Line("inference/throughput_cpu", "The same on two CPU cores, shared with the client"),
+            Line(
+                "orchestrator/overhead", "Tokens/s through orchestrator and router, share of direct"
+            ),
+            Line(
+                "inference/answer_cost",
+                "API server: processor time a token",
+                "ours",
+                "vLLM",
+                "theirs",
+            ),
+            Line("inference/routes_cost", "Share of tokens/s that returning routes costs"),
+            Line("orchestrator/routes", "Routes from answers into a column, rate of one core"),
+            Line("inference/admission", "Adaptive admission, share of the best fixed limit, CPU"),
+            Line("inference/admission_h200", "Adaptive admission, share of the best fixed limit"),
+            Line(
+                "inference/adapter_cost_cpu",
+                "Engine with a LoRA adapter, share of full weights, CPU",
+            ),
+            Line(
+                "inference/adapter_cost_qwen3_4b",
+                "Engine with a LoRA adapter, share of full weights",
+            ),
+            Line("inference/engine_loss", "A killed engine: seconds until it serves again, files"),
+            Line(
+                "inference/engine_loss_nccl", "A killed engine: seconds until it serves again, NCCL"
+            ),
+            Line(
+                "inference/engine_loss_reverse_text_prefill_decode",
+                "A killed prefill engine: seconds until it serves again",
+            ),
+        ],
+    ),
+    "Weights and the wires": (
+        "Weight updates happen while requests are in flight.",
+        [
+            Line("transport/weight_update", "Engine paused, demo model, files", "files"),
+            Line("transport/weight_update", "Engine paused, demo model, NCCL wire", "nccl"),
+            Line("transport/weight_update", "Engine paused, demo model, NIXL wire", "nixl"),
+            Line("transport/weight_update_smollm2_smoke", "Engine paused, SmolLM2 adapters"),
+            Line(
+                "transport/weight_update_qwen3_4b_16k_1_to_1", "Engine paused, Qwen3-4B, 1 to 1 GPU"
+            ),
+            Line(
+                "transport/weight_update_qwen3_30b_a3b_16k_1_to_1",
+                "Engine paused, Qwen3-30B-A3B, 1 to 1 GPU",
+            ),
+            Line(
+                "transport/weight_update_qwen3_30b_a3b_16k_2_to_2_shared",
+                "Engine paused, Qwen3-30B-A3B, 2 trainer ranks and 2 engine ranks on 2 GPUs",
+            ),
+            Line("transport/pack_and_wire", "Pack, send and receive rollouts on one core"),
+            Line("transport/fingerprint_cpu", "Weight fingerprints, one CPU thread"),
+            Line("transport/fingerprint_gpu", "Weight fingerprints, share of the memory bound"),
+            Line("replay/mismatch", "Mismatch KL without router replay over with, float32 trainer"),
+            Line("replay/receipt", "Decoding an answer's routes, processor time"),
+            Line("replay/step_cost", "Share of a training step that router replay costs"),
+        ],
+    ),
+    "Trainer": (
+        "Tokens a second a GPU. The peer is torchtitan on the same GPUs and the same depth.",
+        [
+            titan("qwen3_0_6b_16k", "Qwen3-0.6B, 16k", "on 1 GPUs", "natural routing"),
+            titan("qwen3_4b_16k", "Qwen3-4B, 16k", "on 2 GPUs", "natural routing"),
+            titan("qwen3_8b_8k", "Qwen3-8B, 8k", "on 4 GPUs", "natural routing"),
+            titan(
+                "qwen3_30b_a3b_16k",
+                "Qwen3-30B-A3B, 16k",
+                "on 4 GPUs, 24 layers",
+                "balanced routing",
+            ),
+            titan(
+                "qwen3_30b_a3b_32k",
+                "Qwen3-30B-A3B, 32k",
+                "on 2 GPUs, 12 layers",
+                "balanced routing",
+            ),
+            titan(
+                "qwen3_30b_a3b_64k", "Qwen3-30B-A3B, 64k", "on 2 GPUs, 8 layers", "balanced routing"
+            ),
+            Line("trainer/qwen3_30b_a3b_131k", "Qwen3-30B-A3B, 131k, 12 layers"),
+            Line("trainer/qwen3_30b_a3b_16k_rl", "Qwen3-30B-A3B, 16k, RL loss, 12 layers"),
+            Line("trainer/qwen3_30b_a3b_64k_rl", "Qwen3-30B-A3B, 64k, RL loss, 8 layers"),
+            Line("trainer/qwen3_30b_a3b_16k_offload", "Qwen3-30B-A3B, 16k, offload, 12 layers"),
+            Line("trainer/qwen3_30b_a3b_lora_16k", "Qwen3-30B-A3B, 16k, LoRA"),
+            Line("trainer/qwen3_30b_a3b_lora_64k", "Qwen3-30B-A3B, 64k, LoRA, 12 layers"),
+            Line("trainer/levers_qwen3_30b_a3b_16k", "The run with each memory option in turn"),
+            Line(
+                "trainer/levers_qwen3_30b_a3b_16k_planned",
+                "Planned peak memory of a GPU, Qwen3-30B-A3B",
+            ),
+            Line("trainer/checkpoint", "Training blocked by a checkpoint"),
+            Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
+            Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
+        ],
+    ),
+    "Kernels": (
+        "The bound is the larger of operations over peak rate and bytes over bandwidth.",
+        [
+            Line("kernels/attention", "Attention forward and backward, 32,768 tokens"),
+            Line("kernels/experts", "Experts of a mixture, forward and backward"),
+            Line("kernels/lm_head", "LM head, loss and gradient"),
+            Line("kernels/adapters", "LoRA on experts, forward and backward"),
+            Line(
+                "kernels/optimizer", "AdamW with its state in host memory, relative to the copies"
+            ),
+        ],
+    ),
+    "Failures and security": (
+        "Defects count, so the goal of most lines is 0.",
+        [
+            Line("faults/kills", "Killed processes: lost or doubled batches, unnamed ends"),
+            Line("faults/strangers", "Attempts of a stranger that change or read anything"),
+            Line("faults/malformed", "Damaged inputs: tracebacks, hangs, half-written files"),
+            Line("faults/authentication", "Authentication, share of a run's CPU time"),
+            Line("faults/canary_cost", "Canary prompts, share of a run's CPU time"),
+            Line("faults/scorers", "Scoring an answer in its own process"),
+        ],
+    ),
+    "Specs, Snakemake and Slurm": (
+        "The Slurm cluster is simulated on two cores, so its lines show overhead, not speed.",
+        [
+            Line("manifest/render", "Render, check and hash 100 runs"),
+            Line("pipeline/dry_run", "`snakemake -n reverse_text_seeds`"),
+            Line("cluster/overhead", "What jobs in containers add to the demo's local processes"),
+            Line("images/build", "Build all CPU images again, packages fetched before"),
+        ],
+    ),
+}
+UNITS = {
+    "times": "×",
+    "us/token": "µs/token",
+    "of the bound": "× bound",
+    "share of time": "share",
+    "Gb/s of a core": "Gb/s",
+    "Gb/s of processor time": "Gb/s",
+}
+NO_UNIT = ("reward", "characters", "batches", "defects", "cases")  # the line's title says it
+
+
+def number(value: float, unit: str) -> str:
+    """Format a value: shares as per cent, large numbers with separators, else 3 digits."""
+    unit = UNITS.get(unit, unit)
+    if unit == "share":
+        return f"{100 * value:.3g} %"
+    shown = f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return shown if any(word in unit for word in NO_UNIT) else f"{shown} {unit}"
+
+
+def goal(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """Return the goal in words, marked if the value misses it; "" without a goal."""
+    if row.get("goal") is None:
+        return ""
+    is_least = row.get("better", base.get("better")) == "higher"
+    is_missed = row["value"] < row["goal"] if is_least else row["value"] > row["goal"]
+    words = f"{'≥' if is_least else '≤'} {number(row['goal'], row.get('unit') or base['unit'])}"
+    return f"{words}, **missed**" if is_missed else words
+
+
+def hardware(record: dict[str, Any]) -> str:
+    """Shorten a record's hardware: the GPUs if there are any, else the processor."""
+    words = record["hardware"] if isinstance(record["hardware"], str) else "see the record"
+    parts = words.split(", ")
+    return parts[-1].replace("NVIDIA ", "") if "NVIDIA" in words else ", ".join(parts[:2])
+
+
+def row(line: Line, records: dict[str, dict[str, Any]]) -> str:
+    base = records[line.record]
+    variants = {one.get("variant"): one for one in base.get("rows", [])}
+    shown = base if line.variant is None else {"goal": None} | variants[line.variant]
+    peer = ""
+    if line.peer is not None:
+        other = variants[line.peer_variant]
+        value = number(other["value"], other.get("unit") or base["unit"])
+        limit = goal(other, base)
+        peer = f"{line.peer}: {value}" + (f" ({limit})" if limit else "")
+    cells = [
+        f"[{line.title}](../benchmarks/{line.record}.json)",
+        number(shown["value"], shown.get("unit") or base["unit"]),
+        goal(shown, base),
+        peer,
+        hardware(base),
+        base["measured_at"][:10],
+    ]
+    return f"|{'|'.join(cells)}|"
+
+
+def page() -> str:
+    """Return the page's text. Raise SystemExit if `TOPICS` misses a record or names none."""
+    paths = sorted(FOLDER.glob("*/*.json"))
+    records = {f"{each.parent.name}/{each.stem}": json.loads(each.read_text()) for each in paths}
+    named = {line.record for _, lines in TOPICS.values() for line in lines}
+    if differs := named ^ set(records):
+        raise SystemExit(f"error: TOPICS of benchmarks/page.py: add or remove {sorted(differs)}")
+    parts = [HEAD]
+    for topic, (text, lines) in TOPICS.items():
+        head = ["", f"## {topic}", "", text, ""]
+        head += ["|figure|value|goal|peer|hardware|date|", "|---|--:|--:|---|---|---|"]
+        parts += [*head, *(row(line, records) for line in lines)]
+    plots = sorted(each.relative_to(FOLDER) for each in FOLDER.glob("*/*.png"))
+    parts += ["", "## Plots", "", *(f"![{one.stem}](../benchmarks/{one})\n" for one in plots)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        if PAGE.read_text() != page():
+            sys.exit(
+                "error: docs/benchmarks.md: it is older than the records; type: make bench-page"
+            )
+    else:
+        PAGE.write_text(page())
