@@ -29,7 +29,7 @@ from orrery.launcher import containers  # noqa: E402
 from orrery.launcher.adopt import adopt  # noqa: E402
 from orrery.launcher.runs import Run, find  # noqa: E402
 from orrery.launcher.site import Roles, Site  # noqa: E402
-from orrery.launcher.stage import Job, run_stage  # noqa: E402
+from orrery.launcher.supervisor import Job, run_stage  # noqa: E402
 from orrery.manifest import run_folder  # noqa: E402
 from orrery.manifest.identity import canonical_json, load, pretty_json, run_dir  # noqa: E402
 from orrery.manifest.plan import StagePlan  # noqa: E402

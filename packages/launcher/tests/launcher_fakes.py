@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from orrery.launcher.site import Roles, Site
-from orrery.launcher.stage import Job, run_stage
+from orrery.launcher.supervisor import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace

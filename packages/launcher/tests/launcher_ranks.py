@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from orrery.launcher.site import Roles, Site
-from orrery.launcher.stage import Job, run_stage
+from orrery.launcher.supervisor import Job, run_stage
 from orrery.manifest.identity import load
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace

@@ -13,8 +13,8 @@ from orrery.launcher import status as statuses
 from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
-from orrery.launcher.stage import done_path, newest_checkpoint
 from orrery.launcher.status import RoleStatus, Status
+from orrery.launcher.supervisor import done_path, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.run_folder import begin, begin_attempt

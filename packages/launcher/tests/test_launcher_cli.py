@@ -24,8 +24,8 @@ from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
 from orrery.launcher.runs import find, job
 from orrery.launcher.site import load_site
-from orrery.launcher.stage import done_path
 from orrery.launcher.status import RoleStatus, Status
+from orrery.launcher.supervisor import done_path
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.workspace import Workspace
@@ -313,8 +313,8 @@ def test_a_plan_is_written_as_the_manifest_and_the_very_commands_that_a_start_su
     executor.site = load_site(executor.workspace)
     executor.logger, executor.report_job_submission = logging.getLogger(), lambda info: None
     monkeypatch.setattr(plugin, "images_of", lambda *given: {})
-    monkeypatch.setattr(plugin.slurm, "call", lambda *command: submitted.append(command) or "12")
-    monkeypatch.setattr(plugin.slurm, "mine", list)
+    monkeypatch.setattr(plugin.queue, "call", lambda *command: submitted.append(command) or "12")
+    monkeypatch.setattr(plugin.queue, "user_jobs", list)
     pipeline = checked_in(executor.workspace)
     (folder,) = pipeline.folders["glm5_shape_smoke"]
     for name in stages:

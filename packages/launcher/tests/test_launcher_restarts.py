@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import stage, status
+from orrery.launcher import status, supervisor
 from orrery.launcher.restarts import WINDOW_S, Restarts
 from orrery.observe import fence
 from orrery.observe.metrics import read
@@ -218,7 +218,7 @@ def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
         return SimpleNamespace(name=f"inference.{index}", node=node, plan=plan, poll=lambda: code)
 
     suspected = []
-    one = object.__new__(stage._Stage)
+    one = object.__new__(supervisor.Supervisor)
     one.run_dir, one.stage, one.attempt, one.wind_down_until_s = run_dir, "rl", 1, None
     one.processes = [engine(0, "b", -signal.SIGKILL), engine(1, "c", None)]
     allocation = SimpleNamespace(silent_nodes=lambda names: suspected.append(names) or names)

@@ -1,6 +1,6 @@
 """Snakemake's executor for the pipeline's stages: one rule, one Slurm job, which may be heterogeneous.
 
-- In: a rule's resource `sbatch`, the options of every component with ` : ` between them (`orrery.launcher.submission`), and its shell
+- In: a rule's resource `sbatch`, the options of every component with ` : ` between them (`orrery.launcher.slurm.job_script`), and its shell
   command, which becomes the batch step itself. Snakemake is not started again on the node.
 - A job's state is asked for every `slurm.poll_s` seconds (site file); the words are mapped in `orrery.launcher.slurm`, and an unknown one
   ends the run.
@@ -26,12 +26,13 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings
 
-from orrery.launcher import slurm, status
+from orrery.launcher import status
 from orrery.launcher.containers import images_of
 from orrery.launcher.plan_files import batch_command
 from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
+from orrery.launcher.slurm import queue
 from orrery.manifest import plan
 from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
@@ -100,28 +101,28 @@ class Executor(RemoteExecutor):
         self._going.append(going.id)
         self.logger.info(
             f"{stage} of {run} is Slurm job {going.id}"
-            + (f" already, {going.word.lower()}" if going.word else "")
+            + (f" already, {going.slurm_state.lower()}" if going.slurm_state else "")
         )
         self.report_job_submission(info)
 
-    def _submit(self, run_dir: Path, stage: str, command: list[str]) -> slurm.SlurmJob:
+    def _submit(self, run_dir: Path, stage: str, command: list[str]) -> queue.SlurmJob:
         """The stage's job: one that an earlier Snakemake left, else a new one. A controller that does not answer is asked again, and first
         whether it did take what it did not answer."""
 
-        def ask() -> slurm.SlurmJob:
-            going = next((one for one in slurm.of_run(run_dir) if one.stage == stage), None)
-            name = slurm.job_name(run_dir, stage)
-            return going or slurm.SlurmJob(
-                slurm.call(*command).strip().split(";")[0], name, "", "", "", "", ""
+        def ask() -> queue.SlurmJob:
+            going = next((one for one in queue.run_jobs(run_dir) if one.stage == stage), None)
+            name = queue.job_name(run_dir, stage)
+            return going or queue.SlurmJob(
+                queue.call(*command).strip().split(";")[0], name, "", "", "", "", ""
             )
 
-        return slurm.patiently(ask, PAUSES_S, lambda error: AWAY.search(str(error)))
+        return queue.retry(ask, PAUSES_S, lambda error: AWAY.search(str(error)))
 
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
     ) -> AsyncGenerator[SubmittedJobInfo, None]:
         try:
-            words = slurm.words(str(info.external_jobid) for info in active_jobs)
+            words = queue.slurm_states(str(info.external_jobid) for info in active_jobs)
         except OrreryError as error:
             self.logger.warning(f"no word from Slurm, asking again: {error}")
             for info in active_jobs:
@@ -131,7 +132,7 @@ class Executor(RemoteExecutor):
             job = str(info.external_jobid)
             word = words.get(job)
             try:
-                state = None if word is None else slurm.state_of(word, job)
+                state = None if word is None else queue.state_of(word, job)
             except OrreryError as error:
                 self._fail(info, str(error))
                 continue
@@ -186,7 +187,7 @@ class Executor(RemoteExecutor):
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
         ids = list(self._going)
         try:
-            slurm.cancel(ids)
+            queue.cancel(ids)
         except OrreryError as error:
             raise WorkflowError(
                 f"Slurm jobs {', '.join(ids)} may still be there: {error}"

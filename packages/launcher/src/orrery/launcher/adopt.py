@@ -21,7 +21,7 @@ from orrery.launcher import lock
 from orrery.launcher import status as statuses
 from orrery.launcher.receipt import ADOPTED
 from orrery.launcher.runs import Run, resume_command
-from orrery.launcher.stage import newest_checkpoint
+from orrery.launcher.supervisor import newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json

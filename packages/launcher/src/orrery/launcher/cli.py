@@ -68,7 +68,7 @@ def run(
 ) -> None:
     """Run one stage here: start its processes, watch them, end them together. `snakemake` calls this for every stage in order."""
     from orrery.launcher.runs import job
-    from orrery.launcher.stage import run_stage
+    from orrery.launcher.supervisor import run_stage
 
     one = job(word, stage)
     outcome = run_stage(one)

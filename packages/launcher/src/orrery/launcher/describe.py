@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from orrery.launcher import slurm
 from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
-from orrery.launcher.stage import newest_checkpoint
+from orrery.launcher.slurm import queue
+from orrery.launcher.supervisor import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
 from orrery.manifest.run_folder import check_layout
@@ -151,18 +151,18 @@ def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
     )
 
 
-def _jobs(run_dir: Path) -> tuple[list[slurm.SlurmJob], list[str]]:
+def _jobs(run_dir: Path) -> tuple[list[queue.SlurmJob], list[str]]:
     """The run's jobs in Slurm's queue; where there is no word from it, a line that says so: a status is better than an error."""
     try:
-        return slurm.of_run(run_dir), []
+        return queue.run_jobs(run_dir), []
     except OrreryError as error:
         return [], [f"  Slurm does not answer, so jobs may be missing here: {error}"]
 
 
-def _job_line(job: slurm.SlurmJob) -> str:
+def _job_line(job: queue.SlurmJob) -> str:
     if job.state == "waiting":
-        return f"  job {job.id} ({job.stage}): {job.word.lower()}, waits for {job.reason}"
-    return f"  job {job.id} ({job.stage}): {job.word.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
+        return f"  job {job.id} ({job.stage}): {job.slurm_state.lower()}, waits for {job.reason}"
+    return f"  job {job.id} ({job.stage}): {job.slurm_state.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:

@@ -13,8 +13,8 @@ from orrery.launcher import images
 from orrery.launcher.containers import apptainer, image_of, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
-from orrery.launcher.steps import StepPlan, srun, step_plans
-from orrery.launcher.submission import Component, components, nodes, sbatch_options
+from orrery.launcher.slurm.job_script import Component, components, nodes, sbatch_options
+from orrery.launcher.slurm.steps import StepPlan, srun, step_plans
 from orrery.manifest.built import notes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir

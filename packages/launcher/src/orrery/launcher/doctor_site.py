@@ -32,8 +32,8 @@ from orrery.launcher.doctor_nodes import (
 from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
 from orrery.launcher.runs import runs_root
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm import clean_environment, seconds
-from orrery.launcher.submission import gres
+from orrery.launcher.slurm.job_script import gres
+from orrery.launcher.slurm.queue import clean_environment, seconds
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from orrery.launcher import containers
 from orrery.launcher.runs import Run
 from orrery.launcher.site import Site
-from orrery.launcher.slurm import clean_environment
+from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from orrery.launcher.describe_plan import describe_stage
 from orrery.launcher.site import Site, cluster, load_site
-from orrery.launcher.submission import sbatch_options
+from orrery.launcher.slurm.job_script import sbatch_options
 from orrery.manifest import plan as plans
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orrery.launcher.allocation import INSIDE
 from orrery.launcher.describe_plan import describe_stage
 from orrery.launcher.runs import Run
 from orrery.launcher.site import Site
-from orrery.launcher.slurm import job_name
-from orrery.launcher.submission import sbatch_options
+from orrery.launcher.slurm.allocation import INSIDE
+from orrery.launcher.slurm.job_script import sbatch_options
+from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
 from orrery.manifest.plan import stage

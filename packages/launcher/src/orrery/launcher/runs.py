@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.launcher import lock
-from orrery.launcher.allocation import INSIDE, allocation
 from orrery.launcher.site import check_network, cluster, load_site
-from orrery.launcher.stage import Job, done_path
+from orrery.launcher.slurm.allocation import INSIDE, allocation
+from orrery.launcher.supervisor import Job, done_path
 from orrery.manifest.built import check_built
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from orrery.launcher import lock, slurm
+from orrery.launcher import lock
+from orrery.launcher.slurm import queue
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import write_atomic
@@ -69,7 +70,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
     if status.slurm_job is None or status.host == socket.gethostname():
         return lock.holder(run_dir) is None
     try:
-        word = slurm.words([status.slurm_job]).get(status.slurm_job)
-        return word is None or slurm.state_of(word, status.slurm_job) != "running"
+        word = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
+        return word is None or queue.state_of(word, status.slurm_job) != "running"
     except OrreryError:
         return False  # no Slurm to ask from here; its silence is not the launcher's death

@@ -5,9 +5,10 @@ import signal
 import time
 from pathlib import Path
 
-from orrery.launcher import lock, slurm
+from orrery.launcher import lock
 from orrery.launcher import status as statuses
-from orrery.launcher.stage import stay_path
+from orrery.launcher.slurm import queue
+from orrery.launcher.supervisor import stay_path
 from orrery.manifest.errors import OrreryError
 
 WITHIN_S = 30.0
@@ -27,7 +28,7 @@ def stop_run(
             if checkpoint
             else _end_launcher(run_dir, holder.pid, within_s)
         )
-    jobs = slurm.of_run(run_dir) if on_cluster else []
+    jobs = queue.run_jobs(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
             raise OrreryError(
@@ -36,7 +37,7 @@ def stop_run(
         raise OrreryError(
             f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands"
         )
-    told = ", ".join(f"{job.id} ({job.stage}, {job.word.lower()})" for job in jobs)
+    told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     return (
         _wind_down_jobs(run_dir, jobs, told)
         if checkpoint
@@ -44,21 +45,21 @@ def stop_run(
     )
 
 
-def _wind_down_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str) -> str:
+def _wind_down_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
     _stay(run_dir)
     running = [job for job in jobs if job.state == "running"]
     if not running:
         raise OrreryError(
             f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them"
         )
-    slurm.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
+    queue.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
     return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
 
 
-def _cancel_jobs(run_dir: Path, jobs: list[slurm.SlurmJob], told: str, within_s: float) -> str:
-    slurm.cancel([job.id for job in jobs])
+def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str, within_s: float) -> str:
+    queue.cancel([job.id for job in jobs])
     limit_s = time.monotonic() + within_s
-    while left := {job.id for job in slurm.of_run(run_dir)} & {job.id for job in jobs}:
+    while left := {job.id for job in queue.run_jobs(run_dir)} & {job.id for job in jobs}:
         if time.monotonic() > limit_s:
             raise OrreryError(
                 f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s"

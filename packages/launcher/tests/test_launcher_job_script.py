@@ -9,8 +9,8 @@ import pytest
 
 from orrery.launcher.describe_plan import describe_stage
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.steps import step_plans
-from orrery.launcher.submission import components, sbatch_options
+from orrery.launcher.slurm.job_script import components, sbatch_options
+from orrery.launcher.slurm.steps import step_plans
 from orrery.manifest.identity import load
 from orrery.manifest.plan import plan, stage
 from orrery.manifest.workspace import Workspace

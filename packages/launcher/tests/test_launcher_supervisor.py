@@ -17,11 +17,11 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import lock, stage, status
-from orrery.launcher.blame import accused
+from orrery.launcher import lock, status, supervisor
+from orrery.launcher.failure import accused
 from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
-from orrery.launcher.stage import done_path, newest_checkpoint
+from orrery.launcher.supervisor import done_path, newest_checkpoint
 from orrery.observe import shared_memory, wind_down
 from orrery.observe.health import read_health
 from orrery.observe.heartbeat import HANG_S
@@ -219,7 +219,7 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
         def wait(self, within_s):
             return False
 
-    ending = object.__new__(stage._Stage)
+    ending = object.__new__(supervisor.Supervisor)
     ending.processes, ending.interrupts = [Held()], SimpleNamespace(received=[])
     ending.job = SimpleNamespace(site=SimpleNamespace(roles=SimpleNamespace(deadline_scale=0.5)))
     sentence = ending._end_all(0.0)
@@ -324,7 +324,7 @@ def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_
 def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
     for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
         (tmp_path / name).mkdir()
-    ending = object.__new__(stage._Stage)
+    ending = object.__new__(supervisor.Supervisor)
     ending.scratch = "orrery-kv-run-a-", "orrery-0123abcd-"
     ending.job = SimpleNamespace(site=SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
     ending._remove_scratch()

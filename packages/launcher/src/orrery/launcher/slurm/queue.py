@@ -20,9 +20,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.observe.shared_memory import place
 
 T = TypeVar("T")
-State = Literal["waiting", "running", "done", "lost", "failed"]
+JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
-STATES: dict[str, State] = {
+STATES: dict[str, JobState] = {
     # not started, or to be started again
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting",
     "RESV_DEL_HOLD": "waiting", "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
@@ -45,22 +45,22 @@ class SlurmJob:
 
     id: str
     name: str
-    word: str
+    slurm_state: str
     reason: str
     nodes: str
     elapsed: str
     left: str
 
     @property
-    def state(self) -> State:
-        return state_of(self.word, self.id)
+    def state(self) -> JobState:
+        return state_of(self.slurm_state, self.id)
 
     @property
     def stage(self) -> str:
         return self.name.rpartition(".")[2]
 
 
-def state_of(word: str, job: str) -> State:
+def state_of(word: str, job: str) -> JobState:
     """Our word for Slurm's (`CANCELLED by 1000` is CANCELLED); raises `OrreryError` for one that Slurm's documentation does not have."""
     first = word.split()[0].rstrip("+") if word.split() else ""
     if first not in STATES:
@@ -136,7 +136,7 @@ def _leader(job: str) -> str:
     return leader if component in ("", "0") else ""
 
 
-def mine() -> list[SlurmJob]:
+def user_jobs() -> list[SlurmJob]:
     """This user's jobs that wait or run."""
     return parse_queue(call("squeue", "--me", "--noheader", f"--format={_FORMAT}"))
 
@@ -146,12 +146,12 @@ def job_name(run_dir: Path, stage: str) -> str:
     return f"{run_dir.name}.{place(run_dir)}.{stage}"
 
 
-def of_run(run_dir: Path) -> list[SlurmJob]:
+def run_jobs(run_dir: Path) -> list[SlurmJob]:
     """This user's jobs of the run in this folder that wait or run."""
-    return [job for job in mine() if job.name == job_name(run_dir, job.stage)]
+    return [job for job in user_jobs() if job.name == job_name(run_dir, job.stage)]
 
 
-def words(ids: Iterable[str]) -> dict[str, str]:
+def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     """Slurm's own state of each job that Slurm still knows."""
     ids = list(ids)
     if not ids:
@@ -170,7 +170,7 @@ def words(ids: Iterable[str]) -> dict[str, str]:
         if "Invalid job id" not in str(error):
             raise
         listed = []  # of several ids squeue leaves out those it forgot; a single one it calls invalid
-    found = {job.id: job.word for job in listed}
+    found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
 
@@ -242,10 +242,10 @@ def cancel(ids: Sequence[str]) -> None:
 
 def requeue(job: str) -> None:
     """Back into the queue with a job, which ends what runs of it. Tried several times: a controller that is busy must not cost a run."""
-    patiently(lambda: call("scontrol", "requeue", job), REQUEUE_PAUSES_S)
+    retry(lambda: call("scontrol", "requeue", job), REQUEUE_PAUSES_S)
 
 
-def patiently(
+def retry(
     ask: Callable[[], T],
     pauses_s: Iterable[float],
     worth: Callable[[OrreryError], object] = lambda error: True,

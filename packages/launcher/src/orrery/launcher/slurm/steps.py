@@ -22,7 +22,7 @@ from typing import Literal
 from orrery.launcher.placement import KINDS
 from orrery.launcher.process import ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
-from orrery.launcher.submission import Component, gres, nodes
+from orrery.launcher.slurm.job_script import Component, gres, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
 from orrery.observe.token import handed_over
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from orrery.launcher import containers, slurm
+from orrery.launcher import containers
 from orrery.launcher.environment import cluster_environment
 from orrery.launcher.process import ended_within, header, role_argv
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.steps import Step, StepPlan, Task, srun, step_options, step_plans
-from orrery.launcher.submission import components
+from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.job_script import components
+from orrery.launcher.slurm.steps import Step, StepPlan, Task, srun, step_options, step_plans
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
@@ -116,7 +117,7 @@ class Allocation:
 
     def _run(self, options: Sequence[str], *command: str) -> subprocess.Popen:
         env, nowhere = (
-            {**slurm.clean_environment(os.environ, inside=True), **self.site.environment},
+            {**queue.clean_environment(os.environ, inside=True), **self.site.environment},
             subprocess.DEVNULL,
         )
         return subprocess.Popen(
@@ -129,7 +130,7 @@ class Allocation:
     @staticmethod
     def _base() -> dict[str, str]:
         """Our environment without what srun or Apptainer would take from it: options, binds and variables of whoever submitted."""
-        return containers.without_theirs(slurm.clean_environment(os.environ, inside=True))
+        return containers.without_theirs(queue.clean_environment(os.environ, inside=True))
 
     def start(
         self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str
@@ -188,7 +189,7 @@ def allocation(
     return Allocation(
         job=env.get("SLURM_HET_JOB_ID") or env["SLURM_JOB_ID"],
         restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
-        nodes=tuple(tuple(slurm.hostnames(listed)) for listed in lists),
+        nodes=tuple(tuple(queue.hostnames(listed)) for listed in lists),
         site=site,
         slurm=slurm_site,
         hardware=hardware,

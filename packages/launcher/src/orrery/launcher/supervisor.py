@@ -33,18 +33,19 @@ from typing import Literal
 
 import psutil
 
-from orrery.launcher import inputs, lock, receipt, slurm
+from orrery.launcher import inputs, lock, receipt
 from orrery.launcher import status as statuses
-from orrery.launcher.allocation import Allocation
-from orrery.launcher.blame import ACCUSED_S, accused
 from orrery.launcher.environment import environment
+from orrery.launcher.failure import ACCUSED_S, accused
 from orrery.launcher.observer import Observer
 from orrery.launcher.placement import share_cores, share_devices
 from orrery.launcher.process import PROCESS, Process, reap
 from orrery.launcher.restarts import ROLE, Restarts
 from orrery.launcher.site import Site
+from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.allocation import Allocation
+from orrery.launcher.slurm.steps import Task, failed_node
 from orrery.launcher.status import RoleStatus, State, Status
-from orrery.launcher.steps import Task, failed_node
 from orrery.launcher.view import View
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import StagePlan
@@ -142,7 +143,7 @@ def run_stage(job: Job) -> Outcome:
                 f"{job.plan.name}: done already; remove {done_path(job.run_dir, job.plan.name)} to run it again",
                 0,
             )
-        return _Stage(job, interrupts).run()
+        return Supervisor(job, interrupts).run()
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
@@ -193,7 +194,7 @@ def _interrupts() -> Iterator[_Interrupts]:
             signal.signal(number, handler)
 
 
-class _Stage:
+class Supervisor:
     def __init__(self, job: Job, interrupts: _Interrupts):
         self.job, self.interrupts = job, interrupts
         self.run_dir, self.stage = job.run_dir, job.plan.name
@@ -343,7 +344,7 @@ class _Stage:
         """Ask Slurm to start our job again, before anything else that takes time; Slurm ends this process a little later."""
         if outcome.again == "ask" and self.job.allocation is not None:
             try:
-                slurm.requeue(self.job.allocation.job)
+                queue.requeue(self.job.allocation.job)
             except OrreryError as error:
                 self._log(f"not put back in the queue: {error}")
 
@@ -383,7 +384,7 @@ class _Stage:
             return
         job, roles = self.job.allocation.job, self.last.roles
         nodes = {role.node for role in roles}
-        lost = sorted(nodes & {*slurm.lost_nodes(job), *slurm.unusable_nodes(sorted(nodes))})
+        lost = sorted(nodes & {*queue.lost_nodes(job), *queue.unusable_nodes(sorted(nodes))})
         held = [
             f"{node} was lost, which held {listed(role.name for role in roles if role.node == node)}"
             for node in lost
@@ -812,10 +813,10 @@ class _Stage:
             if self.interrupts.received:
                 return self._stopped()
             try:
-                if slurm.is_preempted(job):
+                if queue.is_preempted(job):
                     text = f"{self.stage}: Slurm takes the nodes of job {job} away; when it starts the job again, {self._goes_on()}"
                     return Outcome("stopped", text, 128 + signal.SIGTERM, again="wait")
-                word = slurm.words([job]).get(job, "")
+                word = queue.slurm_states([job]).get(job, "")
             except OrreryError:
                 return None
             if word not in ("RUNNING", ""):
@@ -960,7 +961,8 @@ def _job_ends_at_s(job: Job) -> float | None:
         return None
     try:
         left_s = next(
-            (slurm.seconds(one.left) for one in slurm.mine() if one.id == job.allocation.job), None
+            (queue.seconds(one.left) for one in queue.user_jobs() if one.id == job.allocation.job),
+            None,
         )
     except OrreryError:
         return None

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import slurm
-from orrery.launcher.steps import failed_node, task_endings
+from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.steps import failed_node, task_endings
 from orrery.launcher.stop import stop_run
 from orrery.manifest.errors import OrreryError
 
@@ -49,22 +49,22 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize("word", DOCUMENTED)
 def test_every_documented_state_is_mapped(word):
-    assert slurm.state_of(word, "1") in ("waiting", "running", "done", "lost", "failed")
+    assert queue.state_of(word, "1") in ("waiting", "running", "done", "lost", "failed")
 
 
 def test_only_completed_is_done():
-    assert [word for word in slurm.STATES if slurm.STATES[word] == "done"] == ["COMPLETED"]
+    assert [word for word in queue.STATES if queue.STATES[word] == "done"] == ["COMPLETED"]
 
 
 def test_states_with_more_words():
-    assert slurm.state_of("CANCELLED by 1000", "1") == "failed"
-    assert slurm.state_of("CANCELLED+", "1") == "failed"
+    assert queue.state_of("CANCELLED by 1000", "1") == "failed"
+    assert queue.state_of("CANCELLED+", "1") == "failed"
 
 
 @pytest.mark.parametrize("word", ["", "SLEEPING", "completed"])
 def test_an_unknown_state_is_an_error(word):
     with pytest.raises(OrreryError, match=r"job 7 is .* unknown"):
-        slurm.state_of(word, "7")
+        queue.state_of(word, "7")
 
 
 QUEUE = """12+0|run-0123456789ab.rl|RUNNING|None|node[1-2]|1:07|58:53
@@ -74,7 +74,7 @@ QUEUE = """12+0|run-0123456789ab.rl|RUNNING|None|node[1-2]|1:07|58:53
 
 
 def test_a_heterogeneous_job_is_its_leader():
-    jobs = slurm.parse_queue(QUEUE)
+    jobs = queue.parse_queue(QUEUE)
     assert [(job.id, job.state, job.nodes) for job in jobs] == [
         ("12", "running", "node[1-2]"),
         ("15", "waiting", ""),
@@ -82,7 +82,7 @@ def test_a_heterogeneous_job_is_its_leader():
 
 
 def test_accounting_by_leader():
-    assert slurm.parse_accounting("12+0|NODE_FAIL\n12+1|CANCELLED by 0\n15|COMPLETED\n") == {
+    assert queue.parse_accounting("12+0|NODE_FAIL\n12+1|CANCELLED by 0\n15|COMPLETED\n") == {
         "12": "NODE_FAIL",
         "15": "COMPLETED",
     }
@@ -100,11 +100,11 @@ def test_accounting_by_leader():
     ],
 )
 def test_time_left(text, expected):
-    assert slurm.seconds(text) == expected
+    assert queue.seconds(text) == expected
 
 
 def test_names_without_brackets_need_no_slurm():
-    assert slurm.hostnames("a,b") == ["a", "b"]
+    assert queue.hostnames("a,b") == ["a", "b"]
 
 
 def test_how_tasks_ended():
@@ -135,14 +135,14 @@ def test_jobs_are_cancelled_also_while_slurm_is_asked_about_them(monkeypatch):
     executor = object.__new__(plugin.Executor)
     executor._going, executor._troubled, cancelled = ["12", "13"], {}, []
     executor.report_job_success = lambda info: None
-    monkeypatch.setattr(plugin.slurm, "cancel", lambda ids: cancelled.append(list(ids)))
+    monkeypatch.setattr(plugin.queue, "cancel", lambda ids: cancelled.append(list(ids)))
     jobs = [SimpleNamespace(external_jobid=job) for job in ("12", "13")]
 
     def words(_ids):
         executor.cancel_jobs([])
         return {"12": "COMPLETED", "13": "RUNNING"}
 
-    monkeypatch.setattr(plugin.slurm, "words", words)
+    monkeypatch.setattr(plugin.queue, "slurm_states", words)
 
     async def check():
         return [info.external_jobid async for info in executor.check_active_jobs(jobs)]
@@ -157,18 +157,18 @@ def two_checkouts(tmp_path, monkeypatch):
     """The folders of one run in two checkouts, a queue with the second one's job, and the commands of Slurm that were asked for."""
     here, there = (tmp_path / name / "runs" / "run-0123456789ab" for name in ("here", "there"))
     here.mkdir(parents=True)
-    queue, asked = [f"12|{slurm.job_name(there, 'rl')}|RUNNING|None|node1|1:07|58:53\n"], []
+    rows, asked = [f"12|{queue.job_name(there, 'rl')}|RUNNING|None|node1|1:07|58:53\n"], []
 
     def call(*command):
         asked.append(command)
         if command[0] == "sbatch":
-            queue.append(f"13|{command[1]}|PENDING|Resources||0:00|10:00\n")
+            rows.append(f"13|{command[1]}|PENDING|Resources||0:00|10:00\n")
             return "13\n"
         if command[0] == "scancel":
-            queue[:] = [row for row in queue if row.partition("|")[0] not in command]
-        return "".join(queue)
+            rows[:] = [row for row in rows if row.partition("|")[0] not in command]
+        return "".join(rows)
 
-    monkeypatch.setattr(slurm, "call", call)
+    monkeypatch.setattr(queue, "call", call)
     return here, there, asked
 
 
@@ -185,9 +185,12 @@ def test_a_stage_is_submitted_beside_the_job_of_another_checkout_and_once(two_ch
     executor = object.__new__(
         pytest.importorskip("snakemake_executor_plugin_orrery_slurm").Executor
     )
-    command = ["sbatch", slurm.job_name(here, "rl")]
+    command = ["sbatch", queue.job_name(here, "rl")]
     assert [
-        (executor._submit(here, "rl", command).id, executor._submit(here, "rl", command).word)
+        (
+            executor._submit(here, "rl", command).id,
+            executor._submit(here, "rl", command).slurm_state,
+        )
     ] == [("13", "PENDING")]
     assert [one[0] for one in asked].count("sbatch") == 1
 
@@ -197,4 +200,4 @@ def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monk
     command.write_text("#!/bin/sh\nps -o pgid= -p $$\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert int(slurm.call("squeue")) != os.getpgrp()
+    assert int(queue.call("squeue")) != os.getpgrp()
