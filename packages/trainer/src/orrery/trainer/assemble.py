@@ -13,7 +13,6 @@ from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.deadline import scaled
 from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
-from orrery.trainer import stage_checkpoints
 from orrery.trainer.checkpoint import base_sha256
 from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
@@ -30,6 +29,7 @@ from orrery.trainer.parallel.world import (
 )
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
+from orrery.trainer.stage_checkpoints import StageCheckpoints, resume
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import make_receiver
 from orrery.transport.weight_wire import DIRECT_KINDS, check_room, make_publisher, make_source
@@ -40,10 +40,9 @@ ORCHESTRATOR_DEADLINE_S = 900.0  # an engine that starts on the same disks may d
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the manifest's ranks, with a process group if one is needed.
+    """Join the other ranks. A failing rank does not shut the process group down.
 
-    A rank that fails leaves the group as it is. An orderly shutdown of nccl would wait for
-    collectives that other ranks never reach, and the error would be reported late.
+    nccl's shutdown would wait for collectives that other ranks never reach, before the error.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -64,7 +63,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
 def assemble_learner(
     ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
 ) -> Learner:
-    """Load the weights of the folder `start`, sharded over the mesh, with a fresh optimizer."""
+    """Load the weights in `start`, sharded over the mesh, with a fresh optimizer."""
     ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
     policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
@@ -74,7 +73,6 @@ def assemble_learner(
 
 
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
-    """Load the policy from the folder `start`, with fresh adapters if the manifest has any."""
     policy = build_policy(model, trainer, world)
     weights.load(policy.network, start, each=mark_part)
     if trainer.lora is not None:
@@ -84,10 +82,7 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 @contextmanager
 def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
-    """Build the RL loop, at the newest complete checkpoint or at version 0.
-
-    Raise OrreryError before loading weights if the kept weight versions do not fit.
-    """
+    """Build the RL loop, at the newest complete checkpoint or at version 0."""
     manifest = ctx.manifest
     if world.is_first:
         _check_room(ctx)
@@ -98,7 +93,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     publisher = _publisher(ctx, learner.policy, world, num_nodes)
     learner.before_step = publisher.settle
     learner.guard = MismatchGuard(manifest, world, ctx.log)
-    resumed = stage_checkpoints.resume(ctx, learner, "rl")
+    resumed = resume(ctx, learner, "rl")
     if resumed is not None and world.is_first:
         publisher.restore(resumed / "trainer")
     orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
@@ -110,9 +105,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
             learner=learner,
             publisher=publisher,
             receiver=receiver,
-            checkpoints=stage_checkpoints.StageCheckpoints(
-                ctx, learner, "rl", beside="orchestrator"
-            ),
+            checkpoints=StageCheckpoints(ctx, learner, "rl", beside="orchestrator"),
             batch_deadline_s=scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s,
             batch_behind_s=_batch_behind_s(manifest, world),
             publish_still_s=_publish_still_s(manifest, world, num_nodes),
@@ -123,10 +116,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
-    """Return how long a rank may wait for a batch that other ranks have.
-
-    A batch is sent to all ranks at once. Another node may see files later, or lose its network.
-    """
+    """Another node may see files late or lose its network. On one node batches arrive together."""
     is_one_node = world.size <= manifest.hardware.devices_per_node
     if is_one_node and manifest.transport.rollouts != "files":
         return step_stall_s(False, world.size)
@@ -134,11 +124,9 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return how long a publication may show no progress.
+    """On one node tensors go to shared memory. On several a single tensor may fill a file.
 
-    On one node versions are gathered, collective by collective, into shared memory. On several a
-    single tensor may fill a file. On a direct wire rank 0 names absent ranks after
-    `weight_wire.meeting.MEET_S`, which must come first.
+    On a direct wire `weight_wire.meeting.MEET_S`, after which rank 0 names absent ranks, is less.
     """
     if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
         return step_stall_s(False, world.size)
@@ -159,16 +147,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    """Return the versions to keep.
-
-    While engines load version v, one batch may be in training, `max_batches_ahead` complete and
-    one more queued. Each makes a version after v.
-    """
+    """While engines load v, batches in training, `max_batches_ahead` and one queued follow it."""
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> None:
-    """Raise if the kept weight versions do not fit. Adapters are small and not checked."""
+    """Raise OrreryError if the kept versions do not fit. Adapters are small and not checked."""
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return

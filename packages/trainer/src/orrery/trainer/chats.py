@@ -1,10 +1,10 @@
 """Chats to train on, read by index from a task's demonstrations, a JSONL file or a dataset.
 
-- Only positions are kept in memory: line offsets of a file, or memory-mapped Arrow tables.
+- Files are mapped, not read into memory.
 - A file or dataset whose sha256 or fingerprint differs from the manifest's is refused.
 - A malformed chat is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`.
-- A chat that would lose content is refused too: every field of a message, call or tool is read or
-  refused. Other fields beside the messages and tools are ignored.
+- Every field of a message, call or tool is read or refused, so that no content is lost. Other
+  fields beside the messages and tools are ignored.
 """
 
 import hashlib
@@ -114,10 +114,7 @@ class FileChats:
 
 
 class DatasetChats:
-    """A Hugging Face dataset that `save_to_disk` wrote: a column of messages, optionally `tools`.
-
-    Such a folder is Arrow streams and a `state.json` with their names. Only pyarrow is needed.
-    """
+    """A Hugging Face dataset that `save_to_disk` wrote: Arrow streams, and their names as JSON."""
 
     def __init__(self, data: ChatDataset, field: str):
         try:
@@ -168,7 +165,6 @@ class DatasetChats:
 
 
 def _split_folder(data: ChatDataset, field: str) -> Path:
-    """Return the folder of the dataset, or of its split."""
     folder = Path(data.path)
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json", field)["splits"]
@@ -251,7 +247,7 @@ def _call(what: str, call: dict[str, Any]) -> ToolCall:
 
 
 def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
-    """Raise OrreryError if a `tool_call_id` is out of order. Results answer calls in order."""
+    """Raise OrreryError if a `tool_call_id` is out of order."""
     waiting: list[Any] = []
     for number, entry in enumerate(entries):
         if entry["role"] == "assistant":

@@ -37,7 +37,6 @@ REMEDY = "remove its step folder to go on from the checkpoint before it"
 
 
 def checksum_file(rank: int) -> str:
-    """Return the name of the file with the checksums of rank `rank`'s files."""
     return f"rank_{rank}.sha256.json"
 
 
@@ -50,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's part of a tensor of the state: `local` is the box `box` of the whole `shape`."""
+    """This rank's part of a tensor: `local` is the box `box` of the whole `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -59,7 +58,7 @@ class StateTensor:
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
-    """Return everything that training changes: trained weights and optimizer state, by name."""
+    """Return everything that training changes, by name."""
     state = {}
     for name, weight in learner.weights.items():
         local, writes = local_tensor(weight).detach(), _is_first_copy(weight, learner.world)
@@ -71,18 +70,17 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
     return state
 
 
-def frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the weights that are named in a checkpoint but not stored in it."""
+def _frozen_names(learner: Learner) -> frozenset[str]:
+    """Return the weights under adapters: named in a checkpoint, but not stored in it."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return the digest of the frozen weights in the folder `start`.
+    """Return the sha256 of the lines "digest  name" of the weights in `start`, sorted by name.
 
-    A checkpoint of adapters is valid only with the same frozen weights. The digest is the sha256
-    of the lines "digest  name", sorted by name. The launcher has hashed the files already
-    (`inputs.json`), unless the stage was started by hand.
+    A checkpoint of adapters is valid only over these weights. Digests that the launcher has
+    recorded (`inputs.json`) are used.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -91,6 +89,17 @@ def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
         name = path.relative_to(run_dir).as_posix() if path.is_relative_to(run_dir) else path.name
         digest.update(f"{known.get(name) or sha256(path)}  {path.name}\n".encode())
     return digest.hexdigest()
+
+
+def header(learner: Learner) -> dict[str, Any]:
+    """Return the content of `state.json`."""
+    return {
+        "format": FORMAT,
+        "step": learner.step,
+        "world_size": learner.world.size,
+        "frozen": sorted(_frozen_names(learner)),
+        "base_sha256": learner.base_sha256,
+    }
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -124,7 +133,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 def load(learner: Learner, folder: Path) -> None:
     """Load `folder` into the learner. Raise RunFailed if it does not fit the manifest.
 
-    Random-number state is restored if the world size is the same. Training draws no numbers.
+    Random-number state is restored for the same world size. Training itself draws no numbers.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)
@@ -143,7 +152,7 @@ def _check_fits(
     if odd := sorted(state.keys() ^ stored.shapes.keys()):
         where = "checkpoint" if odd[0] in stored.shapes else "model"
         raise RunFailed(f"{folder}: {odd[0]} is only in the {where}; it is of another model")
-    if odd := sorted(frozen_names(learner) ^ stored.frozen):
+    if odd := sorted(_frozen_names(learner) ^ stored.frozen):
         where = "checkpoint" if odd[0] in stored.frozen else "model"
         raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {where}: another model")
     if stored.base_sha256 != learner.base_sha256:
@@ -167,10 +176,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Reads any box of any tensor. Files are mapped, so a box costs only its own bytes.
-
-    Raises RunFailed if the folder is not the trainer's half of a checkpoint.
-    """
+    """Read any box of any tensor from mapped files. Raise RunFailed if they are no checkpoint."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")

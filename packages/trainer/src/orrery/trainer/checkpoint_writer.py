@@ -1,14 +1,10 @@
 """Write checkpoints beside training. `checkpoint.py` describes the files.
 
-- Training waits only for the copy into host memory. A thread writes the copy. At most one
-  checkpoint is in flight: the next copy waits for it.
-- Each rank writes, syncs and hashes its own part. Of replicas only the first writes.
-- Threads take part in no collective. Each leaves a checksum file. The first rank's thread waits
-  for all of them and renames the folder. The other main threads wait for the complete checkpoint
-  before their next collective, whose deadline is shorter.
+- Training waits only for the copy into host memory, and for the checkpoint before.
+- A thread of each rank writes, syncs and hashes its own part, then a checksum file. It takes part
+  in no collective. Its error is raised at the rank's next step.
+- The first rank's thread waits for all checksum files and renames the folder.
 - Only finite values are stored. Otherwise the newest checkpoint would fail every later attempt.
-- An error in the thread is raised on its rank at the next step. A killed process leaves only
-  files that are never read.
 """
 
 import json
@@ -21,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,11 +27,10 @@ from orrery.models.placement import local_tensor
 from orrery.observe.deadline import scaled
 from orrery.observe.system_error import explain
 from orrery.trainer.checkpoint import (
-    FORMAT,
     StateTensor,
     checksum_file,
     dtype_name,
-    frozen_names,
+    header,
     rng_state,
     state_of,
 )
@@ -57,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def save(learner: Learner, folder: Path) -> None:
-    """Write the learner's state as `folder`, and return once it is on disk. A collective."""
+    """Write the learner's state as `folder`, durably. A collective."""
     with CheckpointWriter(learner.world) as writer:
         writer.copy(learner, folder)
         writer.write()
@@ -68,10 +62,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """One rank's writer: `copy`, then `write`, for every checkpoint; `check` at every step.
+    """One rank's writer: `copy` and `write` every checkpoint, `check` at every step.
 
-    Every wait happens inside the context `waiting(what, deadline_s, behind_s)`. On exit the
-    checkpoint in flight is completed, or abandoned after an exception.
+    Waits happen inside the context `waiting(what, deadline_s, behind_s)`. The exit completes the
+    last checkpoint, or abandons it after an exception.
     """
 
     def __init__(self, world: World, waiting: Waiting = _no_wait):
@@ -79,25 +73,19 @@ class CheckpointWriter:
         self._host = HostCopy(world.device)
         self._copied: _CopiedCheckpoint | None = None
         self._work: _BackgroundWork | None = None
-        # The last checkpoint's description, and a path that exists once it is complete.
-        self._incomplete: tuple[str, Path] | None = None
+        self._incomplete: tuple[str, Path] | None = None  # description, and the path it ends with
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         elif self._work is not None:
             self._work.abandon()
 
     def reserve(self, learner: Learner) -> None:
-        """Start to allocate host memory for the first copy, beside training. A collective."""
+        """Allocate host memory for the first copy, in the background. A collective."""
         self.wait()
         tensors = list(rng_state(self._world.device).values())
         tensors += [tensor.local for tensor in state_of(learner).values() if tensor.writes]
@@ -110,10 +98,9 @@ class CheckpointWriter:
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state for `folder`, with the extra `files`. Return the seconds that it took.
+        """Copy the state, and return the seconds taken. `files` are added. A collective.
 
-        A collective. Waits until the previous checkpoint is complete. Raise RunFailed if replicas
-        differ or a value is not finite.
+        Raise RunFailed if replicas differ or a value is not finite.
         """
         begin_s = time.monotonic()
         self._await_complete()
@@ -129,14 +116,7 @@ class CheckpointWriter:
         self._fill(
             {name: tensor.local for name, tensor in mine.items()} | rng_state(self._world.device)
         )
-        header = {
-            "format": FORMAT,
-            "step": learner.step,
-            "world_size": self._world.size,
-            "frozen": sorted(frozen_names(learner)),
-            "base_sha256": learner.base_sha256,
-        }
-        files = dict(files or {}) | {"state.json": _json(header)}
+        files = dict(files or {}) | {"state.json": _json(header(learner))}
         self._copied = _CopiedCheckpoint(folder, partial, _json(_index(mine)), files)
         return time.monotonic() - begin_s
 
@@ -150,9 +130,9 @@ class CheckpointWriter:
     def write(
         self, on_written: Callable[[], object] = lambda: None, marker: Path | None = None
     ) -> None:
-        """Start to write the copy. The first rank's thread calls `on_written` after the rename.
+        """Write the copy in the background. The first rank calls `on_written` after the rename.
 
-        `marker` is the path that `on_written` creates last; without one it is the folder itself.
+        `marker` is the last path that `on_written` creates. It defaults to the folder.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -170,10 +150,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for this rank's background work, and raise its error.
-
-        The first rank's work ends when the checkpoint is complete.
-        """
+        """Wait for this rank's background work, and raise its error."""
         if (work := self._work) is None:
             return
         deadline_s = scaled(WRITE_DEADLINE_S)
@@ -190,10 +167,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Not a collective: those have a shorter deadline, and their error would not say why.
-        """
+        """Wait until the last checkpoint is complete. Collectives have too short a deadline."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -232,13 +206,10 @@ class _CopiedCheckpoint:
 
 
 class _BackgroundWork:
-    """A function that runs in a thread beside training."""
-
     def __init__(self, work: Callable[[Stop], object], what: str):
         self.what = what
         self._work, self._stop = work, threading.Event()
         self.error: Exception | None = None
-        # A daemon thread: it must not keep a failing process alive.
         self._thread = threading.Thread(target=self._run, name=what, daemon=True)
         self._thread.start()
 
@@ -270,10 +241,9 @@ class _BackgroundWork:
 
 
 def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
-    """Wait for every rank's checksum file in `partial`, which is new for this checkpoint."""
     end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
     while True:
-        found = set(os.listdir(partial))  # network file systems cache that a single name is missing
+        found = set(os.listdir(partial))  # network file systems cache that a name is missing
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -288,10 +258,7 @@ def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
 
 
 def _check_finite(learner: Learner) -> None:
-    """Raise RunFailed on every rank if a weight or optimizer state is not finite. A collective.
-
-    A damaged optimizer moment spoils the weights only a step later, so the loss does not show it.
-    """
+    """Raise RunFailed on every rank if a weight or optimizer moment is not finite."""
     state, step = state_of(learner), learner.step
     found = learner.world.all_gather(last_not_finite(tensor.local for tensor in state.values()))
     if (worst := max(found)) >= 0:
@@ -308,8 +275,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
     """Raise RunFailed on every rank if replicas (HSDP) differ in a bit. A collective.
 
-    Otherwise a diverged replica would train on unnoticed: gradients are summed over replicas, and
-    only the first replica is stored and published.
+    Only the first replica is stored and published, so another could diverge unnoticed.
     """
     count = world.axis_size("dp_replicate")
     if count == 1:
@@ -326,7 +292,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the bits of all local shards: word sums, mixed in order. Reads once."""
+    """Hash the bits of all local shards: word sums, mixed in order."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())

@@ -6,8 +6,7 @@
 
 - Folders appear complete. A checkpoint's export has the bytes that the stage itself would write
   after that step, except that merged adapters round differently on another device.
-- `export_checkpoint` holds one output file's tensors in memory at a time. It reads boxes from the
-  ranks' files, whatever mesh wrote them.
+- `export_checkpoint` holds the tensors of one output file in memory.
 - Weights under adapters, and buffers, come from the folder that the stage started from.
 """
 
@@ -44,10 +43,7 @@ PREFIX = "weight/network."  # how a checkpoint names a parameter of the network
 def export_policy(
     policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
 ) -> None:
-    """Write the policy and the files of the folder `tokenizer` as `folder`. A collective.
-
-    The folder is durable when this returns.
-    """
+    """Write the policy, and the files of the folder `tokenizer`, durably. A collective."""
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -71,9 +67,9 @@ def _copy_tokenizer(start: Path, folder: Path) -> None:
 def export_checkpoint(
     run_dir: Path, stage: str = "rl", step: int | None = None, to: Path | None = None
 ) -> Path:
-    """Write the policy after `step` of `stage` as the folder `to`, and return that folder.
+    """Write the policy after `step` (default: the newest checkpoint's) as `to`, and return `to`.
 
-    `step` defaults to the newest complete checkpoint. Raise OrreryError if it cannot be exported.
+    Raise OrreryError if it cannot be exported.
     """
     if not (run_dir / "manifest.json").exists():
         raise OrreryError(
@@ -135,7 +131,7 @@ def write(
         for file, group in files.items():
             content = {hf.name: source[hf].to(hf.dtype, copy=True).contiguous() for hf in group}
             hf_folder.write_file(folder / file, content)
-            del content  # at most one file's tensors at a time
+            del content
     dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
     hf_folder.finish(folder, files, {**hf_config(manifest.model), "dtype": dtype})
 
@@ -198,7 +194,6 @@ class _Tensors:
         return part if hf.expert is None else part[0]
 
     def _merge(self, name: str) -> Tensor:
-        """Return a whole frozen parameter with its adapter, merged by the trainer's own code."""
         like = self._network.get_parameter(name)
         weight = torch.empty_like(like, device="cpu", requires_grad=False)
         for hf in self._parts[name]:

@@ -1,13 +1,12 @@
 """Report this rank's progress, so that the launcher can tell a stuck rank from a waiting one.
 
-- Every PERIOD_S the health file gets a heartbeat: how many collectives this rank started and
-  completed in all its groups, and its marks. The launcher's hang detector compares ranks.
-- The counts come from torch's flight recorder (nccl: completed on the device). That API is
-  private. If it is missing, every rank reports zero collectives.
+- Every PERIOD_S the health file gets the number of collectives that this rank started and
+  completed, and its marks. The launcher's hang detector compares ranks.
+- The counts come from torch's flight recorder, a private API. Without it they are 0.
 - A mark is a micro-batch that the device has reached, or a finished part (a tensor, a file) of
-  work on the host. The host runs ahead of the device, so micro-batches are counted there.
-- On SIGUSR1 the rank writes `logs/flight_recorder/rank_<i>`, which `torchfrtrace` reads. nccl's
-  own watchdog writes its dumps there too.
+  work on the host.
+- On SIGUSR1 the rank writes `logs/flight_recorder/rank_<i>` for `torchfrtrace`. nccl's own watchdog
+  dumps there too.
 """
 
 import json
@@ -43,16 +42,15 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether a first step takes longer. On GPUs libraries may compile kernels."""
+    """Return whether a first step takes longer: on GPUs libraries may compile kernels."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Counter of marks: micro-batches that the device reached, and parts done on the host.
+    """Counter of marks. A separate thread waits for CUDA events.
 
-    A separate thread waits for CUDA events. The heartbeat must not query them itself:
-    `Event.query` holds the GIL while it may wait for another thread's CUDA call, which may wait
-    for a collective. Then the whole process would be silent.
+    The heartbeat must not query them: `Event.query` holds the GIL while it waits for another
+    thread's CUDA call, which may wait for a collective. The process would be silent.
     """
 
     def __init__(self) -> None:
@@ -134,8 +132,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 def _report_compilation(ctx: RoleContext) -> None:
     """Report compilation as a wait. New sequence lengths may recompile a block in any step."""
-    # A slow import that runs on CPUs hardly ever need.
-    from torch._dynamo import on_compile_end, on_compile_start
+    from torch._dynamo import on_compile_end, on_compile_start  # a slow import
 
     compiling = ExitStack()
 
@@ -148,7 +145,7 @@ def _report_compilation(ctx: RoleContext) -> None:
 
 
 def count_collectives(device: torch.device) -> tuple[int, int]:
-    """Return the collectives (started, completed) by this process so far, over all groups."""
+    """Return the collectives (started, completed) of this process so far, over all groups."""
     dump = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if dump is None:
         return 0, 0

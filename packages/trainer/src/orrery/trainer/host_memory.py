@@ -1,9 +1,8 @@
 """Host memory: how much this process may still use, and blocks that a GPU copies to at full speed.
 
-- Available memory is the least of what the kernel has and what each control group leaves. The
-  groups are those of a Slurm job or a container, whose limit kills without a message.
-- A container may see its own group as the root of the mount. The path that it reads then names
-  folders that do not exist here, and these are skipped. Versions 1 and 2 may be mounted together.
+- The limit of a control group, of a Slurm job or a container, kills without a message.
+- A container may see its own group as the root of the mount. Folders that it does not see are
+  skipped. Versions 1 and 2 of control groups may be mounted together.
 - A block is registered with CUDA exactly as long as its pages exist. Freed pages that stay
   registered make the next user of the same addresses fail (CUDA error 712).
 - torch's pinned allocator is not used: it rounds sizes up to powers of two.
@@ -24,7 +23,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """The mount below /sys/fs/cgroup, its files, and the rows of `memory.stat` with page cache."""
+    """The mount below /sys/fs/cgroup, its files, and the page-cache rows of `memory.stat`."""
 
     mount: str
     limit: str
@@ -32,17 +31,13 @@ class CgroupVersion(NamedTuple):
     page_cache: tuple[str, str]
 
 
-V1 = CgroupVersion(
-    "memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
-)
+V1_PAGE_CACHE = ("total_inactive_file", "total_active_file")
+V1 = CgroupVersion("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", V1_PAGE_CACHE)
 V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the host memory that this process can use without swapping. `root` has proc/, sys/."""
+    """Return the memory that this process can use without swapping. `root` has proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -51,10 +46,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the least that any control group leaves, or `sys.maxsize` without a limit.
-
-    A group leaves limit − used + page cache, because page cache can be evicted at once.
-    """
+    """Return the least limit − used + page cache of all groups, `sys.maxsize` without a limit."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -65,7 +57,7 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Yield this process's groups, from lines like `4:cpu,memory:/a/b` and `0::/a/b`."""
+    """Parse lines like `4:cpu,memory:/a/b` (version 1) and `0::/a/b` (version 2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -100,10 +92,7 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that unregister themselves before they are freed, with the last tensor over them.
-
-    A `weakref.finalize` of an mmap would run after the pages are freed.
-    """
+    """Pages that unregister before they are freed. `weakref.finalize` would run after that."""
 
     address: int | None = None  # where they are registered
     unregister: Callable[[int], Any]
@@ -114,14 +103,11 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return (zeros u8 [num_bytes], CUDA error), registered for `device` if that is a GPU.
-
-    The error is 0 if registration succeeded or was not needed. Every page is resident.
-    """
+    """Return resident zeros u8 [num_bytes], registered on a GPU, and the CUDA error or 0."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Many threads touch the pages here. Registration would touch them with one thread.
+    # Many threads touch the pages here, one thread would in registration.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

@@ -1,11 +1,9 @@
 """The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
 
-- In: this rank's micro-batches as they arrive; every rank has equally many. Out: changed weights,
-  and a `StepResult`.
-- Gradients are reduced once, in the backward pass of the last micro-batch. Sums for metrics take
-  one all-reduce after it.
-- A loss or gradient that is not finite, or a wrong count of members, raises before the weights
-  change. The error names step, rank and tensor.
+- Every rank has equally many micro-batches, and takes them as they arrive.
+- Gradients are reduced once, in the backward pass of the last micro-batch.
+- A non-finite loss or gradient, or a wrong count of members, raises before the weights change. The
+  error names step, rank and tensor.
 """
 
 import math
@@ -35,10 +33,7 @@ from orrery.transport.routed_experts import route_shape
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of a step, as in `metrics/trainer.0.jsonl`, and (begin, end) of its phases.
-
-    Times are `time.time()`.
-    """
+    """Metrics of a step, and (begin, end) of its phases as `time.time()`."""
 
     metrics: dict[str, float | int | None]
     wait_s: float  # for micro-batches to arrive
@@ -67,10 +62,8 @@ class Learner:
         self.step = 0
         self.base_sha256: str | None = None  # of the frozen weights; None without adapters
         self.guard: MismatchGuard | None = None  # only for batches from engines
-        # Called just before the weights change; returns the seconds that it took.
-        self.before_step: Callable[[], float] = lambda: 0.0
-        # Largest gradients of this rank, in the order of its backward passes: at the embedding's
-        # output, and where context-parallel ranks exchange theirs.
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took
+        # In backward order, at the embedding's output and where cp ranks exchange gradients.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -92,7 +85,7 @@ class Learner:
         begin_s = time.time()
         with compiled.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queued while the device is still in the backward pass, so that it does not run dry.
+        # Queued during the backward pass, so that the device does not wait for the host.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
@@ -105,23 +98,18 @@ class Learner:
             values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(divisor)  # the last work of a step; the host does not wait for it
+        self.optimizer.step(divisor)  # the host does not wait for it
         self.optimizer.zero_grad()
         self.step = step
-        metrics = {
-            **values,
-            "grad_norm": grad_norm,
-            "learning_rate": self.peak_lr * lr_factor,
-            "settle_s": settle_s,
-        }
-        return StepResult(metrics, wait_s, (begin_s, backward_s), (backward_s, time.time()))
+        rate = self.peak_lr * lr_factor
+        values |= {"grad_norm": grad_norm, "learning_rate": rate, "settle_s": settle_s}
+        return StepResult(values, wait_s, (begin_s, backward_s), (backward_s, time.time()))
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Score rollouts of the current version without training. A collective.
+        """Return (largest |log π − log μ|, scored tokens) of rollouts. A collective.
 
-        Return the largest |log π − log μ| over all ranks and the number of scored tokens. The
-        difference is None if no sample was made by this version alone.
+        The difference is None if no sample was made by the current version alone.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -160,10 +148,7 @@ class Learner:
         return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
-        """Raise RunFailed if a weight is not finite. A collective.
-
-        No later loss would show that the last update went wrong.
-        """
+        """Raise RunFailed if a weight is not finite: no later loss would show it. A collective."""
         if name := self._not_finite():
             raise RunFailed(
                 f"step {self.step}: after its update the weight {name} is not finite; "
@@ -181,7 +166,6 @@ class Learner:
     def _accumulate(
         self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
     ) -> tuple[StepSums, float]:
-        """Add up gradients and sums of `count` micro-batches. Return the sums and the wait."""
         sums, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
         self._max_gradients.clear()
         if self.guard is not None:
@@ -217,7 +201,6 @@ class Learner:
     def _check_sums(
         self, step: int, sums: StepSums, totals: dict[str, int]
     ) -> dict[str, float | int | None]:
-        """Return the step's metrics over all ranks, after checking loss and counts."""
         values = self._add_up(f"step {step}", sums)
         for name in COMPONENTS:
             if (found := values[f"members_{name}"]) != totals[name]:
@@ -261,12 +244,10 @@ class Learner:
             hidden.register_hook(record)
 
     def _name_gradient(self, step: int) -> None:
-        """Raise RunFailed with the tensor and ranks of a gradient that is not finite.
+        """Raise RunFailed with the tensor and the ranks of a non-finite gradient.
 
-        Gradients flow from the loss to the embedding and spoil everything on the way, so the last
-        bad weight is named. Named ranks are those whose own backward pass broke; within a
-        context-parallel group, those that broke first. Weight gradients are already sums over
-        ranks. If no pass broke, only the rank that holds the shard is known.
+        A bad value spreads from the loss toward the embedding, so the last bad weight is named.
+        Weight gradients are sums over ranks: if no rank's own pass broke, the shard is named.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -286,6 +267,7 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
+        """Return the ranks whose own backward pass broke, the first of each cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
@@ -324,10 +306,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c over all ranks, from this rank's micro-batches. A collective.
-
-    Ranks that share micro-batches count them once.
-    """
+    """Return N_c over all ranks. Ranks that share micro-batches count them once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -337,7 +316,6 @@ def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, in
 
 
 def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
-    """Turn a step's sums into metrics. A mean over nothing is None."""
 
     def mean(name: str, over: str) -> float | None:
         return sums[name] / sums[over] if sums[over] else None
@@ -366,8 +344,7 @@ def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | Non
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
     """Return the factor, in [0, 1], of the peak rate at `step` (1 … num_steps).
 
-    Warm-up is linear and reaches 1 at step `warmup_steps`. A decay follows it and reaches
-    `final_fraction` exactly at `num_steps`.
+    Warm-up reaches 1 at step `warmup_steps`, a decay `final_fraction` exactly at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
@@ -384,5 +361,4 @@ def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Return how far `step` is from `start` to `end`, in [0, 1], or 0 for an empty range."""
     return min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 0.0

@@ -30,7 +30,7 @@ SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, if trainer and engine compute in 
 
 @dataclass
 class RlLoop:
-    """One rank of the RL stage. `run` is the algorithm."""
+    """One rank of the RL stage."""
 
     ctx: RoleContext
     world: World
@@ -39,7 +39,7 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # how long this rank may wait for a batch that the others have
+    batch_behind_s: float  # how long this rank may wait for a batch that other ranks have
     publish_still_s: float  # how long a publication, except the first, may show no progress
     first_step: int = field(init=False)  # the last step of the attempt before, or 0
 
@@ -75,10 +75,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise WoundDown instead if the run is asked to end.
-
-        Raise RunFailed if the batch was sampled by weights that were never published.
-        """
+        """Wait for batch `step`. Raise WoundDown if the run is asked to end."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -126,7 +123,7 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        """Copy the last step's state, and return the seconds that training waited."""
+        """Return the seconds that training waited."""
         return self.checkpoints.copy(self.publisher.checkpoint_files())
 
     def checkpoint_last_step(self) -> None:
@@ -137,7 +134,7 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare the last version in trainer and engines. Raise RunFailed if they differ."""
+        """Compare the engines' log-probs of the last version. Raise RunFailed if they differ."""
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())
@@ -179,7 +176,6 @@ class RlLoop:
         publish_s: float,
         checkpoint_blocked_s: float,
     ) -> None:
-        """Write the step's row of metrics and spans, on rank 0."""
         if not self.world.is_first:
             return
         ctx, step, step_time_s = self.ctx, self.learner.step, time.monotonic() - begin_s
@@ -219,5 +215,4 @@ class RlLoop:
 
 
 def start_weights(ctx: RoleContext) -> Path:
-    """Return the folder that the RL stage starts from: the SFT stage's result, if it has one."""
     return ctx.run_dir / "weights" / ("init" if ctx.manifest.stages.sft is None else "sft")

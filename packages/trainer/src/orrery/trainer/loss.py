@@ -96,8 +96,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob` f32 [M] has a gradient, `entropy` f32 [M] does not. `totals[c]` is N_c over all ranks
-    and micro-batches of the step. The last five sums are left at 0 for `StepSums.count`.
+    `logprob` and `entropy` are f32 [M]. `totals[c]` is N_c. The last five sums are left at 0.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

@@ -1,9 +1,7 @@
 """Micro-batches: from columns to the tensors of one forward pass.
 
-- A token's log-prob comes from the hidden state *before* it: token t of a sample is scored from
-  row t − 1. Only scored tokens reach the LM head.
-- A token is scored if `trained` is set and at least one component weight is not zero.
-- Routes are checked here. Missing ones are counted here; the network counts differing ones.
+- Token t of a sample is scored from row t − 1. Only scored tokens reach the LM head: those that
+  are trained and have a component weight.
 - A micro-batch without samples becomes one unweighted token, so that the rank takes part in every
   collective, with zero gradients.
 - It is built on the host, sharded there among context-parallel ranks, then sent to the device.
@@ -34,19 +32,17 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
     target: torch.Tensor  # i64 [M], the scored tokens
     temperature: torch.Tensor  # f32 [M]
-    # Integers [T, L, K]: the engine's experts. Where it is None the router chooses.
-    routed_experts: torch.Tensor | None
+    routed_experts: torch.Tensor | None  # integers [T, L, K]; None: the router chooses
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    # Tokens without a route in some layer, except the last of a sample, which predicts nothing.
-    routes_missing: int = 0
+    routes_missing: int = 0  # tokens, except the last of a sample, that lack a route in a layer
     routes_replayed: int = 0  # choices: K for each token and layer with a route
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
-    """Return each component's weight a token, f32 [T]. It is zero if the token is no member."""
+    """Return each component's weights, f32 [T], zero for non-members."""
     trained = columns.token["trained"]
     weights = {}
     for name in COMPONENTS:
@@ -69,10 +65,10 @@ def micro_batch(
     shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
 ) -> MicroBatch:
-    """Build the micro-batch of `columns` for the step that trains policy version `step` − 1.
+    """Build the micro-batch that trains policy version `step` − 1.
 
-    `shard` takes this rank's part of a micro-batch on the CPU. `routes` is the shape of the
-    network's routes. Raise RunFailed if a sample's first token is trained, or if routes do not fit.
+    `shard` takes this rank's part, on the CPU. `routes` is the shape of the network's routes.
+    Raise RunFailed if a sample's first token is trained, or if routes do not fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -191,7 +187,7 @@ def _dummy() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that owns its memory: columns may be read-only views of a received frame."""
+    """Copy, because columns may be read-only views of a received frame."""
     return torch.from_numpy(np.array(array))
 
 
@@ -207,7 +203,7 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to `device` from pinned memory, so that the host does not wait for the device.
 
-    numpy fills the pinned memory in this thread. torch's copy would wake a thread a core first.
+    numpy fills that memory in this thread. torch's copy would first wake a thread a core.
     """
     if device.type != "cuda":
         return tensor.to(device)

@@ -1,12 +1,10 @@
 """Compare the engines' log-probs with the trainer's, against the bounds of `trainer.mismatch`.
 
-- Beyond a `warn` bound the log warns. Beyond a `stop` bound RunFailed is raised before the
-  optimizer step, so the batch is never trained.
+- Beyond a `warn` bound the log warns. Beyond a `stop` bound the batch is not trained.
 - The KL is over the whole batch, because a few unlikely tokens change it much. The mean
-  |difference| is per engine, over all its versions.
-- An engine with fewer than MIN_TOKENS tokens counts only in the mean over all engines.
+  |difference| is over all engines, and of each engine with MIN_TOKENS tokens.
 - The engine's name comes from its own answer (`X-Orrery-Engine`), so it may be wrong. The canary
-  (`orrery.orchestrator.engines.update`) asks each engine at its own address.
+  (`orrery.transport.canary`) asks each engine at its own address.
 """
 
 import logging

@@ -17,10 +17,9 @@ if TYPE_CHECKING:  # `copies` imports this module
 
 
 class Policy(nn.Module):
-    """`network` (orrery.models) maps tokens to hidden states.
+    """`network` maps tokens to hidden states. At most `chunk_tokens` rows of logits exist at once.
 
-    At most `chunk_tokens` rows of logits exist at a time. With `keep_logits` all rows exist from
-    the forward to the backward pass.
+    With `keep_logits` all rows exist, from the forward to the backward pass.
     """
 
     def __init__(
@@ -47,10 +46,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select rows of a matrix, each at most once.
-
-    The gradient is therefore a copy. That of `index_select` is a sum in no fixed order.
-    """
+    """Select distinct rows. The gradient is a copy; `index_select` would sum in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

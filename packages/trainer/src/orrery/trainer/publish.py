@@ -1,11 +1,9 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- Every rank takes part. On the wire `files` each tensor is gathered and rank 0 writes it, so no
-  rank holds two whole tensors. On a direct wire every rank sends its own shards on request.
+- On the wire `files` each tensor is gathered and rank 0 writes it, so no rank holds two whole
+  tensors. On a direct wire every rank sends its own shards on request.
 - Direct wires and the wire `adapters` send the engines' dtype. Buffers keep their own dtype.
-- Version n is made by batch n. A stage's start version is published before its first batch.
-- Rank 0 keeps the digests of all versions, also across resumes (`published.json` in a checkpoint),
-  and compares them with those in each batch.
+- Rank 0 keeps the digests of all versions, across resumes too, and checks the digests in batches.
 """
 
 import json
@@ -31,10 +29,10 @@ from orrery.transport.weight_wire.source import SETTLE_S, Source
 
 
 class Publisher:
-    """The trainer's end of the wire `files`. `wire` is None on all ranks but the first.
+    """The trainer's end of the wire `files`. `wire` is None except on rank 0.
 
-    It never closes the wire, because engines may still load the last version. The launcher frees
-    the shared memory when the stage ends.
+    The wire stays open, because engines may still load the last version. The launcher frees its
+    shared memory when the stage ends.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -55,17 +53,14 @@ class Publisher:
         return named_hf_tensors(self._policy.network)
 
     def settle(self) -> float:
-        """Finish sending before the weights change, and return the seconds. All ranks call it."""
+        """Finish sending before the weights change, and return the seconds taken."""
         return 0.0
 
     def close(self) -> None:
-        """Release the wire once nothing more is published."""
+        """Release the wire after the last publication."""
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed if batch `step` was sampled by weights that were never published.
-
-        `stamped` maps versions to digests.
-        """
+        """Raise RunFailed if `stamped` = {version: digest} of a batch was never published."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -80,7 +75,6 @@ class Publisher:
                 )
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """Return the files, by name, that a checkpoint of this moment needs."""
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
@@ -107,7 +101,7 @@ class AdapterPublisher(Publisher):
 class DirectPublisher(Publisher):
     """The trainer's end of a direct wire, on every rank. It sends from the weights themselves.
 
-    Weights with adapters are merged first, shard by shard, into copies in the engines' dtype.
+    Adapters are merged into copies of their shards first, in the engines' dtype.
     """
 
     def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, ctx: RoleContext):

@@ -1,12 +1,9 @@
 """A rank's part of a checkpoint: copied into host memory, then written and hashed in pieces.
 
 - A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes
-  without gaps (https://huggingface.co/docs/safetensors). Tensors are sorted by falling alignment,
-  then by name, so the file equals that of `safetensors.torch.save_file` byte for byte.
-- `save_file` is not used. It needs every tensor of a file in memory at once and copies each, and
-  its caller must read the file again to hash it.
-- Training waits only for `HostCopy.fill`. The buffer has the layout of the file's data, and is
-  kept for the next checkpoint. On a GPU it is pinned, which takes seconds for tens of gigabytes.
+  without gaps (https://huggingface.co/docs/safetensors). It equals that of
+  `safetensors.torch.save_file`, which would copy every tensor and not hash the file.
+- The buffer in host memory has the layout of the file's data, and is kept for the next checkpoint.
 - Big files are synced as they grow. Otherwise unwritten pages could fill the host's memory.
 """
 
@@ -36,19 +33,11 @@ REMEDY = (
 )
 # In rising order of alignment, as safetensors sorts them.
 _NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-}
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
 _RANK = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 log = logging.getLogger(__name__)
@@ -60,14 +49,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Positions of one file's tensors: `spans` are [start, stop) in the data after `header`."""
+    """`spans` are the tensors' [start, stop) in the data after `header`."""
 
     header: bytes
     spans: dict[str, tuple[int, int]]
 
     @property
     def num_bytes(self) -> int:
-        """The size of the data, without the header."""
         return max((stop for _, stop in self.spans.values()), default=0)
 
 
@@ -101,8 +89,7 @@ class HostCopy:
     def check_room(self, num_bytes: int, world: World) -> None:
         """Raise RunFailed if the ranks of this host need more memory than it has. A collective.
 
-        Every rank reads its available memory before the first all-gather, hence before any rank
-        allocates.
+        Ranks read their available memory before the all-gather, hence before any allocates.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -125,7 +112,6 @@ class HostCopy:
         if self.has_room(num_bytes):
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        # Checked first: a host that runs out of memory kills processes without a message.
         whose = "this rank's copy of weights and optimizer state takes"
         _check_fits(whose, num_bytes, available_bytes())
         self._buffer, error = host_block(num_bytes, self._device)
@@ -137,7 +123,7 @@ class HostCopy:
             )
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
-        """Copy `pieces`. They may change once this returns."""
+        """Copy `pieces`, completely."""
         self._layout = layout({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
         self.reserve(self._layout.num_bytes)
         for name, (start, stop) in self._layout.spans.items():
@@ -149,7 +135,7 @@ class HostCopy:
             torch.cuda.current_stream(self._device).synchronize()
 
     def buffers(self) -> list[bytes | memoryview]:
-        """Return the safetensors file of the last `fill`, as buffers for `write`."""
+        """Return the safetensors file of the last `fill`."""
         assert self._layout is not None, "nothing was copied"
         return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
 
@@ -165,9 +151,9 @@ def _check_fits(subject: str, num_bytes: int, available: int) -> None:
 def write(
     path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False
 ) -> tuple[int, str]:
-    """Write and sync `buffers` one after the other, and return (bytes, sha256).
+    """Write and sync `buffers`, and return (bytes, sha256). On failure the file is removed.
 
-    Raise Stopped between chunks, or OSError. On failure the file is removed.
+    Raise OSError, or Stopped between chunks.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing both release the GIL, so they run in parallel.
@@ -194,10 +180,7 @@ def write(
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove `path` on failure, so that a full disk has room for logs again.
-
-    An OSError of an open file has no file name, so it is added.
-    """
+    """Remove `path` on failure, so that a full disk has room for logs. Add it to an OSError."""
     try:
         yield
     except BaseException as error:

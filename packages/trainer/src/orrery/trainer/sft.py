@@ -1,12 +1,9 @@
 """The SFT stage: train chats with all weight on the cross-entropy component, and validate.
 
-- Examples are the columns that RL trains on. Every rank computes the same packing and trains its
-  own part, so ranks exchange no data.
+- Every rank computes the same packing and trains its own part, so ranks exchange no data.
 - The position in the data is the number of finished steps, so a resumed stage gives the same bits.
-- Validation runs before the first step, every `interval_steps` steps, and after the last step. Its
-  examples are never trained, and it changes no bit of the weights.
-- The validation loss is the mean cross-entropy −(Σ log π) / N of the trained tokens of all ranks,
-  whatever the ranks and micro-batches.
+- Validation runs before the first step, every `interval_steps` steps and after the last step. Its
+  loss is the mean cross-entropy of the trained tokens. It changes no bit of the weights.
 """
 
 import hashlib
@@ -39,7 +36,7 @@ VALIDATION = "stages.sft.validation"
 def sft(
     learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
 ) -> None:
-    """Train the remaining steps of `stages.sft.num_steps` on `examples`."""
+    """Train the remaining steps on `examples`."""
     manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
     first_step = learner.step + 1
     with (
@@ -105,17 +102,14 @@ def _record(
 
 
 class ValidationSet:
-    """This rank's micro-batches, kept in memory for repeated use."""
+    """This rank's micro-batches of examples that are never trained."""
 
     def __init__(self, manifest: Manifest, examples: Columns, world: World):
         self.micro_batches = _share(examples, manifest, world)
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """Return (cross-entropy in nats a token, tokens) of the current weights. A collective.
-
-        Raise RunFailed if the loss is not finite.
-        """
+        """Return (nats a token, tokens). Raise RunFailed if it is not finite. A collective."""
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:
@@ -155,10 +149,7 @@ def load_validation(
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
-    """Raise OrreryError on every rank if a validated chat is also trained. A collective.
-
-    Each rank compares its share of the training chats, by their messages.
-    """
+    """Raise OrreryError on every rank if a validated chat is also trained. A collective."""
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)

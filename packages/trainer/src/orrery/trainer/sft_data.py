@@ -1,11 +1,10 @@
 """SFT examples: chats as token columns, tokenised shortly before a step trains them.
 
-- Batch n is the n-th run of `examples_per_batch` examples of an endless order. The order has one
-  permutation an epoch, drawn from (manifest.seed, epoch).
-- A thread tokenises the next batch while the current one is trained, so the data may be larger
-  than memory. The first KEPT_TOKENS tokens are kept, so a small set is tokenised once.
-- At start the ranks share out the examples, and each tokenises up to CHECKED_TOKENS tokens. That
-  finds most mistakes before the first step. Others are found before the step that trains them.
+- Batches follow an endless order: one permutation an epoch, drawn from (manifest.seed, epoch).
+- A thread tokenises the next batch while the current one is trained. The first KEPT_TOKENS tokens
+  are kept, so a small set is tokenised once.
+- At start each rank checks up to CHECKED_TOKENS tokens of its share. That finds most mistakes
+  before the first step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +30,7 @@ KEPT_TOKENS = 32_000_000  # of 5 bytes
 class Examples:
     """Chats as token columns, with all weight on the cross-entropy component.
 
-    A chat with more than `max_tokens` (of a micro-batch) or `max_positions` (of the model) tokens
-    is refused.
+    `max_tokens` of a micro-batch and `max_positions` of the model limit a chat.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Return these examples in order. Raise OrreryError for a chat that cannot be trained."""
+        """Tokenise these examples. Raise OrreryError for a chat that cannot be trained."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)
@@ -98,7 +96,7 @@ class Examples:
 
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
-    """Open the examples of `stages.sft.data` and check the share (rank, ranks) of them."""
+    """Open the examples of `stages.sft.data`, and check the share (rank, ranks) of them."""
     examples = open_examples(manifest, manifest.stages.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -128,10 +126,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item, and makes the one after it in a thread.
-
-    An error of the thread is raised when its item is asked for.
-    """
+    """Yield a function that returns the next item. A thread makes the following item."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -1,16 +1,15 @@
 """A stage's checkpoints: when they are written, how they become complete, and how to resume.
 
-- Call `copy`, write the step's row of metrics, then call `write`. So every complete checkpoint
-  has its row.
-- The first rank's thread completes a checkpoint: it waits for all ranks' files and for the folder
-  `beside`, writes the marker, then removes checkpoints beyond `trainer.checkpoint.keep`.
+- The step's row of metrics is written between `copy` and `write`, so every complete checkpoint has
+  its row.
+- The first rank's thread writes the marker last, then removes checkpoints beyond
+  `trainer.checkpoint.keep`.
 """
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from orrery.manifest.errors import RunFailed
 from orrery.observe.process import RoleContext
@@ -22,10 +21,9 @@ from orrery.transport import checkpoints, nfs
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage, on one rank.
+    """One stage's checkpoints, on one rank. The exit completes the last, except after an exception.
 
-    `beside` is the role that wrote its half of step n's checkpoint before batch n was sent. On
-    exit the last checkpoint is completed, except after an exception.
+    `beside` is a role whose half of step n's checkpoint exists before batch n is sent.
     """
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
@@ -41,13 +39,8 @@ class StageCheckpoints:
             self._writer.reserve(self._learner)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._writer.__exit__(*failure)
 
     def is_due(self, step: int) -> bool:
         return checkpoints.is_due(step, self._ctx.manifest, self._stage)
@@ -57,18 +50,14 @@ class StageCheckpoints:
         self._writer.check()
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
-        """Copy the state of the last step, with `files`. Return the seconds that training waited.
-
-        A collective.
-        """
-        step, num_ranks = self._learner.step, self._learner.world.size
-        still_s = step_stall_s(False, num_ranks)
+        """Copy the state, with `files`. Return the seconds that training waited. A collective."""
+        step, still_s = self._learner.step, step_stall_s(False, self._learner.world.size)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)
         with self._ctx.metrics.span("checkpoint", step=step):
             return self._writer.copy(self._learner, self._folder / "trainer", files)
 
     def write(self) -> None:
-        """Start to write the copy."""
+        """Write the copy in the background."""
         ctx, folder = self._ctx, self._folder
         step, num_ranks, begin_s = self._learner.step, self._learner.world.size, time.time()
 
@@ -98,12 +87,9 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint of `stage`, and return its folder or None. A collective.
-
-    Ranks verify the files in shares before any rank loads.
-    """
+    """Load the newest complete checkpoint, and return its folder, or None. A collective."""
     world = learner.world
-    # In RL the orchestrator discards incomplete ones, before it writes its half.
+    # In RL the orchestrator does this, before it writes its half.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
