@@ -39,7 +39,7 @@ from orrery.manifest.workspace import Workspace  # noqa: E402
 from orrery.models import weights  # noqa: E402
 from orrery.observe.process import parse_role  # noqa: E402
 from orrery.orchestrator import snapshot  # noqa: E402
-from orrery.orchestrator.state import Snapshot, State  # noqa: E402
+from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402
 from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # noqa: E402
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
@@ -128,7 +128,7 @@ def whole_checkpoint(root: Path) -> None:
 
 
 def of_orchestrator(next_batch: int) -> Snapshot:
-    return replace(State(manifest()).snapshot(), next_batch=next_batch)
+    return replace(Scheduler(manifest()).snapshot(), next_batch=next_batch)
 
 
 def complete_what_is_not_synced(root: Path) -> None:

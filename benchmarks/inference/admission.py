@@ -37,7 +37,7 @@ from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission, Manifest
 from orrery.observe.process import RoleContext, parse_role
 from orrery.orchestrator import assemble
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
 from record import record
 from roles import ALONE, ENGINE, roles
 
@@ -129,7 +129,7 @@ async def play(
 
     async def watch() -> None:
         while True:
-            loads = await look(ctx, fleet, admission)
+            loads = await poll_engines(ctx, fleet, admission)
             load = loads[0]
             looks.append(
                 {"time_s": time.perf_counter(), "limit": admission.limit, "num_in_flight": admission.taken, "kv_usage": load.kv_usage,

@@ -2,7 +2,7 @@
 
 - Plain vLLM: `vllm serve` with the engine's flags that are vLLM's own, none of our code loaded, and a client that posts requests and
   counts tokens. Once without log-probs and once with those of the sampled tokens.
-- Our engine, asked by the same client with log-probs; and through all: `orrery.orchestrator.rollout.play` for every request, by
+- Our engine, asked by the same client with log-probs; and through all: `orrery.orchestrator.rollout.run_episode` for every request, by
   vllm-router, each rollout with its column of routes in place at its end.
 - The figure is through all, as a share of plain vLLM with log-probs: the median of the ratios of rounds of the same number. Both engines
   return routes where the model has experts. `--only-routes` measures what routes cost our engine instead.
@@ -48,7 +48,7 @@ from orrery.observe.network import free_ports
 from orrery.observe.process import RoleContext, parse_role, role_process
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
-from orrery.orchestrator.rollout import play
+from orrery.orchestrator.rollout import run_episode
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.transport import rendezvous
 from orrery.transport.routed_experts import route_shape
@@ -315,7 +315,7 @@ async def through_all(
     )
 
     async def ask(index: int, tokens: int) -> int:
-        rollout = await play(
+        rollout = await run_episode(
             task=task, problem_index=index, max_turns=1, renderer=task, engine=Published(fleet),
             sampling=SimpleNamespace(max_tokens_per_turn=tokens, temperature=1.0),
             max_model_len_tokens=spec.inference.max_model_len_tokens,

@@ -29,7 +29,7 @@ from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.loop import Loop
-from orrery.orchestrator.state import State
+from orrery.orchestrator.scheduler import Scheduler
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.transport.rollout_wire import Batch
@@ -160,7 +160,7 @@ async def orchestrated(
     watch = WeightWatch(weight_dir(ctx.run_dir, ctx.attempt))
     loop = Loop(
         ctx,
-        State(ctx.manifest),
+        Scheduler(ctx.manifest),
         assemble.tasks(ctx.manifest),
         renderer,
         fleet,

@@ -13,7 +13,7 @@ from inference_servers import DENSE, STAGE, await_published, make_run, start_rol
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.observe.process import RoleContext
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.engine_load import look
+from orrery.orchestrator.engine_load import poll_engines
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine, pytest.mark.slow]
 
@@ -71,7 +71,7 @@ async def play(ctx, fleet, name, admission, counts):
 
     async def watch():
         while True:
-            await look(ctx, fleet, admission)
+            await poll_engines(ctx, fleet, admission)
             limits.append(admission.limit)
             changed.set()
             await asyncio.sleep(POLL_S)

@@ -348,7 +348,7 @@ class FakeTrainer:
 
 
 @dataclass
-class FakeMe:
+class FakeContext:
     """What `role_process` gives."""
 
     run_dir: Path

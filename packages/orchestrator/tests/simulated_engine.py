@@ -108,7 +108,7 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulation:
     """Of the time after the warm-up."""
 
     tokens_per_s: float
@@ -116,7 +116,7 @@ class Played:
     limits: list[int]  # at every look
 
 
-def play(
+def simulate(
     admission,
     engines,
     lengths,
@@ -151,7 +151,7 @@ def play(
             limits.append(admission.limit)
             next_look_s += look_s
     seconds = now_s - totals[0]
-    return Played(
+    return Simulation(
         (sum(engine.generated for engine in engines) - totals[1]) / seconds,
         (sum(engine.preemptions for engine in engines) - totals[2]) / num_finished,
         limits,

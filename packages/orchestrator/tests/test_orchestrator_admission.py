@@ -7,12 +7,12 @@ import orchestrator_fakes as fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_simulated_engine import Costs, SimulatedEngine, play
+from orchestrator_simulated_engine import Costs, SimulatedEngine, simulate
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.engine_load import look
+from orrery.orchestrator.engine_load import poll_engines
 
 QUICK = settings(max_examples=60, deadline=None)
 CONTEXT = 4096
@@ -255,7 +255,7 @@ def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm
     lengths, costs
 ):
     fixed = {
-        limit: play(
+        limit: simulate(
             Admission(FixedAdmission(kind="fixed", max_in_flight=limit), CONTEXT),
             engines(COSTS[costs]),
             LENGTHS[lengths],
@@ -264,7 +264,7 @@ def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm
         )
         for limit in (48, 64, 80, 128)
     }
-    found = play(adaptive(), engines(COSTS[costs]), LENGTHS[lengths], 400, 130)
+    found = simulate(adaptive(), engines(COSTS[costs]), LENGTHS[lengths], 400, 130)
     best = max(fixed.values(), key=lambda each: each.tokens_per_s)
     assert found.tokens_per_s >= 0.95 * best.tokens_per_s
     assert fixed[128].preemptions_per_rollout > 1, "128 are an overload"
@@ -274,8 +274,8 @@ def test_on_full_engines_it_comes_to_nearly_the_best_fixed_limit_without_a_storm
 
 
 def test_four_engines_get_four_times_as_many_as_one():
-    one = play(adaptive(), engines(COSTS["prefill is dear"]), LENGTHS["uniform"], 200, 100)
-    four = play(adaptive(), engines(COSTS["prefill is dear"], 4), LENGTHS["uniform"], 200, 100)
+    one = simulate(adaptive(), engines(COSTS["prefill is dear"]), LENGTHS["uniform"], 200, 100)
+    four = simulate(adaptive(), engines(COSTS["prefill is dear"], 4), LENGTHS["uniform"], 200, 100)
     assert sum(four.limits) / len(four.limits) == pytest.approx(
         4 * sum(one.limits) / len(one.limits), rel=0.15
     )
@@ -306,15 +306,15 @@ async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_
             )
         }
     )
-    ctx, admission = fakes.FakeMe(tmp_path, manifest), adaptive()
+    ctx, admission = fakes.FakeContext(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
     serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
-    assert list(await look(ctx, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
+    assert list(await poll_engines(ctx, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
     assert admission.limit == 100
-    assert list(await look(ctx, Fleet(prefill, None, serving), admission)) == [0, 2]
+    assert list(await poll_engines(ctx, Fleet(prefill, None, serving), admission)) == [0, 2]
     assert admission.limit == 50
     assert (
-        await look(
+        await poll_engines(
             ctx, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
         )
         == {}

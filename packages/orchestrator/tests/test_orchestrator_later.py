@@ -8,20 +8,20 @@ import pytest
 
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator import snapshot
-from orrery.orchestrator.state import Snapshot
+from orrery.orchestrator.scheduler import Snapshot
 from orrery.transport import checkpoints
 
 
-def state(next_batch: int, evaluated: int) -> Snapshot:
+def scheduler(next_batch: int, evaluated: int) -> Snapshot:
     return Snapshot(next_batch, [1], [], [], [], 0, evaluated, 0, {}, 9, [])
 
 
 @pytest.fixture
 def wound_down(tmp_path):
     """A run directory whose step 2 has its checkpoint, and a newer state of the orchestrator."""
-    snapshot.write(tmp_path, 2, 1, state(3, 1), 1.0)
+    snapshot.write(tmp_path, 2, 1, scheduler(3, 1), 1.0)
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
-    snapshot.write_now(tmp_path, 2, 1, state(3, 2), 1.0, is_resumed=False)
+    snapshot.write_now(tmp_path, 2, 1, scheduler(3, 2), 1.0, is_resumed=False)
     return tmp_path
 
 
@@ -59,5 +59,5 @@ def test_an_older_later_state_that_will_not_go_does_not_keep_the_newer_from_its_
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     monkeypatch.setattr(shutil, "rmtree", will_not_go)
-    snapshot.write_now(wound_down, 2, 1, state(3, 3), 1.0, is_resumed=False)
+    snapshot.write_now(wound_down, 2, 1, scheduler(3, 3), 1.0, is_resumed=False)
     assert snapshot.read(checkpoints.checkpoint_dir(wound_down, 2, 1), 2).evaluated == 3

@@ -21,25 +21,27 @@ from orrery.manifest.schema import Evaluate
 from orrery.observe import wind_down
 from orrery.observe.health import read_health
 from orrery.observe.wind_down import WoundDown
-from orrery.orchestrator import assemble, evaluate, overdue, snapshot, stage, winding_down
+from orrery.orchestrator import assemble, evaluate, preemption, runner, snapshot, timeouts
 from orrery.orchestrator import loop as loop_module
+from orrery.orchestrator.buffer import Sample
+from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.loop import Loop
-from orrery.orchestrator.pulse import Pulse
 from orrery.orchestrator.requests import GroupRequest, Request
-from orrery.orchestrator.sink import Sample
-from orrery.orchestrator.state import State
+from orrery.orchestrator.scheduler import Scheduler
 from orrery.orchestrator.updates import Updates
 from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.task import Judgement, Message
 from orrery.transport import checkpoints, rollout_store
 
 
-def loop_of(ctx, manifest, fleet, trainer, state=None, task=None, held_out=None):
+def loop_of(ctx, manifest, fleet, trainer, scheduler=None, task=None, held_out=None):
     tasks = {
         "train": [task or fakes.FakeTask() for _ in manifest.tasks.train],
         "evaluation": [held_out or fakes.FakeTask()],
     }
-    return Loop(ctx, state or State(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer)
+    return Loop(
+        ctx, scheduler or Scheduler(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer
+    )
 
 
 def run(
@@ -47,18 +49,18 @@ def run(
     manifest,
     fleet=None,
     trainer=None,
-    state=None,
+    scheduler=None,
     task=None,
     limit_s=20,
     attempt=1,
     held_out=None,
 ):
     ctx, fleet, trainer = (
-        fakes.FakeMe(tmp_path, manifest, attempt=attempt),
+        fakes.FakeContext(tmp_path, manifest, attempt=attempt),
         fleet or fakes.FakeFleet(),
         trainer or fakes.FakeTrainer(),
     )
-    loop = loop_of(ctx, manifest, fleet, trainer, state, task, held_out)
+    loop = loop_of(ctx, manifest, fleet, trainer, scheduler, task, held_out)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
     return ctx, fleet, trainer, loop
 
@@ -66,13 +68,13 @@ def run(
 @pytest.fixture
 def at_close(monkeypatch):
     """What the fleet had aborted, and had in flight, when the stage began to close, which aborts all that is left."""
-    seen, close = SimpleNamespace(), stage.Stage.close
+    seen, close = SimpleNamespace(), runner.RolloutRunner.close
 
     async def noting(self):
         seen.aborted, seen.in_flight = list(self.engine.aborted), dict(self.engine.in_flight)
         await close(self)
 
-    monkeypatch.setattr(stage.Stage, "close", noting)
+    monkeypatch.setattr(runner.RolloutRunner, "close", noting)
     return seen
 
 
@@ -94,7 +96,7 @@ def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated
     assert (versions == 6).all() and trainer.compared.totals["num_samples"] == ctx.events(
         "evaluation"
     )[-1]["num_rollouts"]
-    assert not fleet.in_flight and loop.state.dispatch.admission.taken == 0
+    assert not fleet.in_flight and loop.scheduler.dispatch.admission.taken == 0
 
 
 def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_counts_it(tmp_path):
@@ -112,7 +114,10 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
         and asked[0]["seed"] == asked[1]["seed"] is not None
         and asked[0]["cache_salt"] == asked[1]["cache_salt"]
     )
-    assert loop.state.sink.dropped["engine_gone"] == 1 and loop.state.dispatch.admission.taken == 0
+    assert (
+        loop.scheduler.buffer.dropped["engine_gone"] == 1
+        and loop.scheduler.dispatch.admission.taken == 0
+    )
 
 
 def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_version_and_training_has_none(
@@ -135,7 +140,7 @@ def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_v
 
 def test_the_seed_of_an_evaluation_rollout_follows_the_runs_seed_the_task_the_problem_and_the_member():
     def seed(run, task, problem, member, group_id=0, version=0):
-        return stage.evaluation_seed(
+        return runner.evaluation_seed(
             run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version)
         )
 
@@ -146,12 +151,12 @@ def test_the_seed_of_an_evaluation_rollout_follows_the_runs_seed_the_task_the_pr
 def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(stage, "GONE_PAUSE_S", 0.01)
+    monkeypatch.setattr(runner, "GONE_PAUSE_S", 0.01)
     manifest, fleet = (
         fakes.manifest(rollout_timeout_s=0.2),
         fakes.FakeFleet(script={"evaluation-2-1-0": "gone, then hang"}),
     )
-    ctx = fakes.FakeMe(tmp_path, manifest)
+    ctx = fakes.FakeContext(tmp_path, manifest)
 
     async def main():
         await asyncio.wait_for(loop_of(ctx, manifest, fleet, fakes.FakeTrainer()).run(), 20)
@@ -204,7 +209,7 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
     ] == [row["num_sampled"] for row in rows]
     assert (
         sum(row["num_sampled"] for row in rows) <= 6 * 2 * 8
-        and loop.state.dispatch.admission.taken == 0
+        and loop.scheduler.dispatch.admission.taken == 0
     )
     (warning,) = [message for message in caplog.messages if "signal" in message]
     assert (
@@ -255,11 +260,11 @@ def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out
         fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
     )
     # A whole batch, which is cut before any engine has been updated.
-    resumed = State(
+    resumed = Scheduler(
         manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"})
     )
     again, _, second, _ = run(
-        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed
+        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), scheduler=resumed
     )
     assert (
         second.batches[0].info["digests"] == {"3": f"{3:016x}"}
@@ -286,10 +291,10 @@ def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out
 
 @pytest.mark.parametrize("num_yields", range(4))
 async def test_a_cancellation_that_meets_a_ring_is_not_lost(num_yields):
-    pulse = Pulse()
-    waiting = asyncio.create_task(pulse.wait(60))
+    changed = Notifier()
+    waiting = asyncio.create_task(changed.wait(60))
     await asyncio.sleep(0.01)
-    pulse.ring()
+    changed.notify_all()
     for _ in range(num_yields):
         await asyncio.sleep(0)
     if not waiting.done():
@@ -306,7 +311,7 @@ def test_a_batch_is_written_down_before_it_is_sent(tmp_path):
             await super().send(batch)
 
     manifest = fakes.manifest()
-    ctx, trainer = fakes.FakeMe(tmp_path, manifest), Dying()
+    ctx, trainer = fakes.FakeContext(tmp_path, manifest), Dying()
     loop = loop_of(ctx, manifest, fakes.FakeFleet(), trainer)
     with pytest.raises(RunFailed, match="the trainer is gone"):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
@@ -364,7 +369,7 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
 def test_what_an_earlier_attempt_left_half_written_is_removed_when_the_stage_begins(tmp_path):
     torn = checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer"
     torn.mkdir(parents=True)
-    assemble.state(
+    assemble.scheduler(
         SimpleNamespace(run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger())
     )
     assert not torn.parent.exists()
@@ -378,7 +383,7 @@ def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, capl
         checkpoints.complete(folder)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assemble.state(
+            assemble.scheduler(
                 SimpleNamespace(
                     run_dir=tmp_path, manifest=fakes.manifest(), log=logging.getLogger()
                 )
@@ -396,7 +401,7 @@ def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp
         manifest.model.model_copy(update={"tokenizer": tokenizer, "vocab_size": 12}),
         tmp_path / "weights" / "init",
     )
-    renderer = assemble.renderer(fakes.FakeMe(tmp_path, manifest), "sft", "init")
+    renderer = assemble.renderer(fakes.FakeContext(tmp_path, manifest), "sft", "init")
     assert renderer.prompt([Message("user", "abc")])
     with pytest.raises(
         OrreryError, match=r"model\.vocab_size: 11, and the tokenizer makes 'd' the token 11"
@@ -422,7 +427,7 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
         "train-2-2-0": "fail",
     }
     ctx, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
-    dropped = loop.state.sink.dropped
+    dropped = loop.scheduler.buffer.dropped
     assert dropped["engine"] == 4 and dropped["empty"] == 1 and dropped["too_few_survivors"] == 1
     assert ctx.events("batch")[-1]["dropped"]["engine"] == 4
 
@@ -432,7 +437,7 @@ def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_pa
         rollout_timeout_s=0.2, max_off_policy_steps=8
     )  # never stale, so only the time limit can end it
     _, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
-    assert loop.state.sink.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
+    assert loop.scheduler.buffer.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
 
 
@@ -448,7 +453,7 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
     ctx, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
-    assert loop.state.sink.dropped["timeout"] == 1, "counted as one that does not train"
+    assert loop.scheduler.buffer.dropped["timeout"] == 1, "counted as one that does not train"
     first, second = ctx.events("evaluation")[:2]
     assert (
         first["num_rollouts"],
@@ -472,13 +477,16 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 
 
 def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often, monkeypatch):
-    monkeypatch.setattr(overdue, "PROOF_S", 0.2)
+    monkeypatch.setattr(timeouts, "PROOF_S", 0.2)
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     fleet = fakes.FakeFleet(
         script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True
     )
     ctx, _, _, loop = run(tmp_path, manifest, fleet)
-    assert (loop.state.sink.dropped["engine_still"], loop.state.sink.dropped["timeout"]) == (1, 0)
+    assert (
+        loop.scheduler.buffer.dropped["engine_still"],
+        loop.scheduler.buffer.dropped["timeout"],
+    ) == (1, 0)
     first = ctx.events("evaluation")[0]
     assert (first["num_rollouts"], first["failures"], first["num_timeouts"]) == (
         5,
@@ -496,7 +504,10 @@ def test_a_rollout_whose_judge_hangs_is_no_timeout(tmp_path, looks_often):
 
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     _, _, trainer, loop = run(tmp_path, manifest, task=Hanging())
-    assert (loop.state.sink.dropped["no_answer"], loop.state.sink.dropped["timeout"]) == (
+    assert (
+        loop.scheduler.buffer.dropped["no_answer"],
+        loop.scheduler.buffer.dropped["timeout"],
+    ) == (
         4,
         0,
     ) and len(trainer.batches) == 6
@@ -518,10 +529,10 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
     )
     script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
     ctx, fleet = (
-        fakes.FakeMe(tmp_path, manifest, stage="evaluate"),
+        fakes.FakeContext(tmp_path, manifest, stage="evaluate"),
         fakes.FakeFleet(script=script, version=3),
     )
-    held_out = evaluate.HeldOut(
+    held_out = evaluate.EvaluationLoop(
         ctx,
         fleet,
         fakes.FakeRenderer(),
@@ -551,22 +562,22 @@ def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(
     manifest = fakes.manifest(rollout_timeout_s=2.0, max_off_policy_steps=8)
     _, _, trainer, loop = run(tmp_path, manifest, Setting(script={"train-0-3-0": "hang"}))
     assert offset == [set_by_s] and len(trainer.batches) == 6
-    assert loop.state.sink.dropped["timeout"] == 1, "the one that never ends"
+    assert loop.scheduler.buffer.dropped["timeout"] == 1, "the one that never ends"
 
 
 def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_updated(tmp_path):
     class Noting(fakes.FakeFleet):
         async def update(self, published):
-            known = {group.key for group in state.dispatch.open_train_groups()}
+            known = {group.key for group in scheduler.dispatch.open_train_groups()}
             others = {name for name in self.in_flight if name.rsplit("-", 2)[0] not in known}
             left.append(
-                (state.sink.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others)
+                (scheduler.buffer.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others)
             )
             return await super().update(published)
 
     left, manifest = [], fakes.manifest(max_off_policy_steps=1)
-    state = State(manifest)
-    run(tmp_path, manifest, Noting(script={"train-0-3-0": "hang"}), state=state)
+    scheduler = Scheduler(manifest)
+    run(tmp_path, manifest, Noting(script={"train-0-3-0": "hang"}), scheduler=scheduler)
     assert all(
         bool(num_stale) == is_aborted and not others for num_stale, is_aborted, others in left
     ), left
@@ -581,12 +592,12 @@ def test_after_the_last_cut_training_leaves_the_engine(tmp_path, at_close):
     manifest = fakes.manifest(
         max_off_policy_steps=8
     )  # never stale, so only the end of training can end it
-    state, names = State(manifest), [f"train-99-{member}-0" for member in range(4)]
-    state.dispatch.offer(
+    scheduler, names = Scheduler(manifest), [f"train-99-{member}-0" for member in range(4)]
+    scheduler.dispatch.offer(
         GroupRequest("train", 99, 0, 99, 4)
     )  # one that no batch needs: of its own accord the state opens none
-    run(tmp_path, manifest, Noting(script=dict.fromkeys(names, "hang")), state=state)
-    assert state.sink.dropped["run_over"] == 4
+    run(tmp_path, manifest, Noting(script=dict.fromkeys(names, "hang")), scheduler=scheduler)
+    assert scheduler.buffer.dropped["run_over"] == 4
     assert sorted(at_close.aborted) == names and at_close.in_flight == {}
 
 
@@ -597,7 +608,7 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
 
 def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
     ctx, fleet, trainer = (
-        fakes.FakeMe(tmp_path, fakes.manifest()),
+        fakes.FakeContext(tmp_path, fakes.manifest()),
         fakes.FakeFleet(),
         fakes.FakeTrainer(),
     )
@@ -609,17 +620,21 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
     ]
 
     async def scenario():
-        loop.state.updated(0)
-        loop.state.digests[0] = "of version 0"
-        loop.state.sink.queue.append(queued)
+        loop.scheduler.updated(0)
+        loop.scheduler.digests[0] = "of version 0"
+        loop.scheduler.buffer.queue.append(queued)
         fleet.is_proving = True
         training = asyncio.create_task(loop.train())
         for _ in range(5):  # it looks each time
-            loop.pulse.ring()
+            loop.changed.notify_all()
             await asyncio.sleep(0.001)
-        looked = loop.state.wanted, loop.state.clock.next_batch, loop.state.sink.num_queued
+        looked = (
+            loop.scheduler.wanted,
+            loop.scheduler.clock.next_batch,
+            loop.scheduler.buffer.num_queued,
+        )
         fleet.is_proving = False
-        loop.pulse.ring()
+        loop.changed.notify_all()
         while not trainer.batches:
             await asyncio.sleep(0.001)
         training.cancel()
@@ -659,9 +674,9 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
             await super().send(batch)
 
     _, _, first, _ = run(tmp_path, manifest, trainer=Checking())
-    resumed = State(manifest, snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4))
+    resumed = Scheduler(manifest, snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4))
     _, fleet, second, _ = run(
-        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), state=resumed
+        tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), scheduler=resumed
     )
     assert [batch.step for batch in second.batches] == [5, 6] and fleet.updates[0] == 4
 
@@ -694,7 +709,7 @@ class WindingDown(fakes.FakeTrainer):
             manifest.trainer.checkpoint.interval_steps,
             after,
         )
-        self.first_version, self.state, self.attempt = first_version, None, 1
+        self.first_version, self.scheduler, self.attempt = first_version, None, 1
         self.ask_if(first_version)
 
     def ask_if(self, step):
@@ -713,7 +728,9 @@ class WindingDown(fakes.FakeTrainer):
     async def wanted(self, at_least=-1):
         result = await super().wanted(at_least)
         if at_least > 0:  # it winds down: the state of now is what must be kept
-            self.queued = {sample.group_id for group in self.state.sink.queue for sample in group}
+            self.queued = {
+                sample.group_id for group in self.scheduler.buffer.queue for sample in group
+            }
         return result
 
     async def send(self, batch):
@@ -737,12 +754,12 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     tmp_path, monkeypatch, after
 ):
     """Checkpoints are due after 2, 4 and 6, so the moments are before all batches, between two checkpoints, and just after one."""
-    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    monkeypatch.setattr(preemption, "POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
-    first, state = WindingDown(tmp_path, manifest, after), State(manifest)
-    first.state = state
+    first, scheduler = WindingDown(tmp_path, manifest, after), Scheduler(manifest)
+    first.scheduler = scheduler
     with pytest.raises(WoundDown) as ended:
-        run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, state)
+        run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, scheduler)
     step = ended.value.step
     assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
     assert max(checkpoints.steps(tmp_path), default=0) == step
@@ -751,11 +768,11 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     )
     wind_down.path(tmp_path, "rl").unlink()
 
-    resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
-    kept = {sample.group_id for group in resumed.sink.queue for sample in group}
+    resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
+    kept = {sample.group_id for group in resumed.buffer.queue for sample in group}
     assert resumed.clock.next_batch == step + 1 and (not step or kept == first.queued)
     second = fakes.FakeTrainer(first_version=step)
-    run(tmp_path, manifest, trainer=second, state=resumed)
+    run(tmp_path, manifest, trainer=second, scheduler=resumed)
     assert [batch.step for batch in [*first.batches, *second.batches]] == [1, 2, 3, 4, 5, 6]
     trained_tokens = [
         (int(part.sample["group_id"][0]), part.token["token_id"].tobytes())
@@ -767,13 +784,15 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
 def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_ended_since(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    monkeypatch.setattr(preemption, "POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     for attempt in (1, 2):
         trainer = WindingDown(tmp_path, manifest, after=2, first_version=2 * (attempt - 1))
-        trainer.state = state = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=attempt))
+        trainer.scheduler = scheduler = assemble.scheduler(
+            fakes.FakeContext(tmp_path, manifest, attempt=attempt)
+        )
         with pytest.raises(WoundDown):
-            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, state, attempt=attempt)
+            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, scheduler, attempt=attempt)
     [step] = checkpoints.steps(tmp_path)
     assert step == trainer.wound_down_at and trainer.batches == []
     checkpoint = checkpoints.whole_dir(tmp_path, step)
@@ -834,7 +853,7 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
     assert (
         max(evaluated) == last
         and evaluated[last] == 1.0
-        and loop.state.dispatch.admission.taken == 0
+        and loop.scheduler.dispatch.admission.taken == 0
     )
     versions = np.concatenate(
         [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
@@ -849,7 +868,7 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
     )
     assert max(checkpoints.steps(tmp_path), default=0) == last
     if last:  # killed while the trainer compares or exports
-        resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
+        resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
         assert resumed.stopped_early and resumed.clock.num_batches == last
         fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, last, attempt=2)
         again, _, _, _ = run(
@@ -876,7 +895,7 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
     finally:
         Loop._write_now = loop_write
     step = max(checkpoints.steps(tmp_path))
-    resumed = assemble.state(fakes.FakeMe(tmp_path, manifest, attempt=2))
+    resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
     assert step % 2 == 0 and not resumed.stopped_early
     fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, step, attempt=2)
     ctx, _, _, _ = run(
@@ -890,7 +909,7 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
 
 
 def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(winding_down, "LOOK_S", 0.0)
+    monkeypatch.setattr(preemption, "POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     _, _, trainer, _ = run(tmp_path, manifest, trainer=WindingDown(tmp_path, manifest, after=6))
     assert [batch.step for batch in trainer.batches] == [
@@ -912,7 +931,7 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
         update=none
     )  # the trainer has made the next version meanwhile, and nobody has this one
     evaluations = SimpleNamespace(pinned=None)
-    state = SimpleNamespace(
+    scheduler = SimpleNamespace(
         digests=dict(known),
         evaluations=evaluations,
         may_update=lambda _: True,
@@ -923,14 +942,14 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
         latest=lambda: SimpleNamespace(version=3, digest="of before the resume")
     )
     updates = Updates(
-        fakes.FakeMe(tmp_path, fakes.manifest()),
-        state,
+        fakes.FakeContext(tmp_path, fakes.manifest()),
+        scheduler,
         SimpleNamespace(cancel=none),
         gone_on,
         watch,
     )
     assert not asyncio.run(updates.take_newest())
-    assert (state.digests, state.updating) == (known, False)
+    assert (scheduler.digests, scheduler.updating) == (known, False)
 
 
 @pytest.mark.parametrize("stage", ["rl", "evaluate"])

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Grpo, MaxRl
-from orrery.orchestrator import cut, samples, snapshot
-from orrery.orchestrator.activity import PIECE_S, Activity
+from orrery.orchestrator import batching, samples, snapshot
+from orrery.orchestrator.activity import PIECE_S, EngineActivity
 from orrery.orchestrator.algorithms import ALGORITHMS, advantages
+from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer, Sample
 from orrery.orchestrator.clock import Clock
 from orrery.orchestrator.evaluate import summary
-from orrery.orchestrator.evaluation import Evaluations, counted
+from orrery.orchestrator.evaluation import Evaluations, describe_counts
 from orrery.orchestrator.groups import CompleteGroup
-from orrery.orchestrator.overdue import PROOF_S, Overdue
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
-from orrery.orchestrator.sink import BARREN_BATCHES, Sample, Sink
+from orrery.orchestrator.scheduler import Snapshot
 from orrery.orchestrator.source import Source
-from orrery.orchestrator.state import Snapshot
+from orrery.orchestrator.timeouts import PROOF_S, TimeoutClassifier
 from orrery.tasks.task import Message, ToolCall
 from orrery.transport import checkpoints
 from orrery.transport.routed_experts import RouteShape, without_routes
@@ -103,7 +103,7 @@ def test_groups_to_redo_come_first_under_their_old_numbers():
         tasks,
         4,
         cursors=[7],
-        again=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)],
+        unfinished=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)],
     )
     assert [source.next().group_id for _ in range(4)] == [2, 5, 7, 8]
 
@@ -123,7 +123,7 @@ def whole(group_id, rewards, version=0):
 def sink_of(per_batch, **orchestrator):
     orchestrator.setdefault("drop_zero_advantage_groups", True)
     settings = fakes.manifest(**orchestrator).orchestrator
-    return Sink(
+    return RolloutBuffer(
         settings.model_copy(update={"algorithm": GRPO, "rollouts_per_batch": per_batch})
     )  # any number, to split groups
 
@@ -132,84 +132,86 @@ MIXED, EQUAL = {0: 0, 1: 1, 2: 0, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def test_groups_without_signal_wait_aside_until_the_batch_has_been_sampled_as_often_as_the_ratio_says():
-    sink = sink_of(8, max_sampled_ratio=2.0)
-    sink.add(whole(0, MIXED))
+    buffer = sink_of(8, max_sampled_ratio=2.0)
+    buffer.add(whole(0, MIXED))
     for group in (1, 2):
-        assert not sink.add(whole(group, EQUAL)) and sink.cut(0) is None, (
+        assert not buffer.add(whole(group, EQUAL)) and buffer.take_batch(0) is None, (
             "12 rollouts are fewer than 2 · 8"
         )
-    assert not sink.add(whole(3, EQUAL))
-    batch = sink.cut(0)
+    assert not buffer.add(whole(3, EQUAL))
+    batch = buffer.take_batch(0)
     assert [(sample.group_id, sample.advantage != 0) for sample in batch] == [(0, True)] * 4 + [
         (1, False)
     ] * 4
-    assert sink.num_sampled == 0 and sink.cut(0) is None, "the next batch has a budget of its own"
-    assert {sample.group_id for group in sink.spare for sample in group} == {
+    assert buffer.num_sampled == 0 and buffer.take_batch(0) is None, (
+        "the next batch has a budget of its own"
+    )
+    assert {sample.group_id for group in buffer.spare for sample in group} == {
         2,
         3,
-    } and not sink.dropped
+    } and not buffer.dropped
 
 
 def test_a_batch_is_of_signal_alone_where_that_comes_before_the_ratio():
-    sink = sink_of(8, max_sampled_ratio=2.0)
+    buffer = sink_of(8, max_sampled_ratio=2.0)
     for group, rewards in enumerate((EQUAL, MIXED, MIXED)):
-        sink.add(whole(group, rewards))
-    assert all(sample.advantage for sample in sink.cut(0))
+        buffer.add(whole(group, rewards))
+    assert all(sample.advantage for sample in buffer.take_batch(0))
 
 
 def test_a_batch_without_any_signal_is_cut_too():
-    sink = sink_of(8, max_sampled_ratio=1.0)
+    buffer = sink_of(8, max_sampled_ratio=1.0)
     for group in range(2):
-        sink.add(whole(group, EQUAL))
-    assert [sample.advantage for sample in sink.cut(0)] == [0.0] * 8
+        buffer.add(whole(group, EQUAL))
+    assert [sample.advantage for sample in buffer.take_batch(0)] == [0.0] * 8
 
 
 def test_groups_without_signal_are_bounded_and_the_oldest_leave_first():
-    sink = sink_of(4, max_sampled_ratio=100.0, max_batches_ahead=1)
+    buffer = sink_of(4, max_sampled_ratio=100.0, max_batches_ahead=1)
     for group in range(9):
-        sink.add(whole(group, EQUAL))
-    assert [group[0].group_id for group in sink.spare] == [6, 7, 8] and sink.dropped == {
+        buffer.add(whole(group, EQUAL))
+    assert [group[0].group_id for group in buffer.spare] == [6, 7, 8] and buffer.dropped == {
         "zero_advantage": 24
     }
 
 
 def test_groups_without_signal_obey_the_staleness_bound_and_their_loss_makes_room_for_others():
-    sink = sink_of(8, max_sampled_ratio=1.0)
-    sink.add(whole(0, EQUAL, version=1))
-    sink.add(whole(1, EQUAL, version=2))
-    assert sink.room(1) == 0
-    assert sink.cut(2) is None and sink.dropped == {"stale_in_queue": 4}
-    assert sink.room(1) == 4, "no batch would ever be whole"
-    sink.add(whole(2, MIXED, version=2))
-    assert [sample.group_id for sample in sink.cut(2)] == [2] * 4 + [1] * 4
+    buffer = sink_of(8, max_sampled_ratio=1.0)
+    buffer.add(whole(0, EQUAL, version=1))
+    buffer.add(whole(1, EQUAL, version=2))
+    assert buffer.room(1) == 0
+    assert buffer.take_batch(2) is None and buffer.dropped == {"stale_in_queue": 4}
+    assert buffer.room(1) == 4, "no batch would ever be whole"
+    buffer.add(whole(2, MIXED, version=2))
+    assert [sample.group_id for sample in buffer.take_batch(2)] == [2] * 4 + [1] * 4
 
 
 def test_zero_advantage_groups_train_where_the_manifest_keeps_them():
-    sink = sink_of(4, drop_zero_advantage_groups=False)
-    assert not sink.add(whole(1, EQUAL)) and len(sink.cut(0)) == 4
+    buffer = sink_of(4, drop_zero_advantage_groups=False)
+    assert not buffer.add(whole(1, EQUAL)) and len(buffer.take_batch(0)) == 4
 
 
 def test_a_group_trains_on_two_survivors_and_not_on_one():
-    sink = sink_of(2)
-    assert not sink.add(whole(0, {2: 1}))
-    assert sink.dropped == {"too_few_survivors": 1}
-    assert sink.add(whole(1, {0: 0, 3: 1}))
-    assert [sample.advantage for sample in sink.cut(0)] == [-0.5, 0.5]
+    buffer = sink_of(2)
+    assert not buffer.add(whole(0, {2: 1}))
+    assert buffer.dropped == {"too_few_survivors": 1}
+    assert buffer.add(whole(1, {0: 0, 3: 1}))
+    assert [sample.advantage for sample in buffer.take_batch(0)] == [-0.5, 0.5]
 
 
 def test_timeouts_that_are_zeros_belong_to_the_baseline_and_are_not_trained():
-    sink = sink_of(2)
-    assert not sink.add(replace(whole(0, {}), num_zeros=4)) and not sink.add(
+    buffer = sink_of(2)
+    assert not buffer.add(replace(whole(0, {}), num_zeros=4)) and not buffer.add(
         replace(whole(1, {2: 1}), num_zeros=0)
     )
-    assert sink.add(replace(whole(2, {0: 1, 3: 1}), num_zeros=2)), (
+    assert buffer.add(replace(whole(2, {0: 1, 3: 1}), num_zeros=2)), (
         "equal rewards, but for the timeouts"
     )
-    assert [sample.advantage for sample in sink.cut(0)] == [0.5, 0.5]
-    assert sink.add(replace(whole(3, {1: 1}), num_zeros=1)), (
+    assert [sample.advantage for sample in buffer.take_batch(0)] == [0.5, 0.5]
+    assert buffer.add(replace(whole(3, {1: 1}), num_zeros=1)), (
         "one survivor and a zero are two rewards"
     )
-    assert not sink.add(replace(whole(4, {0: 0, 1: 0}), num_zeros=2)), "all are 0"
+    assert not buffer.add(replace(whole(4, {0: 0, 1: 0}), num_zeros=2)), "all are 0"
 
 
 def test_the_row_of_an_evaluation_says_how_many_of_its_rewards_are_timeouts():
@@ -231,7 +233,7 @@ def test_the_row_of_an_evaluation_says_how_many_of_its_rewards_are_timeouts():
         0,
         2,
     )
-    assert counted(row) == "4 rollouts, 2 of them timed out"
+    assert describe_counts(row) == "4 rollouts, 2 of them timed out"
 
 
 def loads_of(*tokens, running=1):
@@ -239,16 +241,16 @@ def loads_of(*tokens, running=1):
 
 
 def test_a_rollout_is_timed_out_once_every_engine_that_has_requests_makes_tokens():
-    machine, slow = Overdue(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
-    machine.look(loads_of(1, 1))
+    machine, slow = TimeoutClassifier(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
+    machine.observe(loads_of(1, 1))
     assert machine.reasons([slow], lambda _: True, 10.0) == [], (
         "whether engines live is not known yet"
     )
-    machine.look(loads_of(5, 5))
-    machine.look({})
-    machine.look(loads_of(6, 5))
+    machine.observe(loads_of(5, 5))
+    machine.observe({})
+    machine.observe(loads_of(6, 5))
     assert machine.reasons([slow], lambda _: True, 11.0) == [], "the second engine may be the one"
-    machine.look(loads_of(6, 5) | {1: fakes.load(0, tokens=5)})
+    machine.observe(loads_of(6, 5) | {1: fakes.load(0, tokens=5)})
     ((request, reason, sentence),) = machine.reasons([slow], lambda _: True, 12.0)
     assert (request, reason) == (slow, "timeout") and "rollout_timeout_s = 9 s" in sentence
 
@@ -256,21 +258,21 @@ def test_a_rollout_is_timed_out_once_every_engine_that_has_requests_makes_tokens
 def test_engines_that_make_no_tokens_or_lost_the_request_are_no_timeout():
     slow = Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
     for running in (1, 0):
-        machine = Overdue(9.0)
+        machine = TimeoutClassifier(9.0)
         for now_s in (10.0, 11.0, 10.0 + PROOF_S):
             assert machine.reasons([slow], lambda _: True, now_s) == []
-            machine.look(loads_of(7, running=running))
+            machine.observe(loads_of(7, running=running))
         assert [
             reason for _, reason, _ in machine.reasons([slow], lambda _: True, 11.0 + PROOF_S)
         ] == ["engine_still"]
 
 
 def test_what_an_update_interrupts_is_looked_at_anew():
-    machine, slow = Overdue(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
+    machine, slow = TimeoutClassifier(9.0), Request(GroupRequest("train", 0, 0, 0, 4), 0, 0)
     machine.reasons([slow], lambda _: True, 10.0)
-    machine.look(loads_of(1))
+    machine.observe(loads_of(1))
     assert machine.reasons([], lambda _: True, 11.0) == [], "it is not expired during an update"
-    machine.look(loads_of(2))
+    machine.observe(loads_of(2))
     assert machine.reasons([slow], lambda _: True, 12.0) == []
     assert [reason for _, reason, _ in machine.reasons([slow], lambda _: False, 13.0)] == [
         "no_answer"
@@ -278,42 +280,44 @@ def test_what_an_update_interrupts_is_looked_at_anew():
 
 
 def test_what_does_not_fit_leads_the_next_batch():
-    sink = sink_of(5)
+    buffer = sink_of(5)
     for group in range(3):
-        sink.add(whole(group, {0: 0, 1: 1, 2: 0, 3: 1}))
-    names = [[(sample.group_id, sample.member) for sample in sink.cut(0)] for _ in range(2)]
+        buffer.add(whole(group, {0: 0, 1: 1, 2: 0, 3: 1}))
+    names = [
+        [(sample.group_id, sample.member) for sample in buffer.take_batch(0)] for _ in range(2)
+    ]
     assert names[0] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
     assert names[1] == [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
 
 
 def test_the_sweep_at_the_cut_drops_whole_groups_and_counts_them():
-    sink = sink_of(4)
-    sink.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}, version=1))
-    sink.add(whole(1, {0: 0, 1: 1, 2: 0, 3: 1}, version=2))
-    assert {sample.group_id for sample in sink.cut(2)} == {1}
-    assert sink.dropped == {"stale_in_queue": 4}
+    buffer = sink_of(4)
+    buffer.add(whole(0, {0: 0, 1: 1, 2: 0, 3: 1}, version=1))
+    buffer.add(whole(1, {0: 0, 1: 1, 2: 0, 3: 1}, version=2))
+    assert {sample.group_id for sample in buffer.take_batch(2)} == {1}
+    assert buffer.dropped == {"stale_in_queue": 4}
 
 
 def test_any_number_of_rollouts_lost_with_engines_is_no_starvation():
-    sink = sink_of(8)
-    sink.count("engine_gone", 100 * BARREN_BATCHES)
-    sink.check_not_starved()
-    assert sink.dropped["engine_gone"] == 100 * BARREN_BATCHES
+    buffer = sink_of(8)
+    buffer.count("engine_gone", 100 * BARREN_BATCHES)
+    buffer.check_not_starved()
+    assert buffer.dropped["engine_gone"] == 100 * BARREN_BATCHES
 
 
 def test_starvation_names_reasons_and_counts_and_one_group_that_may_train_ends_it():
-    sink = sink_of(4)
+    buffer = sink_of(4)
     for group in range(BARREN_BATCHES - 1):
-        sink.count("judge", 3, "the judge is gone")
-        sink.add(whole(group, {0: 1}))
-        sink.check_not_starved()
-    sink.add(whole(90, EQUAL))
+        buffer.count("judge", 3, "the judge is gone")
+        buffer.add(whole(group, {0: 1}))
+        buffer.check_not_starved()
+    buffer.add(whole(90, EQUAL))
     for group in range(BARREN_BATCHES):
-        sink.check_not_starved()
-        sink.count("timeout", 3)
-        sink.add(whole(100 + group, {0: 1}))
+        buffer.check_not_starved()
+        buffer.count("timeout", 3)
+        buffer.add(whole(100 + group, {0: 1}))
     with pytest.raises(RunFailed, match=r"timeout 30, too_few_survivors 10.*rollout_timeout_s"):
-        sink.check_not_starved()
+        buffer.check_not_starved()
 
 
 # Evaluation
@@ -366,7 +370,7 @@ def test_failed_evaluation_rollouts_are_left_out_of_the_mean_and_counted_by_reas
         {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2},
          "num_timeouts": 0, "start_s": 1.0, "end_s": 5.0}
     ]  # fmt: skip
-    assert counted(result.rows[0]) == "2 rollouts, 2 failed: 2 engine"
+    assert describe_counts(result.rows[0]) == "2 rollouts, 2 failed: 2 engine"
 
 
 def test_a_task_whose_rollouts_fail_keeps_its_weight_in_the_reward_of_a_policy():
@@ -395,7 +399,7 @@ def test_a_task_whose_rollouts_fail_keeps_its_weight_in_the_reward_of_a_policy()
         "num_failed": 2,
         "failures": {"engine": 2},
     }
-    assert counted(result.rows[0]) == "4 rollouts"
+    assert describe_counts(result.rows[0]) == "4 rollouts"
 
 
 def test_an_evaluation_of_which_nothing_is_left_is_an_error_not_a_reward_of_zero():
@@ -498,7 +502,7 @@ def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
     ):
         assert new.rollout.routed_experts.dtype == np.uint16
         np.testing.assert_array_equal(new.rollout.routed_experts, routes)
-        np.testing.assert_array_equal(cut.document(new, 1.0).token["routed_experts"], routes)
+        np.testing.assert_array_equal(batching.document(new, 1.0).token["routed_experts"], routes)
 
 
 def test_an_empty_queue_is_a_snapshot_too(tmp_path):
@@ -519,7 +523,7 @@ def test_a_damaged_snapshot_is_one_sentence(tmp_path, file):
 
 def test_activity_is_spans_while_requests_are_in_flight_in_pieces():
     spans = []
-    activity = Activity(lambda name, start, end, engine: spans.append((engine, start, end)))
+    activity = EngineActivity(lambda name, start, end, engine: spans.append((engine, start, end)))
     for now, count in (
         (0.0, 0),
         (1.0, 2),

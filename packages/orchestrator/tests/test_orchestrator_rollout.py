@@ -10,14 +10,14 @@ import pytest
 
 from orrery.observe.process import TERMINATED, Terminated
 from orrery.orchestrator.requests import GroupRequest, Request
-from orrery.orchestrator.rollout import RolloutFailed, play
-from orrery.orchestrator.stage import Stage
+from orrery.orchestrator.rollout import RolloutFailed, run_episode
+from orrery.orchestrator.runner import RolloutRunner
 from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.transport.routed_experts import RouteShape
 
 
 def episode(fleet, task=None, max_turns=3, max_model_len=64, **options):
-    return play(
+    return run_episode(
         task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns, renderer=fakes.FakeRenderer(), engine=fleet,
         sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len, cache_salt="7", name="train-1-0",
         timeout_s=9.0, **options,
@@ -260,10 +260,10 @@ def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold(
     )
 
 
-def stage_of(fleet, **options):
+def runner_of(fleet, **options):
     spec, failed = fakes.manifest(), []
     tasks = {purpose: [fakes.FakeTask()] * 9 for purpose in ("train", "evaluation")}
-    stage = Stage(
+    runner = RolloutRunner(
         spec,
         tasks,
         fakes.FakeRenderer(),
@@ -272,7 +272,7 @@ def stage_of(fleet, **options):
         lambda *of: failed.append(of),
         **options,
     )
-    return stage, failed
+    return runner, failed
 
 
 def requests(purpose, version=3):
@@ -281,13 +281,13 @@ def requests(purpose, version=3):
 
 def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
     async def run():
-        stage, failed = stage_of(fakes.FakeFleet(version=3))
-        stage.play(requests("train"))
-        assert stage.num_playing == 2
-        await stage.cancel(requests("train"))
+        runner, failed = runner_of(fakes.FakeFleet(version=3))
+        runner.start(requests("train"))
+        assert runner.num_running == 2
+        await runner.cancel(requests("train"))
         await asyncio.sleep(0)
-        assert (stage.num_playing, failed) == (0, [])
-        stage.check()
+        assert (runner.num_running, failed) == (0, [])
+        runner.check()
 
     asyncio.run(run())
 
@@ -295,15 +295,15 @@ def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
 def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
     async def run():
         fleet = fakes.FakeFleet(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
-        stage, _ = stage_of(fleet)
+        runner, _ = runner_of(fleet)
         first, second = requests("train")
-        stage.play([first, second])
+        runner.start([first, second])
         while len(fleet.in_flight) < 2:
             await asyncio.sleep(0.01)
-        stage.cancel([first])  # a timeout, whose end is not waited for
-        await stage.cancel([])  # an update with nothing to drain
+        runner.cancel([first])  # a timeout, whose end is not waited for
+        await runner.cancel([])  # an update with nothing to drain
         assert fleet.aborted == ["train-1-0-0"] and list(fleet.in_flight) == ["train-1-1-0"]
-        await stage.close()
+        await runner.close()
 
     asyncio.run(run())
 
@@ -315,12 +315,12 @@ def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
 def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
     async def run():
         fleet = fakes.FakeFleet(version=version)
-        stage, _ = stage_of(fleet, is_compared=lambda version: version == 7)
-        stage._routes = RouteShape(2, 2, 200)
-        stage.play(requests(purpose, version))
-        while stage.num_playing:
+        runner, _ = runner_of(fleet, is_compared=lambda version: version == 7)
+        runner._routes = RouteShape(2, 2, 200)
+        runner.start(requests(purpose, version))
+        while runner.num_running:
             await asyncio.sleep(0.01)
-        stage.check()
+        runner.check()
         assert (
             [request.get("routes_from") is not None for request in fleet.requests]
             == [asks] * len(fleet.requests)

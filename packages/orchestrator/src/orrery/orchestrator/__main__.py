@@ -7,7 +7,7 @@ from orrery.observe.heartbeat import heartbeat
 from orrery.observe.process import RoleContext, role_process
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
-from orrery.orchestrator.winding_down import end_trainer
+from orrery.orchestrator.preemption import stop_trainer
 
 
 async def rl(ctx: RoleContext) -> None:
@@ -17,7 +17,7 @@ async def rl(ctx: RoleContext) -> None:
         try:
             fleet = await assemble.fleet(ctx)
         except WoundDown as asked:  # before anything was sent
-            await end_trainer(ctx, wire, asked.step)
+            await stop_trainer(ctx, wire, asked.step)
         async with fleet as engines:
             await (await assemble.loop(ctx, engines, wire)).run()
         with ctx.health.waiting("the trainer to take the last batch"):

@@ -11,7 +11,7 @@ from orrery.observe.pace import period_s
 PIECE_S = 5.0
 
 
-class Activity:
+class EngineActivity:
     """Spans out of observed counts; pure, but for what `add_span(name, start_s, end_s, engine=…)` does."""
 
     def __init__(self, add_span: Callable[..., None]):

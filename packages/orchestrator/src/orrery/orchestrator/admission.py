@@ -31,7 +31,7 @@ DECAY = 3.0  # what a turnover of the pool leaves of a need that is no longer me
 
 
 @dataclass
-class Need:
+class AdaptiveLimit:
     """The share of one engine's cache that a rollout in flight takes, and the limit that follows."""
 
     bounds: AdaptiveAdmission
@@ -102,12 +102,12 @@ class Admission:
     """A counter of permits, under the manifest's limit or one that follows the engines."""
 
     def __init__(self, settings: FixedAdmission | AdaptiveAdmission, max_model_len_tokens: int):
-        self.need = (
-            Need(settings, max_model_len_tokens)
+        self.adaptive = (
+            AdaptiveLimit(settings, max_model_len_tokens)
             if isinstance(settings, AdaptiveAdmission)
             else None
         )
-        self.limit = self.need.limit if self.need else settings.max_in_flight
+        self.limit = self.adaptive.limit if self.adaptive else settings.max_in_flight
         self.taken = 0
         self._num_ended, self._was_full = 0, False  # since the last look
 
@@ -130,7 +130,7 @@ class Admission:
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
         """Let the limit follow these engines, if it does follow; `Need.observe` says which."""
         was_full = self._was_full or self.taken >= self.limit
-        if self.need is not None:
-            self.need.observe(loads, self.taken, self._num_ended, was_full)
-            self.limit = self.need.limit
+        if self.adaptive is not None:
+            self.adaptive.observe(loads, self.taken, self._num_ended, was_full)
+            self.limit = self.adaptive.limit
         self._num_ended, self._was_full = 0, self.taken >= self.limit

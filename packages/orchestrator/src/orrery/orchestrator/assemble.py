@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.observe.deadline import scaled
+from orrery.observe.process import RoleContext
 from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
-from orrery.orchestrator.beside import Beside
+from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.engines.update import Canary
 from orrery.orchestrator.loop import Loop
-from orrery.orchestrator.state import State
-from orrery.orchestrator.winding_down import Request as WindDownRequest
+from orrery.orchestrator.preemption import PreemptionWatch
+from orrery.orchestrator.scheduler import Scheduler
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
@@ -29,7 +30,7 @@ READ_S = 1800.0  # to read data sets and a checkpoint from a shared file system;
 SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
 
 
-async def fleet(ctx: Any) -> EnginePool:
+async def fleet(ctx: RoleContext) -> EnginePool:
     """A client of every engine of this stage, behind the router where there is one; waits until all listen.
 
     Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
@@ -51,16 +52,16 @@ async def fleet(ctx: Any) -> EnginePool:
     )
 
 
-async def _endpoints(ctx: Any, role: str, count: int) -> list[rendezvous.Endpoint]:
+async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
     """Those of servers that are starting; looks for them in a thread, which ends once nobody waits for it any more."""
-    request, is_left = WindDownRequest(ctx), threading.Event()
+    request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
         if (
             is_left.is_set()
         ):  # the loop's end waits for its threads: SIGTERM would wait for the servers
             raise asyncio.CancelledError
-        if request.look():
+        if request.poll():
             raise WoundDown(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
 
     try:
@@ -79,18 +80,18 @@ def tasks(manifest: Manifest) -> dict[str, list]:
     }
 
 
-def policy_dir(ctx: Any, *stages: str) -> Any:
+def policy_dir(ctx: RoleContext, *stages: str) -> Any:
     """The weights folder of the first of `stages` that this run has."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
     return ctx.run_dir / "weights" / names[0]
 
 
-def renderer(ctx: Any, *stages: str) -> Renderer:
+def renderer(ctx: RoleContext, *stages: str) -> Renderer:
     """The chat format of that folder, held to the model's vocabulary: an engine has no row for a token beyond it."""
     return Renderer(policy_dir(ctx, *stages), ctx.manifest.model.vocab_size)
 
 
-def sender(ctx: Any) -> RolloutSender:
+def sender(ctx: RoleContext) -> RolloutSender:
     """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
     wire = make_sender(
         ctx.manifest.transport.rollouts,
@@ -103,7 +104,7 @@ def sender(ctx: Any) -> RolloutSender:
     return wire
 
 
-def state(ctx: Any) -> State:
+def scheduler(ctx: RoleContext) -> Scheduler:
     """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
     # Safe here: every file of a new checkpoint comes after our next cut.
     checkpoints.discard_incomplete(ctx.run_dir)
@@ -115,32 +116,32 @@ def state(ctx: Any) -> State:
         )
     newest = checkpoints.latest(ctx.run_dir)
     if newest is None:
-        return State(ctx.manifest)
+        return Scheduler(ctx.manifest)
     step = newest.step
-    resumed = State(
+    resumed = Scheduler(
         ctx.manifest, snapshot.read(checkpoints.checkpoint_dir(ctx.run_dir, *newest), step)
     )
     ctx.log.info(
         "resuming after step %d: %d rollouts queued, %d groups to redo",
         step,
-        resumed.sink.num_queued,
-        len(resumed.source.again),
+        resumed.buffer.num_queued,
+        len(resumed.source.unfinished),
     )
     return resumed
 
 
-async def reading(ctx: Any, read: Callable[[], T]) -> T:
+async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:
     """Return `read()`, run in a thread: it may take minutes, and the event loop must turn."""
     with ctx.health.waiting(
         "tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)
     ):
-        return await Beside("assemble")(read)
+        return await WorkerThread("assemble")(read)
 
 
-async def loop(ctx: Any, engines: EnginePool, wire: RolloutSender) -> Loop:
+async def loop(ctx: RoleContext, engines: EnginePool, wire: RolloutSender) -> Loop:
     """The RL stage."""
-    begin, played, chat = await reading(
-        ctx, lambda: (state(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
+    begin, played, chat = await read_in_thread(
+        ctx, lambda: (scheduler(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
     )
     watch = make_watch(
         ctx.manifest.transport.weights,

@@ -34,5 +34,5 @@ class Clock:
         return max(0, last - self.next_batch + 1)
 
     @property
-    def all_cut(self) -> bool:
+    def all_batches_taken(self) -> bool:
         return self.next_batch > self.num_batches

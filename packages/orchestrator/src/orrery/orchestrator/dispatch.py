@@ -22,7 +22,7 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
-    again: list[int] = field(
+    to_restart: list[int] = field(
         default_factory=list
     )  # members that started, and are to start once more
     in_flight: dict[str, tuple[Request, float]] = field(
@@ -31,7 +31,7 @@ class _OpenGroup:
 
     @property
     def num_waiting(self) -> int:
-        return self.request.size - self.num_started + len(self.again)
+        return self.request.size - self.num_started + len(self.to_restart)
 
 
 class Dispatch:
@@ -76,8 +76,8 @@ class Dispatch:
             group = self._groups[queue[0]]
             if group.version is None:
                 group.version = version
-            if group.again:
-                member = group.again.pop()
+            if group.to_restart:
+                member = group.to_restart.pop()
             else:
                 member, group.num_started = group.num_started, group.num_started + 1
             request = Request(group.request, member, group.version)
@@ -100,7 +100,7 @@ class Dispatch:
             del self._groups[group.request.key]
         return True
 
-    def again(self, name: str) -> bool:
+    def restart(self, name: str) -> bool:
         """A request was lost with its engine: it gives its permit back and waits for another. False where it has left before."""
         group = self._group_of.pop(name, None)
         if group is None:
@@ -109,7 +109,7 @@ class Dispatch:
         self.admission.give_back()
         if not group.num_waiting:
             self._waiting[group.request.purpose].appendleft(group.request.key)
-        group.again.append(request.member)
+        group.to_restart.append(request.member)
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:

@@ -5,14 +5,15 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.observe.pace import Pace
+from orrery.observe.process import RoleContext
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engines.messages import EngineMetrics
 
 ENGINE_POLL_S = 0.5
 
 
-async def look(
-    ctx: Any, fleet: Any, admission: Admission, pace: Pace | None = None
+async def poll_engines(
+    ctx: RoleContext, fleet: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
     """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is.
 
@@ -37,14 +38,14 @@ async def look(
     }
     before = admission.limit
     admission.observe(serving)
-    if admission.need is not None:
+    if admission.adaptive is not None:
         if due:
             ctx.metrics.write(
                 None,
                 event="admission",
                 limit=admission.limit,
                 num_in_flight=admission.taken,
-                share=admission.need.share,
+                share=admission.adaptive.share,
             )
         if admission.limit != before:
             ctx.log.debug(

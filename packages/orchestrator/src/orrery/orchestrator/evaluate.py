@@ -20,23 +20,24 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.pace import Pace
+from orrery.observe.process import RoleContext
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.dispatch import Dispatch
-from orrery.orchestrator.engine_load import ENGINE_POLL_S, look
-from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, counted
-from orrery.orchestrator.overdue import TIMEOUT, Overdue
-from orrery.orchestrator.pulse import Pulse
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, describe_counts
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
-from orrery.orchestrator.stage import Stage
+from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.timeouts import TIMEOUT, TimeoutClassifier
 from orrery.transport import checkpoints
 from orrery.transport.weight_wire import make_publisher
 
 TICK_S = 0.5
 
 
-async def run(ctx: Any) -> None:
+async def run(ctx: RoleContext) -> None:
     """The whole stage."""
     async with await assemble.fleet(ctx) as fleet:
         publisher = make_publisher(
@@ -49,17 +50,17 @@ async def run(ctx: Any) -> None:
     _write(ctx, results)
 
 
-async def _both(ctx: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
+async def _both(ctx: RoleContext, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
     # RL may have ended early, with a checkpoint of its last step.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),
         "after": (after, assemble.policy_dir(ctx, "rl")),
     }
-    chat, tasks = await assemble.reading(
+    chat, tasks = await assemble.read_in_thread(
         ctx, lambda: (assemble.renderer(ctx, "rl"), assemble.tasks(ctx.manifest))
     )
-    evaluation = HeldOut(ctx, fleet, chat, tasks, last_step=after)
+    evaluation = EvaluationLoop(ctx, fleet, chat, tasks, last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
         with ctx.metrics.span("update", version):
@@ -82,12 +83,12 @@ async def _both(ctx: Any, fleet: Any, publisher: Any) -> dict[str, EvaluationRes
                 "evaluation", row["start_s"], row["end_s"], version, task=row["task"]
             )
             ctx.log.info(
-                "%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], counted(row)
+                "%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], describe_counts(row)
             )
     return results
 
 
-def check_last(ctx: Any, version: int, folder: Path, digest: str) -> None:
+def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
 
     The check needs the wire `files`, which carries the same tensors in the same precision. Other
@@ -113,16 +114,16 @@ def check_last(ctx: Any, version: int, folder: Path, digest: str) -> None:
         )
 
 
-def _rl_again(ctx: Any) -> str:
+def _rl_again(ctx: RoleContext) -> str:
     return f"remove {ctx.run_dir / 'stages' / 'rl' / 'DONE'} and run rl again: it goes on from its last checkpoint"
 
 
-class HeldOut:
+class EvaluationLoop:
     """Evaluations without training beside them, over the same machines as in the RL stage."""
 
-    def __init__(self, ctx: Any, fleet: Any, renderer: Any, tasks: dict, last_step: int):
+    def __init__(self, ctx: RoleContext, fleet: Any, renderer: Any, tasks: dict, last_step: int):
         settings = ctx.manifest.stages.evaluate
-        self.overdue = Overdue(ctx.manifest.orchestrator.rollout_timeout_s)
+        self.overdue = TimeoutClassifier(ctx.manifest.orchestrator.rollout_timeout_s)
         self._timeouts_are_zero = ctx.manifest.orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
             ctx.manifest.tasks.evaluation,
@@ -136,8 +137,10 @@ class HeldOut:
                 ctx.manifest.orchestrator.admission, ctx.manifest.inference.max_model_len_tokens
             )
         )
-        self.pulse = Pulse()
-        self.stage = Stage(ctx.manifest, tasks, renderer, fleet, self._finished, self._failed)
+        self.changed = Notifier()
+        self.runner = RolloutRunner(
+            ctx.manifest, tasks, renderer, fleet, self._finished, self._failed
+        )
         self.ctx, self.fleet = ctx, fleet
         self.result: EvaluationResult | None = None
 
@@ -145,7 +148,7 @@ class HeldOut:
         """Play every problem on `version`, which the engines hold."""
         watching = asyncio.create_task(self._watch_engines())
         try:
-            return await self._play(version)
+            return await self._evaluate(version)
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -155,31 +158,33 @@ class HeldOut:
         pace = Pace(ENGINE_POLL_S, time.monotonic())
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            self.overdue.look(await look(self.ctx, self.fleet, self.dispatch.admission, pace))
-            self.pulse.ring()
+            self.overdue.observe(
+                await poll_engines(self.ctx, self.fleet, self.dispatch.admission, pace)
+            )
+            self.changed.notify_all()
 
-    async def _play(self, version: int) -> EvaluationResult:
+    async def _evaluate(self, version: int) -> EvaluationResult:
         self.result = None
         for group in self.evaluations.begin(version, time.time()):
             self.dispatch.offer(group)
         try:
             while self.result is None:
-                self.stage.check()
+                self.runner.check()
                 self.fleet.check()
                 now_s = time.monotonic()
                 expired = self.dispatch.expired(
                     now_s, self.overdue.timeout_s, self.fleet.is_serving
                 )
                 for request, reason, detail in self.overdue.reasons(
-                    expired, self.stage.is_generating, now_s
+                    expired, self.runner.is_generating, now_s
                 ):
                     self._failed(request, reason, detail)
-                    self.stage.cancel([request])
+                    self.runner.cancel([request])
                 if self.fleet.is_serving:
-                    self.stage.play(self.dispatch.start(version, time.monotonic()))
-                await self.pulse.wait(TICK_S)
+                    self.runner.start(self.dispatch.start(version, time.monotonic()))
+                await self.changed.wait(TICK_S)
         finally:
-            await self.stage.close()
+            await self.runner.close()
         return self.result
 
     def _finished(self, request: Request, rollout: Rollout) -> None:
@@ -187,15 +192,15 @@ class HeldOut:
 
     def _failed(self, request: Request, reason: str, detail: str) -> None:
         self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
-        if reason == ENGINE_GONE and self.dispatch.again(request.name):
-            self.pulse.ring()
+        if reason == ENGINE_GONE and self.dispatch.restart(request.name):
+            self.changed.notify_all()
             return
         self._leave(Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero))
 
     def _leave(self, outcome: Finished | Failed) -> None:
         if self.dispatch.leave(outcome.request.name):
             self.result = self.evaluations.add(outcome, time.time()) or self.result
-            self.pulse.ring()
+            self.changed.notify_all()
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
@@ -223,7 +228,7 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     return content
 
 
-def _write(ctx: Any, results: dict[str, EvaluationResult]) -> None:
+def _write(ctx: RoleContext, results: dict[str, EvaluationResult]) -> None:
     uses = ctx.manifest.tasks.evaluation
     lines = [
         samples.line(

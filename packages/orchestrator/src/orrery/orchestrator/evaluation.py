@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import TaskUse
 from orrery.orchestrator.clock import NO_VERSION
-from orrery.orchestrator.overdue import TIMEOUT
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.timeouts import TIMEOUT
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Evaluations:
         }
 
 
-def counted(row: dict) -> str:
+def describe_counts(row: dict) -> str:
     """Return the numbers behind a row's mean in words.
 
     Examples: `250 rollouts, 3 of them timed out`; `236 rollouts, 20 failed: 20 judge`.

@@ -7,7 +7,7 @@
 - `truncated`: the last turn was cut by a length limit. Such a rollout is judged as it stands.
 - What is not the policy's doing is never a reward: an empty generation, an engine or task or judge that raises (or calls `exit`) is
   `RolloutFailed(reason)`. A broken judge (`JudgeBroken`) ends the run.
-- Cancelling `play` aborts the request in the engine.
+- Cancelling `run_episode` aborts the request in the engine.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
 from orrery.observe.process import Terminated
-from orrery.orchestrator.beside import Beside
+from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
 from orrery.tasks.task import JudgeBroken, Message
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape
 
-PROBLEMS = Beside("problems")  # a hard puzzle takes seconds to make
+PROBLEMS = WorkerThread("problems")  # a hard puzzle takes seconds to make
 NO_POLICY = -1  # version of a token that no policy sampled
 ENGINE_GONE = "engine_gone"  # the reason of a rollout that was lost with its engine
 
@@ -127,7 +127,7 @@ class _Tokens:
         return np.concatenate([chunk[index] for chunk in self.chunks])
 
 
-async def play(
+async def run_episode(
     *,
     task: Any,
     problem_index: int,

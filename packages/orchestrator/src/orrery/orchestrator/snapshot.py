@@ -16,11 +16,11 @@ import msgspec
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_folder
-from orrery.orchestrator.cut import document
+from orrery.orchestrator.batching import document
+from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.requests import GroupRequest
 from orrery.orchestrator.rollout import Rollout
-from orrery.orchestrator.sink import Sample
-from orrery.orchestrator.state import Snapshot
+from orrery.orchestrator.scheduler import Snapshot
 from orrery.tasks.task import Message
 from orrery.transport import checkpoints, safetensors_columns
 from orrery.transport.columns import Columns

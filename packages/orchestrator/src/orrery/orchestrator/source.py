@@ -21,16 +21,16 @@ class Source:
         tasks: Sequence[TaskUse],
         group_size: int,
         cursors: Sequence[int] | None = None,
-        again: Iterable[GroupRequest] = (),
+        unfinished: Iterable[GroupRequest] = (),
     ):
         self.shares = [task.weight / sum(each.weight for each in tasks) for task in tasks]
         self.group_size = group_size
         self.cursors = list(cursors) if cursors is not None else [0] * len(tasks)
-        self.again = sorted(again, key=lambda group: group.group_id, reverse=True)
+        self.unfinished = sorted(unfinished, key=lambda group: group.group_id, reverse=True)
 
     def next(self) -> GroupRequest:
-        if self.again:
-            return self.again.pop()
+        if self.unfinished:
+            return self.unfinished.pop()
         group_id = sum(self.cursors)
         behind = [
             share * (group_id + 1) - cursor

@@ -12,33 +12,42 @@ import time
 from typing import Any
 
 from orrery.observe.deadline import scaled
+from orrery.observe.process import RoleContext
 from orrery.orchestrator.engines.pool import RETURN_S
-from orrery.orchestrator.stage import Stage
-from orrery.orchestrator.state import State
+from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.scheduler import Scheduler
 from orrery.transport.engine_api import UPDATE_S
 
 
 class Updates:
     """Brings engines to published versions, one update at a time."""
 
-    def __init__(self, ctx: Any, state: State, stage: Stage, fleet: Any, watch: Any):
-        self.ctx, self.state, self.stage, self.fleet, self.watch = ctx, state, stage, fleet, watch
+    def __init__(
+        self, ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, fleet: Any, watch: Any
+    ):
+        self.ctx, self.scheduler, self.runner, self.fleet, self.watch = (
+            ctx,
+            scheduler,
+            runner,
+            fleet,
+            watch,
+        )
 
     async def take_newest(self) -> bool:
         """Update, if something newer is published and nothing has the version pinned. True where engines have changed."""
-        if self.state.evaluations.pinned is not None:
+        if self.scheduler.evaluations.pinned is not None:
             return False
         published = self.watch.latest()
-        if published is None or not self.state.may_update(published.version):
+        if published is None or not self.scheduler.may_update(published.version):
             return False
-        state, version = self.state, published.version
-        state.updating = True
-        was_known = version in state.digests  # by tokens of before a resume
-        state.digests[version] = (
+        scheduler, version = self.scheduler, published.version
+        scheduler.updating = True
+        was_known = version in scheduler.digests  # by tokens of before a resume
+        scheduler.digests[version] = (
             published.digest
         )  # before the update: its first tokens may be back before the call is
         start_s = time.time()
-        await self.stage.cancel(state.drain())
+        await self.runner.cancel(scheduler.drain())
         drained_s = time.time()
         manifest = self.ctx.manifest
         return_s = (
@@ -50,13 +59,13 @@ class Updates:
         ):
             report = await self.fleet.update(published)
         if report is None:  # the trainer has gone on since; what it makes next will do
-            state.updating = False
+            scheduler.updating = False
             if not was_known:
-                del state.digests[version]
+                del scheduler.digests[version]
             return False
-        state.updated(version)
-        state.updating = False
-        num_in_flight = state.dispatch.num_in_flight
+        scheduler.updated(version)
+        scheduler.updating = False
+        num_in_flight = scheduler.dispatch.num_in_flight
         self.ctx.metrics.add_span(
             "update", start_s, time.time(), version, num_in_flight=num_in_flight
         )

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import orchestrator_fakes as fakes
 
-from orrery.orchestrator.cut import packed, row
+from orrery.orchestrator.batching import packed, row
+from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.requests import GroupRequest, Request
-from orrery.orchestrator.sink import Sample
-from orrery.orchestrator.state import Cut, Tally
+from orrery.orchestrator.scheduler import Tally, TrainBatch
 from orrery.transport.columns import Columns
 
 
@@ -60,7 +60,7 @@ def test_the_row_of_a_batch_has_each_tasks_own_reward_and_the_share_of_its_sampl
     tally = Tally(
         [(0, 1.0, True), (2, 0.25, True), (0, 0.5, False), (0, 0.0, True), (2, 0.5, False)]
     )  # of more groups than the batch has, and none of the task between
-    found = row(Cut(4, samples, tally), fakes.manifest(weights=(1.0, 1.0, 1.0)), 0.0)
+    found = row(TrainBatch(4, samples, tally), fakes.manifest(weights=(1.0, 1.0, 1.0)), 0.0)
     assert {name: value for name, value in found.items() if name.startswith("reward/")} == {
         "reward/task0": 0.5,
         "reward/task2": 0.375,

@@ -1,6 +1,6 @@
 """Cut: from the samples of a batch to what goes over the wire, and the numbers that describe it.
 
-- In: `Cut`. Out: one `Columns` a sample, packed into micro-batches for every rank; the batch's row.
+- In: `TrainBatch`. Out: one `Columns` a sample, packed into micro-batches for every rank; the batch's row.
 - The documents are views of what the engine's client returned; nothing is copied until the wire gathers a micro-batch.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from orrery.manifest.schema import Manifest
-from orrery.orchestrator.sink import Sample
-from orrery.orchestrator.state import Cut
+from orrery.orchestrator.buffer import Sample
+from orrery.orchestrator.scheduler import TrainBatch
 from orrery.transport.columns import Columns
 from orrery.transport.packing import micro_batches, pack_for
 from orrery.transport.rollout_wire import Batch
@@ -69,7 +69,7 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
     )
 
 
-def row(cut: Cut, manifest: Manifest, now_s: float) -> dict:
+def row(cut: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     """What the batch's metrics row says of its samples and of the time since the cut before."""
     samples, tally, tasks = cut.samples, cut.tally, manifest.tasks.train
     versions = [sample.rollout.sampled_versions for sample in samples]

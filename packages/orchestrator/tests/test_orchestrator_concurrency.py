@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from orrery.orchestrator.beside import Beside
+from orrery.orchestrator.concurrency import WorkerThread
 
 
 def test_calls_come_one_after_another_and_one_that_is_taken_back_never():
-    beside, go, done = Beside("tests"), threading.Event(), []
+    beside, go, done = WorkerThread("tests"), threading.Event(), []
 
     def first():
         assert go.wait(60.0)
@@ -37,9 +37,9 @@ def test_calls_come_one_after_another_and_one_that_is_taken_back_never():
 
 def test_a_call_that_hangs_keeps_no_process_from_its_end():
     program = (
-        "import asyncio, threading; from orrery.orchestrator.beside import Beside\n"
+        "import asyncio, threading; from orrery.orchestrator.concurrency import WorkerThread\n"
         "async def main():\n"
-        "    call = asyncio.create_task(Beside('tests')(threading.Event().wait))\n"
+        "    call = asyncio.create_task(WorkerThread('tests')(threading.Event().wait))\n"
         "    await asyncio.sleep(0.1)\n"
         "    assert not call.done()\n"
         "asyncio.run(main()); print('main is done')"

@@ -5,7 +5,7 @@
   may hold the engines' version. So a slow trainer stops generation, instead of making it stale.
 - Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
   ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
-- Times in `start`, `expired` and `cut.row` are monotonic, because decisions depend on them. All
+- Times in `start`, `expired` and `batching.row` are monotonic, because decisions depend on them. All
   other times are wall-clock stamps.
 - While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
 - `snapshot` between two cuts, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.buffer import RolloutBuffer, Sample
 from orrery.orchestrator.clock import NO_VERSION, Clock
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
 from orrery.orchestrator.groups import Groups
-from orrery.orchestrator.overdue import TIMEOUT
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
-from orrery.orchestrator.sink import Sample, Sink
 from orrery.orchestrator.source import Source
+from orrery.orchestrator.timeouts import TIMEOUT
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TrainBatch:
     """Batch `step`, of exactly `rollouts_per_batch` samples, and the tally since the cut before."""
 
     step: int
@@ -55,7 +55,7 @@ class Snapshot:
     in_flight: list[GroupRequest]
     queue: list[list[Sample]]
     spare: list[list[Sample]]  # groups without signal
-    num_sampled: int  # as `Sink` counts
+    num_sampled: int  # as `RolloutBuffer` counts
     evaluated: int  # newest version whose evaluation is finished
     num_evaluation_groups: int
     digests: dict[int, str]  # of the weights of every version that engines have had
@@ -63,7 +63,7 @@ class Snapshot:
     rewards: list[tuple[int, float, bool]]  # since the last cut; throughput restarts
 
 
-class State:
+class Scheduler:
     """The orchestrator of one run."""
 
     def __init__(self, manifest: Manifest, snapshot: Snapshot | None = None):
@@ -76,7 +76,7 @@ class State:
             Admission(settings.admission, manifest.inference.max_model_len_tokens)
         )
         self.groups = Groups()
-        self.sink = Sink(settings)
+        self.buffer = RolloutBuffer(settings)
         self.wanted = 0  # the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
@@ -92,7 +92,7 @@ class State:
         self.source = Source(
             tasks.train, settings.algorithm.group_size,
             cursors=snapshot.cursors if snapshot else None,
-            again=snapshot.in_flight if snapshot else (),
+            unfinished=snapshot.in_flight if snapshot else (),
         )  # fmt: skip
         self._timeouts_are_zero = settings.on_timeout == "zero"
         self._open_train_rollouts = (
@@ -101,9 +101,9 @@ class State:
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1  # it was cut, so it had been asked for, or nearly
-            self.sink.queue.extend(snapshot.queue)
-            self.sink.spare.extend(snapshot.spare)
-            self.sink.num_sampled = snapshot.num_sampled
+            self.buffer.queue.extend(snapshot.queue)
+            self.buffer.spare.extend(snapshot.spare)
+            self.buffer.num_sampled = snapshot.num_sampled
 
     # What to do ------------------------------------------------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class State:
             return []
         if self.tally.since_s is None:
             self.tally.since_s = now_s
-        self.sink.sweep(self.clock.oldest_useful)
+        self.buffer.sweep(self.clock.oldest_useful)
         num_batches = min(
             self.clock.batches_open_to(self.clock.version),
-            self.newest_to_cut + 1 - self.clock.next_batch + 1,
+            self.newest_allowed_batch + 1 - self.clock.next_batch + 1,
         )
-        room = self.sink.room(num_batches) - self._open_train_rollouts
+        room = self.buffer.room(num_batches) - self._open_train_rollouts
         spare = self.dispatch.admission.free - self.dispatch.num_waiting
         while room > 0 and spare > 0:
             group = self.source.next()
@@ -130,7 +130,7 @@ class State:
     def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
         """Return the requests past their time, not counting an update's pause.
 
-        `Overdue` finds the reason. The caller then fails each of them.
+        `TimeoutClassifier` finds the reason. The caller then fails each of them.
         """
         return self.dispatch.expired(
             now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating
@@ -145,21 +145,21 @@ class State:
         return self._give_up(self.dispatch.drop_train("run_over"))
 
     @property
-    def newest_to_cut(self) -> int:
+    def newest_allowed_batch(self) -> int:
         """The newest batch that may go to the wire now."""
         return self.wanted + self.manifest.orchestrator.max_batches_ahead
 
-    def cut(self) -> Cut | None:
+    def take_batch(self) -> TrainBatch | None:
         """The next batch, if the trainer is near enough to want it and there is enough for it."""
         step = self.clock.next_batch
-        if self.clock.all_cut or step > self.newest_to_cut:
+        if self.clock.all_batches_taken or step > self.newest_allowed_batch:
             return None
-        samples = self.sink.cut(self.clock.oldest_version(step))
+        samples = self.buffer.take_batch(self.clock.oldest_version(step))
         if samples is None:
             return None
         self.clock.next_batch += 1
         tally, self.tally = self.tally, Tally()
-        return Cut(step, samples, tally)
+        return TrainBatch(step, samples, tally)
 
     def may_update(self, version: int) -> bool:
         """Whether engines may go to `version` now: an active evaluation keeps them where they are."""
@@ -179,7 +179,7 @@ class State:
         Return whether this ends the stage earlier.
         """
         stop_at = self.manifest.orchestrator.evaluation.stop_at
-        if stop_at is None or result.reward_mean < stop_at or self.clock.all_cut:
+        if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False
         self.clock.num_batches = self.evaluations.last_step = self.clock.next_batch - 1
         return True
@@ -192,7 +192,7 @@ class State:
     def done(self) -> bool:
         """The last batch is trained, and the policy it made is evaluated."""
         return (
-            self.clock.all_cut
+            self.clock.all_batches_taken
             and self.clock.version >= self.clock.num_batches
             and self.evaluations.last >= self.clock.num_batches
         )
@@ -219,12 +219,12 @@ class State:
     ) -> EvaluationResult | None:
         """A rollout has come to nothing; the same result as `finished`. One of an evaluation that its engine took along starts again."""
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
-            self.dispatch.again(request.name)
+            self.dispatch.restart(request.name)
             return None
         if not self.dispatch.leave(request.name):
             return None
         if request.group.purpose == "train":
-            self.sink.count(reason, 1, detail)
+            self.buffer.count(reason, 1, detail)
         return self._leave(
             Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero), now_s
         )
@@ -235,19 +235,19 @@ class State:
         group = self.groups.add(outcome)
         if group is not None:
             self._open_train_rollouts -= group.request.size
-            has_signal, task_index = self.sink.add(group), group.request.task_index
+            has_signal, task_index = self.buffer.add(group), group.request.task_index
             rewards = [
                 *(rollout.reward for rollout in group.survivors.values()),
                 *[0.0] * group.num_zeros,
             ]
             self.tally.rewards.extend((task_index, reward, has_signal) for reward in rewards)
-        self.sink.check_not_starved()
+        self.buffer.check_not_starved()
         return None
 
     def _give_up(self, dropped: Sequence) -> list[Request]:
         for group in dropped:
             self._open_train_rollouts -= group.group.size
-            self.sink.count(
+            self.buffer.count(
                 group.reason,
                 self.groups.drop(group) + len(group.in_flight) + group.num_undispatched,
             )
@@ -260,10 +260,10 @@ class State:
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),
-            in_flight=[*self.dispatch.open_train_groups(), *self.source.again],
-            queue=[list(group) for group in self.sink.queue],
-            spare=[list(group) for group in self.sink.spare],
-            num_sampled=self.sink.num_sampled,
+            in_flight=[*self.dispatch.open_train_groups(), *self.source.unfinished],
+            queue=[list(group) for group in self.buffer.queue],
+            spare=[list(group) for group in self.buffer.spare],
+            num_sampled=self.buffer.num_sampled,
             evaluated=self.evaluations.last,
             num_evaluation_groups=self.evaluations.num_groups,
             digests=dict(self.digests),

@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import FixedAdmission
 from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.buffer import RolloutBuffer
 from orrery.orchestrator.dispatch import Dispatch
 from orrery.orchestrator.requests import GroupRequest
-from orrery.orchestrator.sink import Sink
-from orrery.orchestrator.state import Snapshot, State
+from orrery.orchestrator.scheduler import Scheduler, Snapshot
 
 QUICK = settings(
     max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -140,14 +140,14 @@ class StateMachine(RuleBasedStateMachine):
             interval_steps=5,
         )
         self.bound, self.ratio = bound, ratio
-        self.state = State(self.manifest)
+        self.scheduler = Scheduler(self.manifest)
         self.in_flight, self.began_at = (
             {},
             {},
         )  # request name -> request, engine version at its first token
         self.published, self.trained_rollouts = 0, []
         self.cut_step, self.now_s, self.num_begun = 0, 0.0, 0
-        self.counted = Counter()
+        self.describe_counts = Counter()
         self.failures = Counter()
         self.snapshot, self.trained_at_snapshot = None, 0
         self.dropped_before, self.dropped_at_snapshot = (
@@ -158,11 +158,11 @@ class StateMachine(RuleBasedStateMachine):
     @rule()
     def start(self):
         self.now_s += 1
-        for request in self.state.start(self.now_s):
+        for request in self.scheduler.start(self.now_s):
             assert request.name not in self.in_flight
-            assert request.version <= self.state.clock.version
+            assert request.version <= self.scheduler.clock.version
             self.in_flight[request.name] = request
-            self.began_at[request.name] = self.state.clock.version
+            self.began_at[request.name] = self.scheduler.clock.version
 
     @precondition(lambda self: self.in_flight)
     @rule(
@@ -176,24 +176,24 @@ class StateMachine(RuleBasedStateMachine):
             request, first, last = (
                 self.in_flight.pop(name),
                 self.began_at.pop(name),
-                self.state.clock.version,
+                self.scheduler.clock.version,
             )
             self.now_s += 1
             try:
                 if fate == "fail":
                     self.failures[request.group.purpose] += 1
-                    self.state.failed(request, "engine", "gone", self.now_s)
+                    self.scheduler.failed(request, "engine", "gone", self.now_s)
                 else:
                     versions = sorted({first, last})
                     # No group that mixes 0, 1 and 0.3 has one of them as its mean, so only a group of equals has an advantage of 0.
-                    self.state.finished(
+                    self.scheduler.finished(
                         request,
                         fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None),
                         self.now_s,
                     )
             except RunFailed as error:
                 assert "engine" in str(error)  # starved, and says of what
-                self.state.sink._barren.clear()
+                self.scheduler.buffer._barren.clear()
 
     @precondition(lambda self: self.published < self.cut_step)
     @rule()
@@ -202,32 +202,32 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule()
     def update(self):
-        if not self.state.may_update(self.published):
+        if not self.scheduler.may_update(self.published):
             assert (
-                self.state.evaluations.pinned is not None
-                or self.published <= self.state.clock.version
+                self.scheduler.evaluations.pinned is not None
+                or self.published <= self.scheduler.clock.version
             )
             return
-        self.state.updating = True
-        assert self.state.start(self.now_s) == [], "nothing starts during an update"
-        for request in self.state.drain():
+        self.scheduler.updating = True
+        assert self.scheduler.start(self.now_s) == [], "nothing starts during an update"
+        for request in self.scheduler.drain():
             assert self.in_flight.pop(request.name) == request and request.group.purpose == "train"
-            assert request.version < self.state.clock.oldest_useful
-        self.state.updated(self.published)
-        self.state.updating = False
-        self.state.begin_evaluation(self.now_s)
+            assert request.version < self.scheduler.clock.oldest_useful
+        self.scheduler.updated(self.published)
+        self.scheduler.updating = False
+        self.scheduler.begin_evaluation(self.now_s)
 
     @rule()
-    def cut(self):
-        self.state.wanted = self.published + 1
-        num_sampled = self.state.sink.num_sampled
-        batch = self.state.cut()
+    def take_batch(self):
+        self.scheduler.wanted = self.published + 1
+        num_sampled = self.scheduler.buffer.num_sampled
+        batch = self.scheduler.take_batch()
         if batch is None:
             return
         self.cut_step += 1
         assert batch.step == self.cut_step, "batch numbers rise by one"
         assert batch.step <= self.published + 1 + self.manifest.orchestrator.max_batches_ahead
-        assert len(batch.samples) == self.state.rollouts_per_batch, "a batch never shrinks"
+        assert len(batch.samples) == self.scheduler.rollouts_per_batch, "a batch never shrinks"
         for sample in batch.samples:
             versions = sample.rollout.sampled_versions
             assert versions.min() >= batch.step - 1 - self.bound, "a token older than the bound"
@@ -235,7 +235,8 @@ class StateMachine(RuleBasedStateMachine):
                 "a token of a version that this batch has yet to make"
             )
             assert (
-                sample.advantage != 0 or num_sampled >= self.ratio * self.state.rollouts_per_batch
+                sample.advantage != 0
+                or num_sampled >= self.ratio * self.scheduler.rollouts_per_batch
             ), "filled before it had to be"
             assert sample.dispatch_version <= versions.min()
         self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.samples)
@@ -245,9 +246,12 @@ class StateMachine(RuleBasedStateMachine):
         self._keep()
 
     def _keep(self):
-        self.snapshot, self.trained_at_snapshot = self.state.snapshot(), len(self.trained_rollouts)
-        self.dropped_at_snapshot = self.dropped_before + Counter(self.state.sink.dropped)
-        for group in self.state.groups._gathered.values():  # failures in open groups are redone
+        self.snapshot, self.trained_at_snapshot = (
+            self.scheduler.snapshot(),
+            len(self.trained_rollouts),
+        )
+        self.dropped_at_snapshot = self.dropped_before + Counter(self.scheduler.buffer.dropped)
+        for group in self.scheduler.groups._gathered.values():  # failures in open groups are redone
             self.dropped_at_snapshot["engine"] -= group.num_left - len(group.survivors)
 
     @precondition(lambda self: self.snapshot is not None)
@@ -255,7 +259,7 @@ class StateMachine(RuleBasedStateMachine):
     def kill_and_resume(self):
         """Back to the newest checkpoint, whose batch has been trained; engines and trainer start from its version."""
         step = self.snapshot.next_batch - 1
-        self.state = State(self.manifest, self.snapshot)
+        self.scheduler = Scheduler(self.manifest, self.snapshot)
         self.dropped_before = self.dropped_at_snapshot
         self.in_flight, self.began_at, self.failures = {}, {}, Counter()
         self.cut_step = self.published = step
@@ -265,39 +269,39 @@ class StateMachine(RuleBasedStateMachine):
     @rule()
     def wind_down_and_resume(self):
         """The trainer trains all that it was sent; the state of any moment after that goes on, with all that had ended."""
-        before, num_trained = self.state, len(self.trained_rollouts)
+        before, num_trained = self.scheduler, len(self.trained_rollouts)
         self._keep()
         self.kill_and_resume()
-        assert content_of(self.state.sink.queue) == content_of(before.sink.queue)
+        assert content_of(self.scheduler.buffer.queue) == content_of(before.buffer.queue)
         assert (
-            content_of(self.state.sink.spare) == content_of(before.sink.spare)
-            and self.state.sink.num_sampled == before.sink.num_sampled
+            content_of(self.scheduler.buffer.spare) == content_of(before.buffer.spare)
+            and self.scheduler.buffer.num_sampled == before.buffer.num_sampled
         )
-        assert self.state.tally.rewards == before.tally.rewards
+        assert self.scheduler.tally.rewards == before.tally.rewards
         assert (
             len(self.trained_rollouts) == num_trained
-            and self.state.clock.next_batch == before.clock.next_batch
+            and self.scheduler.clock.next_batch == before.clock.next_batch
         )
 
-    @precondition(lambda self: self.state.clock.version >= 0)
+    @precondition(lambda self: self.scheduler.clock.version >= 0)
     @rule()
     def nothing_is_lost(self):
         """Each rollout behind the cursors is trained, counted as dropped, kept, or in flight."""
-        state = self.state
-        passed = sum(state.source.cursors) * state.source.group_size
-        waiting = sum(group.size for group in state.snapshot().in_flight)
-        gone = Counter(state.sink.dropped) + self.dropped_before
+        scheduler = self.scheduler
+        passed = sum(scheduler.source.cursors) * scheduler.source.group_size
+        waiting = sum(group.size for group in scheduler.snapshot().in_flight)
+        gone = Counter(scheduler.buffer.dropped) + self.dropped_before
         failed_in_open_groups = sum(
-            group.num_left - len(group.survivors) for group in state.groups._gathered.values()
+            group.num_left - len(group.survivors) for group in scheduler.groups._gathered.values()
         )  # counted already, and their group is waiting
         trained, num_spare = (
             len(self.trained_rollouts),
-            sum(len(group) for group in state.sink.spare),
+            sum(len(group) for group in scheduler.buffer.spare),
         )
         assert (
             passed
             == trained
-            + state.sink.num_queued
+            + scheduler.buffer.num_queued
             + num_spare
             + waiting
             + sum(gone.values())
@@ -308,22 +312,25 @@ class StateMachine(RuleBasedStateMachine):
     def permits_and_limits_hold(self):
         if not hasattr(self, "state"):
             return
-        state = self.state
+        scheduler = self.scheduler
         assert (
             0
-            <= state.dispatch.admission.taken
+            <= scheduler.dispatch.admission.taken
             == len(self.in_flight)
-            <= state.dispatch.admission.limit
+            <= scheduler.dispatch.admission.limit
         )
-        if state.evaluations.pinned is not None:
-            assert state.clock.version == state.evaluations.pinned, "an evaluation's version stays"
-        in_open_groups = sum(group.size for group in state.dispatch.open_train_groups())
-        assert state._open_train_rollouts == in_open_groups
+        if scheduler.evaluations.pinned is not None:
+            assert scheduler.clock.version == scheduler.evaluations.pinned, (
+                "an evaluation's version stays"
+            )
+        in_open_groups = sum(group.size for group in scheduler.dispatch.open_train_groups())
+        assert scheduler._open_train_rollouts == in_open_groups
         # Nothing is generated that could not be trained any more when it was begun.
         assert (
-            in_open_groups + state.sink.num_queued < (self.bound + 1) * state.rollouts_per_batch + 4
+            in_open_groups + scheduler.buffer.num_queued
+            < (self.bound + 1) * scheduler.rollouts_per_batch + 4
         )
-        assert sum(len(group) for group in state.sink.spare) < state.sink.most_spare + 4
+        assert sum(len(group) for group in scheduler.buffer.spare) < scheduler.buffer.most_spare + 4
 
 
 TestState = StateMachine.TestCase
@@ -360,7 +367,7 @@ def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
         elif what == "update":
             machine.update()
         elif what == "cut":
-            machine.cut()
+            machine.take_batch()
         elif what == "kill" and machine.snapshot is not None:
             machine.kill_and_resume()
         elif what == "wind_down" and machine.cut_step:
@@ -369,27 +376,29 @@ def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
     machine.nothing_is_lost()
 
 
-def play(state, engine_order, until_step, published=0, train=True, crash=None):
+def play(scheduler, engine_order, until_step, published=0, train=True, crash=None):
     """A deterministic world: the engine ends requests in the order that `engine_order` picks; the trainer trains at once."""
     batches, in_flight = [], []
-    state.updated(published)
+    scheduler.updated(published)
     for tick in range(10_000):
-        state.begin_evaluation(float(tick))
-        in_flight += state.start(float(tick))
+        scheduler.begin_evaluation(float(tick))
+        in_flight += scheduler.start(float(tick))
         if in_flight:
             request = in_flight.pop(engine_order(tick, len(in_flight)))
-            state.finished(request, fakes.rollout(request, [state.clock.version] * 3), float(tick))
-        state.wanted = published + 1
-        batch = state.cut()
+            scheduler.finished(
+                request, fakes.rollout(request, [scheduler.clock.version] * 3), float(tick)
+            )
+        scheduler.wanted = published + 1
+        batch = scheduler.take_batch()
         if batch is not None:
             batches.append(batch)
             if crash is not None and batch.step == crash:
                 return batches
             published = batch.step
-        if state.may_update(published):
-            for request in state.drain():
+        if scheduler.may_update(published):
+            for request in scheduler.drain():
                 in_flight.remove(request)
-            state.updated(published)
+            scheduler.updated(published)
         if len(batches) and batches[-1].step == until_step:
             return batches
     raise AssertionError(f"stopped at batch {len(batches)}")
@@ -417,10 +426,10 @@ def test_a_run_that_is_killed_and_resumed_trains_what_it_would_have_trained(cras
         weights=(1.0, 2.0),
     )
     in_order = lambda tick, n: 0  # noqa: E731
-    whole = content(play(State(manifest), in_order, 9))
-    state = State(manifest)
-    before = play(state, in_order, 9, crash=crash)
-    after = play(State(manifest, state.snapshot()), in_order, 9, published=crash)
+    whole = content(play(Scheduler(manifest), in_order, 9))
+    scheduler = Scheduler(manifest)
+    before = play(scheduler, in_order, 9, crash=crash)
+    after = play(Scheduler(manifest, scheduler.snapshot()), in_order, 9, published=crash)
     assert content(before) + content(after) == whole
 
 
@@ -432,14 +441,14 @@ def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order
     manifest = fakes.manifest(max_in_flight=permits, num_steps=9, max_off_policy_steps=20)
     rng = np.random.default_rng(seed)
     any_order = lambda tick, n: int(rng.integers(n))  # noqa: E731
-    state = State(manifest)
-    batches = play(state, any_order, 9, crash=crash)
-    resumed = State(manifest, state.snapshot())
+    scheduler = Scheduler(manifest)
+    batches = play(scheduler, any_order, 9, crash=crash)
+    resumed = Scheduler(manifest, scheduler.snapshot())
     batches += play(resumed, any_order, 9, published=crash)
     trained = [(s.group_id, s.member) for batch in batches for s in batch.samples]
     assert len(trained) == len(set(trained)) == 9 * 8
     kept = {group.group_id for group in resumed.snapshot().in_flight} | {
-        s.group_id for g in resumed.sink.queue for s in g
+        s.group_id for g in resumed.buffer.queue for s in g
     }
     assert {group for group, _ in trained} | kept == set(range(sum(resumed.source.cursors)))
 
@@ -449,7 +458,7 @@ def test_the_same_events_make_the_same_run():
     runs = []
     for _ in range(2):
         rng = np.random.default_rng(3)
-        runs.append(content(play(State(manifest), lambda tick, n: int(rng.integers(n)), 9)))  # noqa: B023
+        runs.append(content(play(Scheduler(manifest), lambda tick, n: int(rng.integers(n)), 9)))  # noqa: B023
     assert runs[0] == runs[1]
 
 
@@ -457,19 +466,21 @@ def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_count
     manifest = fakes.manifest(
         max_off_policy_steps=0, max_batches_ahead=0, max_in_flight=8, interval_steps=100
     )
-    state = State(manifest)
-    state.evaluations.last = 0
-    state.updated(0)
-    requests = state.start(0.0)
-    state.finished(requests[0], fakes.rollout(requests[0], [0]), 1.0)
-    state.clock.next_batch = 2
-    cancelled = state.drain()
+    scheduler = Scheduler(manifest)
+    scheduler.evaluations.last = 0
+    scheduler.updated(0)
+    requests = scheduler.start(0.0)
+    scheduler.finished(requests[0], fakes.rollout(requests[0], [0]), 1.0)
+    scheduler.clock.next_batch = 2
+    cancelled = scheduler.drain()
     assert {request.name for request in cancelled} == {request.name for request in requests[1:]}
-    assert state.dispatch.admission.taken == 0 and state.sink.dropped == {"stale_in_flight": 8}
-    assert state.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, (
+    assert scheduler.dispatch.admission.taken == 0 and scheduler.buffer.dropped == {
+        "stale_in_flight": 8
+    }
+    assert scheduler.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, (
         "what comes back late is void"
     )
-    assert state.sink.num_queued == 0 and state.groups.num_rollouts == 0
+    assert scheduler.buffer.num_queued == 0 and scheduler.groups.num_rollouts == 0
 
 
 def test_on_policy_training_waits_for_every_version():
@@ -481,18 +492,18 @@ def test_on_policy_training_waits_for_every_version():
         interval_steps=100,
         num_steps=4,
     )
-    state = State(manifest)
-    state.evaluations.last = 0
-    state.updated(0)
-    requests = state.start(0.0)
+    scheduler = Scheduler(manifest)
+    scheduler.evaluations.last = 0
+    scheduler.updated(0)
+    requests = scheduler.start(0.0)
     assert len(requests) == 8
     for request in requests:
-        state.finished(request, fakes.rollout(request, [0]), 1.0)
-    state.wanted = 1
-    assert state.cut().step == 1
-    assert state.start(2.0) == []
-    state.updated(1)
-    assert {request.version for request in state.start(3.0)} == {1}
+        scheduler.finished(request, fakes.rollout(request, [0]), 1.0)
+    scheduler.wanted = 1
+    assert scheduler.take_batch().step == 1
+    assert scheduler.start(2.0) == []
+    scheduler.updated(1)
+    assert {request.version for request in scheduler.start(3.0)} == {1}
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -505,46 +516,48 @@ def test_a_slow_trainer_finds_its_next_batches_ready_and_no_more_is_made(ahead):
         interval_steps=100,
         num_steps=20,
     )
-    state = State(manifest)
-    state.evaluations.last = 0
-    state.updated(0)
-    state.wanted = 1
+    scheduler = Scheduler(manifest)
+    scheduler.evaluations.last = 0
+    scheduler.updated(0)
+    scheduler.wanted = 1
     num_made = 0
     for tick in range(20):
-        for request in state.start(float(tick)):
-            state.finished(request, fakes.rollout(request, [0]), float(tick))
+        for request in scheduler.start(float(tick)):
+            scheduler.finished(request, fakes.rollout(request, [0]), float(tick))
             num_made += 1
-        state.cut()
-    assert state.clock.next_batch == 2 + ahead and num_made == 8 * (1 + ahead + 1)
-    assert state.sink.num_queued == 8
+        scheduler.take_batch()
+    assert scheduler.clock.next_batch == 2 + ahead and num_made == 8 * (1 + ahead + 1)
+    assert scheduler.buffer.num_queued == 8
 
 
 def test_a_stuck_member_does_not_block_its_group():
-    state = State(fakes.manifest(max_in_flight=4))
-    state.evaluations.last = 0
-    state.updated(0)
-    stuck, *others = state.start(0.0)
+    scheduler = Scheduler(fakes.manifest(max_in_flight=4))
+    scheduler.evaluations.last = 0
+    scheduler.updated(0)
+    stuck, *others = scheduler.start(0.0)
     for request in others:
-        state.finished(request, fakes.rollout(request, [0]), 1.0)
-    assert state.expired(29.0) == [] and state.expired(31.0) == [stuck]
-    state.failed(stuck, "timeout", "too long", 31.0)
-    assert state.sink.num_queued == 3 and state.sink.dropped == {"timeout": 1}
+        scheduler.finished(request, fakes.rollout(request, [0]), 1.0)
+    assert scheduler.expired(29.0) == [] and scheduler.expired(31.0) == [stuck]
+    scheduler.failed(stuck, "timeout", "too long", 31.0)
+    assert scheduler.buffer.num_queued == 3 and scheduler.buffer.dropped == {"timeout": 1}
 
 
 def test_time_in_which_nobody_serves_is_no_rollouts_own():
-    state = State(fakes.manifest(max_in_flight=4))  # rollouts may take 30 s
-    state.evaluations.last = 0
-    state.updated(0)
-    started = state.start(0.0)
-    assert state.expired(20.0, is_served=False) == state.expired(500.0, is_served=False) == []
-    assert state.expired(520.0) == [], "500 of these seconds are not theirs"
-    state.updating = True
-    assert state.expired(522.0) == []
-    state.updating = False
-    assert state.expired(530.0) == state.expired(537.0) == [], (
+    scheduler = Scheduler(fakes.manifest(max_in_flight=4))  # rollouts may take 30 s
+    scheduler.evaluations.last = 0
+    scheduler.updated(0)
+    started = scheduler.start(0.0)
+    assert (
+        scheduler.expired(20.0, is_served=False) == scheduler.expired(500.0, is_served=False) == []
+    )
+    assert scheduler.expired(520.0) == [], "500 of these seconds are not theirs"
+    scheduler.updating = True
+    assert scheduler.expired(522.0) == []
+    scheduler.updating = False
+    assert scheduler.expired(530.0) == scheduler.expired(537.0) == [], (
         "nor is what an update took: 29 seconds are theirs"
     )
-    assert state.expired(539.0) == started
+    assert scheduler.expired(539.0) == started
 
 
 @pytest.mark.parametrize(
@@ -562,26 +575,28 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(
         num_steps=12,
         interval_steps=100,
     )
-    state = State(manifest)
-    state.evaluations.last, state.clock.version = 0, 0
+    scheduler = Scheduler(manifest)
+    scheduler.evaluations.last, scheduler.clock.version = 0, 0
     num_sampled, num_cut, published, cuts = 0, 0, 0, []
     in_flight = []
     for tick in range(2000):
-        in_flight += state.start(float(tick))
+        in_flight += scheduler.start(float(tick))
         if in_flight:
             request = in_flight.pop(0)
-            state.finished(request, fakes.rollout(request, [state.clock.version], 1.0), float(tick))
+            scheduler.finished(
+                request, fakes.rollout(request, [scheduler.clock.version], 1.0), float(tick)
+            )
             num_sampled += 1
-        state.wanted = published + 1
-        if batch := state.cut():
+        scheduler.wanted = published + 1
+        if batch := scheduler.take_batch():
             assert len(batch.samples) == 8 and not any(sample.advantage for sample in batch.samples)
             num_cut += 1
             cuts.append(num_sampled)
         if tick % 40 == 39 and published < num_cut:
             published += 1
-            for request in state.drain():
+            for request in scheduler.drain():
                 in_flight.remove(request)
-            state.updated(published)
+            scheduler.updated(published)
         if num_cut == 12:
             break
     assert num_cut == 12, "the run goes on without any signal"
@@ -589,17 +604,17 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(
     assert all(
         sampled <= 8 * ratio * (number + ahead + 1) + 4 for number, sampled in enumerate(cuts, 1)
     )
-    assert num_sampled <= 8 * ratio * 12 + 4 and state.sink.dropped["too_few_survivors"] == 0
+    assert num_sampled <= 8 * ratio * 12 + 4 and scheduler.buffer.dropped["too_few_survivors"] == 0
 
 
 def test_a_sink_without_groups_is_not_starved():
-    Sink(fakes.manifest().orchestrator).check_not_starved()
+    RolloutBuffer(fakes.manifest().orchestrator).check_not_starved()
 
 
 def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too():
     manifest = fakes.manifest(max_in_flight=4)
     again = [GroupRequest("train", number, 0, number, 4) for number in range(3)]
-    state = State(
+    scheduler = Scheduler(
         manifest,
         Snapshot(
             2,
@@ -615,6 +630,6 @@ def test_groups_to_redo_that_have_not_begun_again_are_in_the_next_snapshot_too()
             rewards=[],
         ),
     )
-    state.updated(1)
-    assert {request.group.group_id for request in state.start(0.0)} == {0}
-    assert sorted(group.group_id for group in state.snapshot().in_flight) == [0, 1, 2]
+    scheduler.updated(1)
+    assert {request.group.group_id for request in scheduler.start(0.0)} == {0}
+    assert sorted(group.group_id for group in scheduler.snapshot().in_flight) == [0, 1, 2]

@@ -1,14 +1,33 @@
-"""A thread beside the event loop that does one call after another, and keeps nobody from exiting, as threads of Python's own pools do."""
+"""Two asyncio helpers: a broadcast event and a daemon thread for blocking calls."""
 
 import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 
-class Beside:
+class Notifier:
+    """One `ring` wakes all who wait now."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify_all(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns at the next ring, or after `timeout_s`."""
+        # Not wait_for: Python 3.11's loses a cancellation that meets a ring, and a loop that is being ended would go on.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+
+
+class WorkerThread:
     """The thread starts with the first call."""
 
     def __init__(self, name: str) -> None:

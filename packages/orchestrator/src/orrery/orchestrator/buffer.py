@@ -46,7 +46,7 @@ class Sample:
         return int(self.rollout.sampled_versions.min())
 
 
-class Sink:
+class RolloutBuffer:
     """The queue between generation and training."""
 
     def __init__(self, settings: Orchestrator):
@@ -137,7 +137,7 @@ class Sink:
                 groups.clear()
                 groups.extend(fresh)
 
-    def cut(self, oldest_version: int) -> list[Sample] | None:
+    def take_batch(self, oldest_version: int) -> list[Sample] | None:
         """The next batch, every token of it at least `oldest_version`; None while there is not enough."""
         self.sweep(oldest_version)
         if not self.has_batch:

@@ -1,4 +1,4 @@
-"""Stage: plays requests as asyncio tasks, one a rollout, and takes them off again.
+"""Run rollouts: plays requests as asyncio tasks, one a rollout, and takes them off again.
 
 - In: `Request`s that hold a permit. Out: exactly one call of `on_finished` or `on_failed` for each, unless it is cancelled.
 - Who awaits `cancel` knows that the requests have left the engine, so that an update that follows does not race with their ends.
@@ -14,7 +14,7 @@ import numpy as np
 
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.orchestrator.requests import Request
-from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, play
+from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, run_episode
 from orrery.transport.engine_api import request_s
 from orrery.transport.routed_experts import route_shape
 
@@ -22,7 +22,7 @@ from orrery.transport.routed_experts import route_shape
 GONE_PAUSE_S = 1.0
 
 
-class Stage:
+class RolloutRunner:
     """Rollouts in flight."""
 
     def __init__(
@@ -43,14 +43,14 @@ class Stage:
         self.on_finished, self.on_failed = on_finished, on_failed
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
-        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._generating: set[str] = set()  # requests in an engine
         self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
         self._defect: BaseException | None = None
 
     @property
-    def num_playing(self) -> int:
-        return len(self._playing)
+    def num_running(self) -> int:
+        return len(self._running)
 
     def is_generating(self, request: Request) -> bool:
         """Return whether an engine has this rollout now, rather than its task or judge."""
@@ -68,19 +68,19 @@ class Stage:
     async def abort(self, request_ids: list[str]) -> None:
         await self.engine.abort(request_ids)
 
-    def play(self, requests: Iterable[Request]) -> None:
+    def start(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._playing[request.name] = task = asyncio.create_task(
-                self._play(request), name=request.name
+            self._running[request.name] = task = asyncio.create_task(
+                self._run(request), name=request.name
             )
             task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
         if (
-            self._playing.get(task.get_name()) is task
+            self._running.get(task.get_name()) is task
         ):  # by then the same request may be played again
-            del self._playing[task.get_name()]
+            del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
         """End these rollouts at once, without a result.
@@ -88,12 +88,12 @@ class Stage:
         The returned awaitable ends when no cancelled rollout is left in an engine.
         """
         return self._cancel(
-            [task for request in requests if (task := self._playing.get(request.name)) is not None]
+            [task for request in requests if (task := self._running.get(request.name)) is not None]
         )
 
     async def close(self) -> None:
         """End all."""
-        await self._cancel(list(self._playing.values()))
+        await self._cancel(list(self._running.values()))
 
     def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
         for task in tasks:
@@ -105,7 +105,7 @@ class Stage:
         if self._defect is not None:
             raise self._defect
 
-    async def _play(self, request: Request) -> None:
+    async def _run(self, request: Request) -> None:
         try:
             try:
                 rollout = await self._rollout(request)
@@ -121,7 +121,7 @@ class Stage:
     async def _rollout(self, request: Request) -> Rollout:
         group, settings = request.group, self.manifest.orchestrator
         use: TaskUse = getattr(self.manifest.tasks, group.purpose)[group.task_index]
-        return await play(
+        return await run_episode(
             task=self.tasks[group.purpose][group.task_index],
             problem_index=group.problem_index,
             max_turns=use.max_turns,

@@ -29,14 +29,14 @@ class _Case:
     proven: bool = False
 
 
-class Overdue:
+class TimeoutClassifier:
     """The rollouts past their time whose reason is not known yet."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self._cases: dict[str, _Case] = {}
 
-    def look(self, loads: Mapping[int, EngineMetrics]) -> None:
+    def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
         """Compare the engines' metrics with the first look; {} if one engine did not answer."""
         for case in self._cases.values():
             for index, load in loads.items():
